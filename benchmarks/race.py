@@ -1,0 +1,319 @@
+"""Sides that take turns: what makes the two numbers of a ratio comparable.
+
+Each side is a process (or one process a rank) that is built, warmed up and kept alive, and then told over a pipe to
+run so many steps; while one side runs, the others sleep on their pipes. So every pair of numbers is taken seconds
+apart on the same machine in the same state, while allocator, thread pool and peak memory stay each side's own.
+
+I1: at most one side runs at any moment; the order of the sides is reversed at every second repeat.
+I2: a turn ends when its last step has ended and the process's disk traffic has been still for `QUIET_S`, so that no
+    side has its writes done in another side's time. The quiet time itself is not counted.
+I3: a side that fails ends the race with that side's traceback. No process outlives `Race`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import IO, Self
+
+WORKER = Path(__file__).with_name("worker.py")
+QUIET_S = 0.01
+LOG_TAIL_LINES = 25
+
+
+class SideError(Exception):
+    """A side could not be built or failed in a step; the message has its name and what it said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One contestant: `sides/<module>.py` run in `ranks` processes.
+
+    `options` reach that module's `run(options, baton)` and must be JSON. `memory_group` is the folder of a memory
+    control group that the process enters before it imports anything.
+    """
+
+    name: str
+    module: str
+    options: Mapping[str, object]
+    ranks: int = 1
+    threads: int = 2
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    memory_group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one process did in one turn. The peak is since the process began; the bytes are those of this turn."""
+
+    steps: int
+    seconds: float
+    loss: float
+    peak_rss_bytes: int
+    read_bytes: int
+    written_bytes: int
+    extra: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """All turns of one side, warm-up left out."""
+
+    side: str
+    turns: tuple[Turn, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Median over the turns of the seconds that one step took."""
+        return median(turn.step_s for turn in self.turns)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median of the turns."""
+        times = [turn.step_s for turn in self.turns]
+        return (max(times) - min(times)) / self.step_s
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        return max(turn.peak_rss_bytes for turn in self.turns)
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Median over the turns of the bytes read from and written to disk in one step."""
+        return median((turn.read_bytes + turn.written_bytes) / turn.steps for turn in self.turns)
+
+    @property
+    def loss(self) -> float:
+        return self.turns[-1].loss
+
+
+def speed_ratios(ours: Score, other: Score) -> list[float]:
+    """For each repeat, how many times faster `ours` was than `other` in the turn beside it."""
+    return [theirs.step_s / mine.step_s for mine, theirs in zip(ours.turns, other.turns, strict=True)]
+
+
+# --- The worker's end -----------------------------------------------------------------------------------------------
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process had resident at any time so far."""
+    return _proc_numbers("status")["VmHWM"] * 1024
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has (read from, written to) disk so far, page cache hits left out."""
+    counters = _proc_numbers("io")
+    return counters["read_bytes"], counters["write_bytes"]
+
+
+def _proc_numbers(name: str) -> dict[str, int]:
+    pairs = (line.split(":", 1) for line in Path(f"/proc/self/{name}").read_text().splitlines())
+    return {key: int(value.split()[0]) for key, value in pairs if value.split() and value.split()[0].isdigit()}
+
+
+class Baton:
+    """The worker's end of the pipe: whoever holds it runs."""
+
+    def __init__(self, orders: IO[str], reports: IO[str]) -> None:
+        self._orders = orders
+        self._reports = reports
+        self._steps = 0
+        self._started_s = 0.0
+        self._started_bytes = (0, 0)
+
+    def wait(self) -> int:
+        """Sleep until this side's turn. Returns the steps to run, 0 when the race is over. The clock starts here."""
+        self._steps = int(self._orders.readline() or 0)
+        self._started_bytes = disk_bytes()
+        self._started_s = time.perf_counter()
+        return self._steps
+
+    def report(self, loss: float, extra: Mapping[str, float] | None = None) -> None:
+        """End the turn (I2) and send what it took. `extra` holds numbers that only this side has."""
+        ended_s, bytes_now = time.perf_counter(), disk_bytes()
+        while time.perf_counter() - ended_s < QUIET_S:
+            time.sleep(QUIET_S / 10)
+            if (later := disk_bytes()) != bytes_now:
+                ended_s, bytes_now = time.perf_counter(), later
+        turn = Turn(
+            steps=self._steps,
+            seconds=ended_s - self._started_s,
+            loss=loss,
+            peak_rss_bytes=peak_rss_bytes(),
+            read_bytes=bytes_now[0] - self._started_bytes[0],
+            written_bytes=bytes_now[1] - self._started_bytes[1],
+            extra=extra or {},
+        )
+        self._send(asdict(turn))
+
+    def ready(self) -> None:
+        """Say that the side is built and waits for its first turn."""
+        self._send({"ready": True})
+
+    def fail(self) -> None:
+        """Send the traceback of the exception being handled."""
+        self._send({"error": traceback.format_exc()})
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        self._reports.write(json.dumps(message) + "\n")
+        self._reports.flush()
+
+
+def take_turns(baton: Baton, step: Callable[[], float]) -> None:
+    """Run `step`, which returns the loss, as often as the baton says, until the race is over."""
+    baton.ready()
+    while steps := baton.wait():
+        loss = 0.0
+        for _ in range(steps):
+            loss = step()
+        baton.report(loss)
+
+
+# --- The race's end -------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One process of a side, with the pipes to it and a file of what it prints."""
+
+    def __init__(self, side: Side, rank: int, port: int) -> None:
+        self.title = side.name if side.ranks == 1 else f"{side.name} (rank {rank})"
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        order_read, order_write = os.pipe()
+        report_read, report_write = os.pipe()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(side.threads),
+            "MKL_NUM_THREADS": str(side.threads),
+            **side.environment,
+        }
+        if side.ranks > 1:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "LOCAL_WORLD_SIZE": side.ranks}
+            environment.update({name: str(value) for name, value in ranks.items()})
+            environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        command = [side.python, str(WORKER), side.module, json.dumps(dict(side.options))]
+        command += [str(order_read), str(report_write), side.memory_group or ""]
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=(order_read, report_write), stdout=self._log, stderr=subprocess.STDOUT
+        )
+        os.close(order_read)
+        os.close(report_write)
+        self._orders = os.fdopen(order_write, "w")
+        self._reports = os.fdopen(report_read)
+
+    def order(self, steps: int) -> None:
+        try:
+            self._orders.write(f"{steps}\n")
+            self._orders.flush()
+        except BrokenPipeError as error:
+            raise SideError(self._obituary("has ended")) from error
+
+    def receive(self, timeout_s: float) -> dict[str, object]:
+        readable, _, _ = select.select([self._reports], [], [], timeout_s)
+        if not readable:
+            raise SideError(self._obituary(f"said nothing for {timeout_s:.0f} s"))
+        line = self._reports.readline()
+        if not line:
+            raise SideError(self._obituary(f"ended with status {self._process.wait()}"))
+        message: dict[str, object] = json.loads(line)
+        if "error" in message:
+            raise SideError(f"{self.title} failed:\n{message['error']}")
+        return message
+
+    def stop(self) -> None:
+        """End the process, kindly first: an end of file on its orders means that the race is over."""
+        self._orders.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reports.close()
+        self._log.close()
+
+    def _obituary(self, what: str) -> str:
+        self._log.seek(0)
+        tail = "".join(self._log.readlines()[-LOG_TAIL_LINES:])
+        return f"{self.title} {what}; its last lines were:\n{tail}"
+
+
+class Race:
+    """A context in which sides are alive. Owns their processes.
+
+    `timeout_s` bounds each wait for a side: its build and each of its turns.
+    """
+
+    def __init__(self, sides: Sequence[Side], *, timeout_s: float = 3600.0) -> None:
+        self.sides = tuple(sides)
+        self._timeout_s = timeout_s
+        self._workers: dict[str, list[_Worker]] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for side in self.sides:  # one after the other: building in parallel could exhaust the memory
+                self._start(side)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def run(self, *, repeats: int, steps: int, warmup: int) -> dict[str, Score]:
+        """Let each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count."""
+        turns: dict[str, list[Turn]] = {side.name: [] for side in self.sides}
+        for repeat in range(-1 if warmup else 0, repeats):
+            for side in self.sides if repeat % 2 == 0 else reversed(self.sides):
+                turn = self._turn(side, warmup if repeat < 0 else steps)
+                if repeat >= 0:
+                    turns[side.name].append(turn)
+                print(f"  {'warm-up' if repeat < 0 else f'repeat {repeat + 1}'}: {side.name} {turn.step_s:.4f} s/step")
+        return {name: Score(name, tuple(taken)) for name, taken in turns.items()}
+
+    def _start(self, side: Side) -> None:
+        print(f"  building: {side.name}", flush=True)
+        port = _free_port()
+        self._workers[side.name] = []
+        for rank in range(side.ranks):
+            self._workers[side.name].append(_Worker(side, rank, port))
+        for worker in self._workers[side.name]:
+            worker.receive(self._timeout_s)
+
+    def _turn(self, side: Side, steps: int) -> Turn:
+        workers = self._workers[side.name]
+        for worker in workers:
+            worker.order(steps)
+        turns = [Turn(**worker.receive(self._timeout_s)) for worker in workers]  # type: ignore[arg-type]
+        return max(turns, key=lambda turn: turn.seconds)
+
+    def _stop(self) -> None:
+        for workers in self._workers.values():
+            for worker in workers:
+                worker.stop()
+        self._workers.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

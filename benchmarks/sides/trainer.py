@@ -1,0 +1,125 @@
+"""Lightning's Trainer, with its own single-device strategy or with this project's, on one LightningModule.
+
+Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
+Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
+initialised by `init_weights` one submodule at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpt import GPT, GPTShape, batches, build, init_weights
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from race import Baton
+from sides.plain import LEARNING_RATE
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class GPTModule(LightningModule):
+    """The benchmarks' GPT as a user would wrap it."""
+
+    def __init__(self, shape: GPTShape, *, seed: int, meta: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = None if meta else build(shape, dtype=torch.float32, seed=seed)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = GPT(self.shape)
+
+    def init_weights(self, module: torch.nn.Module) -> None:
+        init_weights(module)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(*batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+class Batches(IterableDataset[tuple[Tensor, Tensor]]):
+    """Endless batches, each rank its own, made by nobody twice."""
+
+    def __init__(self, shape: GPTShape, *, batch: int, seed: int) -> None:
+        self.shape = shape
+        self.batch = batch
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return batches(self.shape, batch=self.batch, seed=self.seed + rank)
+
+
+class Pacer(Callback):
+    """Makes the training loop stop at its turn's end until the next turn, and end with the race."""
+
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
+        self.left = 0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.baton.ready()
+        self._wait(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.baton.report(float(outputs["loss"]), link_numbers(trainer.strategy))
+            self._wait(trainer)
+
+    def _wait(self, trainer: Trainer) -> None:
+        self.left = self.baton.wait()
+        trainer.should_stop = self.left == 0
+
+
+def link_numbers(strategy: Strategy) -> dict[str, float]:
+    """What the strategy itself counted on its links to and from the disk, since the start; empty for Lightning's own.
+
+    Keys: `<source>-><target> bytes` and `<source>-><target> seconds`.
+    """
+    if not hasattr(strategy, "stats"):
+        return {}
+    numbers = {}
+    for (source, target), link in strategy.stats().links.items():
+        numbers[f"{source}->{target} bytes"] = float(link.bytes)
+        numbers[f"{source}->{target} seconds"] = float(link.seconds)
+    return numbers
+
+
+def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
+    if settings is None:
+        return "auto"
+    import lightning_ptm
+
+    strategy: Strategy = lightning_ptm.AngelPTMStrategy(**settings)
+    return strategy
+
+
+def run(options: dict[str, Any], baton: Baton) -> None:
+    shape = GPTShape(**options["shape"])
+    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
+    data = Batches(shape, batch=options["batch"], seed=options["seed"])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options.get("devices", 1),
+        strategy=make_strategy(options.get("settings")),
+        precision=options["precision"],
+        max_epochs=1,
+        callbacks=[Pacer(baton)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=None))

@@ -1,0 +1,8 @@
+"""Callbacks that any Trainer can use; this folder is installed as `lightning_ptm.callbacks`."""
+
+from __future__ import annotations
+
+# Relative: in a checkout this folder is also the package `callbacks`.
+from .throughput import Throughput
+
+__all__ = ["Throughput"]

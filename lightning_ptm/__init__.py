@@ -1,0 +1,32 @@
+"""Train models larger than the GPU and larger than RAM with PyTorch Lightning: `Trainer(strategy="angel_ptm")`."""
+
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import (
+    AngelPTMError,
+    CapacityError,
+    ConfigError,
+    InternalError,
+    PageIOError,
+    RankError,
+    UsageError,
+)
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.strategy import AngelPTMStrategy, register
+
+__version__ = "0.1.0"
+
+register()
+
+__all__ = [
+    "AngelPTMError",
+    "AngelPTMPrecision",
+    "AngelPTMStrategy",
+    "CapacityError",
+    "ConfigError",
+    "InternalError",
+    "PageIOError",
+    "RankError",
+    "Settings",
+    "UsageError",
+    "__version__",
+]

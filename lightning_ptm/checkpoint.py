@@ -1,0 +1,128 @@
+"""Weights and optimizer states as ordinary dictionaries: what Lightning saves and loads.
+
+The same bytes as a single device would have saved: fp32 weights by name, optimizer state in the optimizer's own format
+with full shapes, so a checkpoint moves freely between angel_ptm, DDP and one device. Built unit by unit; the dictionary
+itself is whole, on rank 0 only. Every function is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.engine import Engine
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
+    """The module's state dict with precise, full weights; empty where not `keep` (other ranks than 0)."""
+    engine.drain()
+    values: dict[int, Tensor] = {}
+    for _, parameter, value in engine.values.parameters():
+        if keep:
+            values[id(parameter)] = value.clone()
+    if not keep:
+        return {}
+    # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides); parameters
+    # in it are replaced by identity.
+    named = module.state_dict(keep_vars=True)
+    state: dict[str, Any] = {}
+    for name, item in named.items():
+        if isinstance(item, Tensor):
+            state[name] = values[id(item)] if id(item) in values else item.detach()
+        else:
+            state[name] = item
+    return state
+
+
+def load_module_state(engine: Engine, module: LightningModule, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Writes a state dict into pages and buffers.
+
+    Raises:
+        RuntimeError: names are missing or unexpected under `strict`, in torch's own words.
+        ConfigError: a shape differs.
+    """
+    engine.drain()
+    engine.executor.release_all()
+    named = module.state_dict(keep_vars=True)
+    parameters = {id(parameter) for _, parameter in module.named_parameters()}
+    by_id = {
+        id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters
+    }
+    engine.values.load_parameters(by_id)
+    # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
+    # as empty meta tensors of the right shape, so that it copies nothing into released storage.
+    rest = {
+        name: (named[name] if name in named and id(named[name]) in parameters else value) for name, value in state.items()
+    }
+    with _frozen_copies(module):
+        module.load_state_dict(rest, strict=strict)
+
+
+class _frozen_copies:
+    """Inside, `load_state_dict` of the module copies buffers and leaves parameters alone."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+
+    def __enter__(self) -> None:
+        for owner in self._module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self._taken.append((owner, name, parameter))
+                    owner._parameters[name] = torch.nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+                    )
+
+    def __exit__(self, *exception: object) -> None:
+        for owner, name, parameter in self._taken:
+            owner._parameters[name] = parameter
+
+
+def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """The optimizer's state dict with full state tensors; empty where not `keep`."""
+    engine.drain()
+    optimizer = _inner(optimizer)
+    index = engine.updates.index_of(optimizer)
+    order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    states: dict[int, dict[str, Any]] = {}
+    for parameter, state in engine.values.optimizer_states(index):
+        if keep:
+            states[order[id(parameter)]] = state
+    if not keep:
+        return {}
+    result = optimizer.state_dict()
+    result["state"] = {place: states[place] for place in sorted(states)}
+    return result
+
+
+def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Writes an optimizer's state dict into pages and its groups into the user's object.
+
+    Raises:
+        ConfigError: it was saved by an optimizer with other parameter groups.
+    """
+    engine.drain()
+    optimizer = _inner(optimizer)
+    saved, ours = state["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:
+        raise ConfigError(
+            f"the checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved]} parameters, "
+            f"this run's of {[len(group['params']) for group in ours]}; configure the optimizer as it was saved"
+        )
+    by_place = [p for group in ours for p in group["params"]]
+    places = [place for group in saved for place in group["params"]]
+    states = {id(by_place[i]): state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+    engine.values.load_optimizer_states(engine.updates.index_of(optimizer), states)
+    for group, loaded in zip(ours, saved, strict=True):
+        group.update({key: value for key, value in loaded.items() if key != "params"})

@@ -1,0 +1,113 @@
+"""The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
+
+LightningCLI with three additions: a bare name of a config file is also looked up in `configs/`, the config of a run may be
+written over the one of an earlier run in the same folder, and `fit` ends by printing its losses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_ptm.data import TextBytes
+from lightning_ptm.errors import ConfigError
+
+CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
+"""Where configs/ is: inside the installed package, or beside it in a checkout."""
+
+CONFIG_OPTIONS = ("--config", "-c")
+
+
+class PTMCommandLine(LightningCLI):
+    """Any LightningModule (`--model`) and LightningDataModule (`--data`), with the subcommands of the Trainer."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses `args`, or the process's arguments, after looking up bare names of config files."""
+        if args is not None and not isinstance(args, list):
+            super().parse_arguments(parser, args)
+            return
+        try:
+            arguments = resolve_config_names(sys.argv[1:] if args is None else args)
+        except ConfigError as error:
+            parser.error(str(error))
+        self.config = parser.parse_args(arguments)
+
+    @rank_zero_only
+    def after_fit(self) -> None:
+        """Prints the last losses, with every digit that float32 has, and what they are to be compared with."""
+        metrics = self.trainer.callback_metrics
+        if "train_loss" in metrics:
+            print(f"training loss of the last batch: {float(metrics['train_loss']):.9g} nats/token")
+        if "val_loss" not in metrics:
+            return
+        if not isinstance(self.datamodule, TextBytes):
+            print(f"validation loss: {float(metrics['val_loss']):.9g}")
+            return
+        print(
+            f"validation loss: {float(metrics['val_loss']):.9g} nats/byte; "
+            f"unigram model of the same text: {self.datamodule.unigram_loss:.4f} nats/byte"
+        )
+
+
+def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
+    """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
+
+    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it is
+    taken as it is.
+
+    Raises:
+        ConfigError: a bare name that is no file.
+    """
+    resolved: list[str] = []
+    value_follows = False
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if value_follows:
+            resolved.append(_resolve(argument, folders))
+        elif equals and option in CONFIG_OPTIONS:
+            resolved.append(f"{option}={_resolve(value, folders)}")
+        else:
+            resolved.append(argument)
+        value_follows = not value_follows and argument in CONFIG_OPTIONS
+    return resolved
+
+
+def _resolve(name: str, folders: Sequence[Path]) -> str:
+    if Path(name).name != name or Path(name).is_file():
+        return name
+    for folder in folders:
+        for candidate in (folder / name, folder / f"{name}.yaml"):
+            if candidate.is_file():
+                return str(candidate)
+    known = sorted({path.name for folder in folders for path in folder.glob("*.yaml")})
+    raise ConfigError(
+        f"there is no config file {name!r}, neither in {Path.cwd()} nor among the installed ones "
+        f"({', '.join(known) or 'none'}); name one of these or give a path"
+    )
+
+
+def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
+    """Parses `args` (the process's arguments by default) and runs the subcommand.
+
+    `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
+    """
+    return PTMCommandLine(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        args=args,
+        **settings,
+    )
+
+
+def main(args: ArgsType = None) -> None:
+    """The console script."""
+    command_line(args)

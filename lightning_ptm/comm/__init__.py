@@ -1,0 +1,14 @@
+"""Collectives over pages, and how ranks agree on their order."""
+
+from lightning_ptm.comm.agreement import Agreement, Boundary, Request
+from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
+
+__all__ = [
+    "Agreement",
+    "Boundary",
+    "Communicator",
+    "ProcessGroupCommunicator",
+    "Request",
+    "SoloCommunicator",
+    "Work",
+]

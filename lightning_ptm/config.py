@@ -1,0 +1,177 @@
+"""The user's settings: parsed and checked once, before anything is built.
+
+Knows the standard library only. I1: a `Settings` object that exists is valid. I2: what is `auto` here is decided by the
+engine from the machine; nothing else reads the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.terms import BLOCK_BYTES, Tier
+
+MIN_PAGE_BYTES = 64 * 1024
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+Home = Literal["auto", "device", "host", "disk"]
+
+
+def parse_bytes(value: str | int, *, name: str) -> int:
+    """Reads `"4MiB"`, `"1.5GB"` or a plain number of bytes.
+
+    Raises:
+        ConfigError: the text is no size, or it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(
+            f"{name}={value!r} is not a size; write a number of bytes or a text such as '4MiB' or '1.5GB'"
+        )
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", str(value).lower())
+    unit = match.group(2) if match else ""
+    if unit in ("k", "m", "g", "t"):
+        unit += "ib"
+    if match is None or unit not in _UNITS:
+        raise ConfigError(
+            f"{name}={value!r} is not a size; write a number of bytes or a text such as '4MiB' or '1.5GB'"
+        )
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def format_bytes(count: int | float) -> str:
+    """`4194304` -> `4.0 MiB`; for messages and tables."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a user can set on `AngelPTMStrategy`, with its default.
+
+    Args:
+        page_size: Bytes of a page, the smallest amount that is allocated and moved: a multiple of 4096, at least 64 KiB.
+        device_memory: Bytes of the compute device that pages may take (per rank). On a CPU-only machine, giving a number
+            makes a device tier apart from the host tier, so that all three tiers run; `auto` makes RAM the only one.
+        host_memory: Bytes of RAM that pages may take (per rank). `auto` takes what the machine (or its memory cgroup)
+            has free, less a reserve.
+        disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process.
+        disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
+        parameter_home: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
+        master_home: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
+        recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, or `every 2nd`,
+            `every 3rd` and so on.
+        units: Class names of the modules that are fetched and released together; `auto` takes the elements of
+            `ModuleList` and `Sequential`, that is, a transformer's blocks.
+        update_in_backward: Start a unit's update as soon as its gradients are complete, behind the rest of the
+            backward pass, where nothing needs to see all gradients first. The numbers are the same either way.
+        staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
+        restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
+        poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
+    """
+
+    page_size: str | int = "4MiB"
+    device_memory: str | int = "auto"
+    host_memory: str | int = "auto"
+    disk_path: str | Path | Sequence[str | Path] | None = None
+    disk_memory: str | int = "auto"
+    parameter_home: Home = "auto"
+    master_home: Home = "auto"
+    recompute: str = "none"
+    units: Literal["auto"] | Sequence[str] = "auto"
+    update_in_backward: bool = True
+    staging_memory: str | int = "auto"
+    restore_weights: bool = True
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        page = self.page_bytes
+        if page < MIN_PAGE_BYTES or page % BLOCK_BYTES:
+            raise ConfigError(
+                f"page_size={self.page_size!r} is {page} bytes; a page is a multiple of {BLOCK_BYTES} bytes and at least "
+                f"64 KiB (disk transfers need it); use e.g. page_size='4MiB'"
+            )
+        for name in ("device_memory", "host_memory", "disk_memory", "staging_memory"):
+            self._bytes_or_none(name)
+        for name in ("parameter_home", "master_home"):
+            if getattr(self, name) not in ("auto", "device", "host", "disk"):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
+        self.recompute_every  # noqa: B018  checked by being read
+        if isinstance(self.units, str) and self.units != "auto":
+            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+        if self.units != "auto" and (not self.units or not all(isinstance(name, str) for name in self.units)):
+            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """Builds settings from keywords; a name that does not exist is refused with the nearest one that does."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+                raise ConfigError(f"AngelPTMStrategy has no setting {name!r}; {hint}")
+        return cls(**values)
+
+    def _bytes_or_none(self, name: str) -> int | None:
+        value = getattr(self, name)
+        return None if value == "auto" else parse_bytes(value, name=name)
+
+    @property
+    def page_bytes(self) -> int:
+        return parse_bytes(self.page_size, name="page_size")
+
+    @property
+    def device_bytes(self) -> int | None:
+        """None means auto."""
+        return self._bytes_or_none("device_memory")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """None means auto."""
+        return self._bytes_or_none("host_memory")
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """None means auto."""
+        return self._bytes_or_none("disk_memory")
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """None means auto."""
+        return self._bytes_or_none("staging_memory")
+
+    @property
+    def disk_paths(self) -> tuple[Path, ...]:
+        if self.disk_path is None:
+            return ()
+        if isinstance(self.disk_path, (str, Path)):
+            return (Path(self.disk_path),)
+        return tuple(Path(path) for path in self.disk_path)
+
+    @property
+    def recompute_every(self) -> int:
+        """0: no unit is recomputed; k: every k-th is, counted from the first (1: all)."""
+        if self.recompute == "none":
+            return 0
+        if self.recompute == "all":
+            return 1
+        match = re.fullmatch(r"every\s+(\d+)(?:st|nd|rd|th)?", str(self.recompute))
+        if match is None or int(match.group(1)) < 1:
+            raise ConfigError(f"recompute={self.recompute!r}: use 'none', 'all', or 'every 2nd', 'every 3rd', ...")
+        return int(match.group(1))
+
+
+def home_tier(home: Home) -> Tier | None:
+    """The tier that a home setting names; None for `auto`."""
+    return None if home == "auto" else Tier[home.upper()]

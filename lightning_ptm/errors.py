@@ -1,0 +1,52 @@
+"""Errors that users get. Each says what happened (names, numbers), what follows, and what to do.
+
+Knows the standard library only. `AngelPTMError` is the base of all; `InternalError` means a bug of ours.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class AngelPTMError(Exception):
+    """Base class of every error that lightning_ptm raises on purpose."""
+
+
+class ConfigError(AngelPTMError, ValueError):
+    """A setting, a model or an optimizer that cannot work, found before training starts."""
+
+
+class CapacityError(AngelPTMError, MemoryError):
+    """A plan, or a request for pages, needs more bytes in a tier than the tier has."""
+
+
+class PageIOError(AngelPTMError, OSError):
+    """A disk transfer failed, was short, or the disk is too small.
+
+    Args:
+        message: what happened, what follows, what to do.
+        path: the file that the page lives in.
+        page: index of the page within its tier, or None when the error concerns the whole file.
+        errno: the operating system's error number, or None for a short transfer.
+    """
+
+    def __init__(self, message: str, *, path: str | os.PathLike[str], page: int | None, errno: int | None) -> None:
+        super().__init__(message)
+        self.path = os.fspath(path)
+        self.page = page
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UsageError(AngelPTMError, RuntimeError):
+    """Something was asked for in a place or an order in which it cannot work (double backward, a closed engine...)."""
+
+
+class RankError(AngelPTMError, RuntimeError):
+    """Another rank failed, died, or does something else than this one."""
+
+
+class InternalError(AngelPTMError, RuntimeError):
+    """A state that should be impossible: a bug in lightning_ptm. Please report it with the traceback."""

@@ -1,0 +1,341 @@
+"""Allocates, releases, copies, moves and merges paged tensors (the paper's Allocator, section 5; Page and Tensor, 4.1).
+
+Owns the page pools, the page tables, the regions and the I/O threads of one rank, all taken once at the start. Does not
+know what a tensor means, nor when it should be where: callers decide, it acts.
+
+I1: the only writer, with its Copier, of the page tables and of a PagedTensor's place, under one lock, which is not held
+    while bytes move.
+I2: a copy holds its bytes (ARRIVING, LEAVING) from the call until its Transfer is finished; a conflicting copy or
+    release raises InternalError and changes nothing. Order between copies of the same bytes is made by waiting.
+I3: a paged tensor's bytes are whole blocks of its own in every tier, so whole-block transfers never touch a neighbour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.memory.copier import Copier, StartedCopy
+from lightning_ptm.memory.copies import CopyRange, Machine, copy_range
+from lightning_ptm.memory.disk import DiskRegion, FileOps
+from lightning_ptm.memory.io import IoQueue
+from lightning_ptm.memory.ledger import TierLedger
+from lightning_ptm.memory.links import Link, LinkStats
+from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.pool import SETTING
+from lightning_ptm.memory.region import HostRegion, Region, device_region
+from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.memory.transfer import Transfer
+from lightning_ptm.terms import BLOCK_BYTES, Tier
+
+MIN_PAGE_BYTES = 64 * 1024
+POISON = 0xFF
+"""Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
+
+
+class Allocator:
+    """Paged tensors over the tiers of one rank. Safe for threads.
+
+    Args:
+        page_size: bytes of a page: a multiple of 4096, at least 64 KiB.
+        device: the compute device; on a CPU the device tier is RAM.
+        device_bytes: size of the device tier; rounded down to whole pages, as are the others; 0 means no such tier.
+        host_bytes: size of the host tier.
+        disk_bytes: size of the disk tier, over all its paths.
+        disk_paths: existing folders, best on different disks.
+        pin_host: page-lock the host tier when `device` is a CUDA device.
+        poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
+        io_threads_per_path: transfers of one disk path that run at once.
+        file_ops: the file calls, for tests of failing disks.
+    Raises:
+        ConfigError: a setting that cannot work, or a disk path that cannot be used.
+        CapacityError: the device has no room.
+        PageIOError: a disk path has no room.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        device: torch.device,
+        device_bytes: int,
+        host_bytes: int,
+        disk_bytes: int,
+        disk_paths: Sequence[Path] = (),
+        pin_host: bool = False,
+        poison: bool = False,
+        io_threads_per_path: int = 2,
+        file_ops: FileOps | None = None,
+    ) -> None:
+        sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
+        _check_settings(page_size, sizes, disk_paths)
+        pin = pin_host and device.type == "cuda"
+        frames = {tier: size // page_size for tier, size in sizes.items()}
+        self.page_size = page_size
+        self._poison = poison
+        self._device = device
+
+        # State, under the lock.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._ids = itertools.count()
+        self._tensors: dict[int, PagedTensor] = {}
+        self._ledgers = {tier: TierLedger(tier, frames[tier], page_size) for tier in Tier}
+
+        with contextlib.ExitStack() as undo:
+            regions: dict[Tier, Region] = {}
+            for tier in (Tier.DEVICE, Tier.HOST):
+                size = frames[tier] * page_size
+                regions[tier] = device_region(size, device) if tier is Tier.DEVICE else HostRegion(size, pin=pin)
+                undo.callback(regions[tier].close)
+                if poison:
+                    regions[tier].tensor.fill_(POISON)
+            disk = io = poison_page = None
+            if frames[Tier.DISK]:
+                disk = DiskRegion(disk_paths, page_size=page_size, total_frames=frames[Tier.DISK], file_ops=file_ops)
+                undo.callback(disk.close)
+                io = IoQueue(len(disk_paths), threads_per_lane=io_threads_per_path, page_size=page_size, pin=pin)
+                undo.callback(io.close)
+                if poison:
+                    poison_page = HostRegion(page_size)
+                    poison_page.tensor.fill_(POISON)
+            self._machine = Machine(page_size, regions, disk, copy_streams(device), device.type == "cuda")
+            self._copier = Copier(self._machine, io, self._ledgers, self._lock)
+            self._poison_page = poison_page
+            self._resources = undo.pop_all()
+
+    # Sizes, all in bytes.
+
+    def capacity_bytes(self, tier: Tier) -> int:
+        """Bytes of all pages of a tier."""
+        return self._ledgers[tier].capacity_bytes
+
+    def free_bytes(self, tier: Tier) -> int:
+        """Bytes of the pages that no tensor has a part of."""
+        return self._ledgers[tier].free_bytes
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """The most bytes of pages in use at once so far."""
+        return self._ledgers[tier].peak_bytes
+
+    def stats(self) -> dict[Link, LinkStats]:
+        """Totals of every link used so far: (source tier, target tier) to bytes, transfers and busy seconds."""
+        with self._lock:
+            return self._copier.stats()
+
+    # Tensors.
+
+    def allocate(
+        self, name: str, numel: int, dtype: torch.dtype, tier: Tier, *, shared_tail: bool = False
+    ) -> PagedTensor:
+        """A tensor with undefined contents: neighbouring pages if the tier has such a run, else scattered ones.
+
+        Args:
+            name: for errors and logs.
+            numel: elements, 0 allowed.
+            dtype: of the elements.
+            tier: where.
+            shared_tail: begin in the unused end of the page where the tier's last `shared_tail` tensor ended, when that
+                page holds one tensor and the pages behind it are free. For homes, which are allocated once, in a row.
+        Raises:
+            CapacityError: the tier has too few free pages; names the setting to raise. Nothing is allocated.
+        """
+        if numel < 0:
+            raise UsageError(f"{name} cannot have {numel} elements")
+        with self._lock:
+            self._check_open()
+            tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
+            self._place(tensor, shared_tail=shared_tail)
+            self._tensors[tensor.id] = tensor
+            return tensor
+
+    def release(self, tensor: PagedTensor) -> None:
+        """Give a tensor's pages back. After `close` every tensor counts as released and this does nothing.
+
+        Raises:
+            UsageError: it is released already, or being moved.
+            InternalError: a copy from or to it is not finished; nothing changes.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._check_usable(tensor)
+            self._copier.unless_busy(lambda: self._vacate(tensor))
+            tensor.forget()
+            del self._tensors[tensor.id]
+
+    def copy(
+        self,
+        source: PagedTensor,
+        target: PagedTensor,
+        *,
+        source_start: int = 0,
+        target_start: int = 0,
+        numel: int | None = None,
+    ) -> Transfer:
+        """Start to copy elements between tensors of any tiers; wait on the transfer before using either's bytes.
+
+        RAM to RAM is done at once on a CPU, and on a copy stream with CUDA (`wait(host=False)` orders the current
+        stream behind it). With the disk on a side, I/O threads do it; with a CUDA device on the other, through
+        page-locked staging.
+
+        Args:
+            source: read.
+            target: written; same dtype.
+            source_start: first element read; on disk at a multiple of 4096 bytes, as is target_start.
+            target_start: first element written.
+            numel: elements; by default as many as both have from their starts.
+        Raises:
+            UsageError: dtypes differ, a range is outside its tensor, begins inside a disk block or overlaps itself; a
+                tensor is released or being moved; the allocator is closed.
+            InternalError: another transfer writes the source's bytes or uses the target's; nothing is started.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_usable(source)
+            self._check_usable(target)
+            started = self._copier.begin(copy_range(source, target, source_start, target_start, numel))
+        return self._copier.launch(started)
+
+    def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
+        """Start to move a tensor to another tier (the paper's Tensor.move).
+
+        The same object lives in `tier` once the transfer is finished; until then it can be neither used nor released.
+        Its old pages are then free; when the move fails it stays where it was.
+
+        Raises:
+            CapacityError: `tier` has too few free pages; nothing changes.
+            UsageError, InternalError: as for `copy`.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_usable(tensor)
+            if tier is tensor.tier:
+                return Transfer()
+            started = self._begin_move(tensor, tier, contiguous=False)
+        return self._copier.launch(started)
+
+    def merge(self, tensor: PagedTensor) -> None:
+        """Make a tensor's bytes follow each other (the paper's Tensor.merge); returns when they do.
+
+        Raises:
+            CapacityError: the tier has no free run of enough pages; nothing changes.
+            UsageError, InternalError, PageIOError: as for `copy`.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_usable(tensor)
+            if tensor.is_contiguous:
+                return
+            started = self._begin_move(tensor, tensor.tier, contiguous=True)
+        self._copier.launch(started).wait()
+
+    def live_tensors(self) -> tuple[PagedTensor, ...]:
+        """Every tensor that is not released, in order of allocation."""
+        with self._lock:
+            return tuple(self._tensors.values())
+
+    def close(self) -> None:
+        """End transfers (queued ones fail with UsageError), join threads, close files, free regions. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._copier.finish_streamed()
+        finally:
+            try:
+                self._resources.close()
+            finally:
+                with self._lock:
+                    for tensor in self._tensors.values():
+                        tensor.forget()
+                    self._tensors.clear()
+
+    def __enter__(self) -> Allocator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The lock is held.
+
+    def _place(self, tensor: PagedTensor, *, shared_tail: bool = False, contiguous: bool = False) -> None:
+        """Give a tensor pages of its tier."""
+        spans = self._ledgers[tensor.tier].place(
+            tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
+        )
+        tensor.place(tensor.tier, spans, self._machine.view(tensor.tier, spans, tensor.numel, tensor.dtype))
+
+    def _vacate(self, tensor: PagedTensor) -> None:
+        """Take a tensor's pages away from it."""
+        ledger = self._ledgers[tensor.tier]
+        ledger.check_vacate(tensor.id, tensor.pages)
+        if self._poison:
+            self._poison_pages(tensor)
+        ledger.vacate(tensor.id, tensor.pages)
+
+    def _poison_pages(self, tensor: PagedTensor) -> None:
+        for span in tensor.pages:
+            if tensor.tier is Tier.DISK:
+                assert self._machine.disk is not None and self._poison_page is not None
+                poison = self._poison_page.memory[: span.bytes]
+                self._machine.disk.write(span.frame, span.offset_bytes, [poison])
+            else:
+                start = span.frame * self.page_size + span.offset_bytes
+                self._machine.regions[tensor.tier].tensor[start : start + span.bytes].fill_(POISON)
+
+    def _begin_move(self, tensor: PagedTensor, tier: Tier, *, contiguous: bool) -> StartedCopy:
+        """Take new pages for a tensor and begin to copy it there."""
+        arriving = PagedTensor(tensor.id, tensor.name, tensor.numel, tensor.dtype, tier)
+        self._place(arriving, contiguous=contiguous)
+
+        def settle(error: BaseException | None) -> None:
+            tensor.moving = False
+            if error is not None:
+                self._vacate(arriving)
+                return
+            self._vacate(tensor)
+            view = self._machine.view(tier, arriving.pages, tensor.numel, tensor.dtype)
+            tensor.place(tier, arriving.pages, view)
+
+        try:
+            started = self._copier.begin(CopyRange(tensor, arriving, 0, 0, tensor.nbytes), settle)
+        except InternalError:
+            self._vacate(arriving)
+            raise
+        tensor.moving = True
+        return started
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
+
+    def _check_usable(self, tensor: PagedTensor) -> None:
+        if tensor.is_released:
+            raise UsageError(f"{tensor.name} is released; allocate it again")
+        if tensor.moving:
+            raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
+
+
+def _check_settings(page_size: int, sizes: dict[Tier, int], disk_paths: Sequence[Path]) -> None:
+    if page_size < MIN_PAGE_BYTES or page_size % BLOCK_BYTES:
+        raise ConfigError(
+            f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
+        )
+    for tier, size in sizes.items():
+        if size < 0 or 0 < size < page_size:
+            raise ConfigError(
+                f"the {tier.name.lower()} tier has {size} bytes, less than a page of {page_size}; raise {SETTING[tier]}"
+            )
+    if sizes[Tier.DISK] and not disk_paths:
+        raise ConfigError(f"the disk tier has {sizes[Tier.DISK]} bytes but no disk_path; give one, or disk_memory=0")

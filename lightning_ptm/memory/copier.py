@@ -1,0 +1,194 @@
+"""Copies in flight: takes hold of their pages, sets their bytes on their way, lets go at their end.
+
+I1: all pages of a copy are held before its first byte moves, or none is and the caller gets InternalError.
+I2: the lock is the Allocator's. `begin` and what runs at a copy's end hold it; no byte moves and no thread is awaited
+    under it. Only a CUDA event, which needs nobody's lock, may be waited for (`unless_busy`).
+I3: a disk copy is finished by its I/O threads and a copy between RAM tiers by its caller. Nobody is told when a CUDA
+    event completes, so a copy on a stream is finished by whoever asks next: a waiter, or `begin`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.copies import CopyRange, Machine, disk_jobs, ram_pairs, source_pieces, target_pieces
+from lightning_ptm.memory.io import IoQueue
+from lightning_ptm.memory.ledger import TierLedger
+from lightning_ptm.memory.links import Link, LinkMeter, LinkStats
+from lightning_ptm.memory.route import Piece
+from lightning_ptm.memory.states import Flight, PageEvent
+from lightning_ptm.memory.transfer import Completion, StreamTransfer, Transfer
+from lightning_ptm.terms import Tier
+
+Result = TypeVar("Result")
+
+Settle = Callable[[BaseException | None], None]
+"""What happens, under the lock, when a copy has ended and its pages are let go: gets its error, or None."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hold:
+    """A flight, and the tier whose table it is in."""
+
+    tier: Tier
+    flight: Flight
+
+
+@dataclass(slots=True, eq=False)
+class StartedCopy:
+    """A copy that holds its pages, from `begin` to its end."""
+
+    copy: CopyRange
+    holds: list[_Hold]
+    meter: LinkMeter
+    settle: Settle | None
+
+
+class Copier:
+    """Starts and finishes copies for the Allocator.
+
+    Args:
+        machine: the bytes and the streams.
+        io: I/O threads, None without a disk tier.
+        ledgers: of every tier; their tables are written here and in the Allocator, under the lock.
+        lock: the Allocator's.
+    """
+
+    def __init__(
+        self, machine: Machine, io: IoQueue | None, ledgers: Mapping[Tier, TierLedger], lock: threading.RLock
+    ) -> None:
+        self._machine = machine
+        self._io = io
+        self._ledgers = ledgers
+        self._lock = lock
+
+        # State, under the lock.
+        self._links: dict[Link, LinkMeter] = {}
+        self._streamed: list[StreamTransfer] = []
+
+    def begin(self, copy: CopyRange, settle: Settle | None = None) -> StartedCopy:
+        """Hold a copy's pages (lock held); `launch` it afterwards, without the lock.
+
+        Raises:
+            InternalError: bytes of it are in another transfer's way; nothing is held.
+        """
+        self._reap()
+        holds = self.unless_busy(lambda: self._hold(copy))
+        meter = self._links.setdefault((copy.source.tier, copy.target.tier), LinkMeter())
+        meter.begin(copy.length_bytes, time.perf_counter())
+        return StartedCopy(copy, holds, meter, settle)
+
+    def launch(self, started: StartedCopy) -> Transfer:
+        """Set a copy's bytes on their way (lock not held)."""
+        copy, machine = started.copy, self._machine
+
+        def finish(error: BaseException | None) -> None:
+            with self._lock:
+                started.meter.end(time.perf_counter())
+                self._finish(started, error)
+
+        try:
+            if Tier.DISK in (copy.source.tier, copy.target.tier):
+                jobs = disk_jobs(copy, machine)
+            else:
+                pairs = ram_pairs(copy, machine)
+                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs)
+        except BaseException as error:
+            finish(error)
+            raise
+        if Tier.DISK in (copy.source.tier, copy.target.tier):
+            assert self._io is not None  # a tensor on the disk tier exists
+            transfer = Transfer(len(jobs), finish)
+            for job in jobs:
+                self._io.submit(job.lane, job.job, transfer)
+            return transfer
+        if machine.on_stream(copy.source.tier, copy.target.tier):
+            return self._track(started, completion)
+        return Transfer(0, finish)
+
+    def unless_busy(self, action: Callable[[], Result]) -> Result:
+        """Do `action` (lock held); when it meets pages that are busy, wait for copies that a stream was ordered behind.
+
+        Such a copy's caller has waited on it already, with `wait(host=False)`: only its event is late.
+        """
+        try:
+            return action()
+        except InternalError:
+            ordered = [transfer for transfer in self._streamed if transfer.ordered]
+            if not ordered:
+                raise
+            for transfer in ordered:
+                transfer.wait()
+            return action()
+
+    def stats(self) -> dict[Link, LinkStats]:
+        """Totals of every link used so far (lock held)."""
+        self._reap()
+        now_s = time.perf_counter()
+        return {link: meter.stats(now_s) for link, meter in self._links.items()}
+
+    def finish_streamed(self) -> None:
+        """Wait for every copy on a stream."""
+        with self._lock:
+            streamed, self._streamed = self._streamed, []
+        for transfer in streamed:
+            transfer.wait()
+
+    def _hold(self, copy: CopyRange) -> list[_Hold]:
+        source, target = copy.source.tier, copy.target.tier
+        page_size = self._machine.page_size
+        holds: list[_Hold] = []
+        try:
+            for piece in source_pieces(copy, page_size):
+                holds.append(self._hold_piece(source, piece, PageEvent.LEAVE))
+            for piece in target_pieces(copy, page_size):
+                holds.append(self._hold_piece(target, piece, PageEvent.ARRIVE))
+        except InternalError as error:
+            self._let_go(holds)
+            raise InternalError(
+                f"copying {copy.source.name} to {copy.target.name}: {error}; wait for the transfer that holds them"
+            ) from None
+        return holds
+
+    def _hold_piece(self, tier: Tier, piece: Piece, event: PageEvent) -> _Hold:
+        return _Hold(tier, self._ledgers[tier].table.begin(piece.frame, piece.start_bytes, piece.stop_bytes, event))
+
+    def _track(self, started: StartedCopy, completion: Completion) -> Transfer:
+        """The handle of a copy on a CUDA stream (I3)."""
+
+        def finish(error: BaseException | None) -> None:
+            started.meter.end_after(completion.seconds())
+            self._finish(started, error)
+
+        def let_go_of_device() -> None:
+            self._let_go([hold for hold in started.holds if hold.tier is Tier.DEVICE])
+            started.holds = [hold for hold in started.holds if hold.tier is not Tier.DEVICE]
+
+        # A move changes its tensor's place at its end, and that cannot be undone for a stream that is late: it blocks.
+        on_ordered = None if started.settle is not None else let_go_of_device
+        transfer = StreamTransfer(completion, self._lock, on_finished=finish, on_ordered=on_ordered)
+        with self._lock:
+            self._streamed.append(transfer)
+        if started.copy.source.tier is started.copy.target.tier:
+            transfer.wait(host=False)  # it runs on the current stream, so what follows there is behind it
+        return transfer
+
+    def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
+        self._let_go(started.holds)
+        started.holds = []
+        if started.settle is not None:
+            started.settle(error)
+
+    def _let_go(self, holds: Sequence[_Hold]) -> None:
+        for hold in holds:
+            self._ledgers[hold.tier].table.end(hold.flight)
+
+    def _reap(self) -> None:
+        """Finish the copies whose CUDA events have completed."""
+        if self._streamed:
+            self._streamed = [transfer for transfer in self._streamed if not transfer.done()]

@@ -1,0 +1,212 @@
+"""Turns a copy between two paged tensors into holds on pages and pieces of work. Decides; touches no byte and no table.
+
+Disk ranges begin on a block. Their end may be ragged: where the target's elements end there, the last block is
+transferred whole (behind the elements there is only padding); elsewhere it bounces through staging, so that the target's
+next elements keep their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.disk import DiskRegion
+from lightning_ptm.memory.io import Job
+from lightning_ptm.memory.jobs import DiskToDisk, ReadBounced, ReadStraight, WriteBounced, WriteStraight
+from lightning_ptm.memory.paged import PagedTensor, PageSpan
+from lightning_ptm.memory.region import HostRegion, Region
+from lightning_ptm.memory.route import Piece, direct_bytes, extents, pair_up, pieces, round_up
+from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
+from lightning_ptm.terms import BLOCK_BYTES, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """A copy of `length_bytes` bytes; starts count from each tensor's first byte."""
+
+    source: PagedTensor
+    target: PagedTensor
+    source_start_bytes: int
+    target_start_bytes: int
+    length_bytes: int
+
+    @property
+    def ends_with_target(self) -> bool:
+        return self.target_start_bytes + self.length_bytes == self.target.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskJob:
+    """A job and the disk path (lane) whose threads do it."""
+
+    lane: int
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What copies run on: the bytes of each tier and the streams between them."""
+
+    page_size: int
+    regions: Mapping[Tier, Region]
+    disk: DiskRegion | None
+    streams: CopyStreams
+    is_cuda: bool
+
+    def stream(self, source: Tier, target: Tier) -> CopyStream:
+        """The stream of a copy between two RAM tiers."""
+        if source is target:
+            return self.streams.within_device if source is Tier.DEVICE else self.streams.within_host
+        return self.streams.to_device if target is Tier.DEVICE else self.streams.to_host
+
+    def on_stream(self, source: Tier, target: Tier) -> bool:
+        """Whether a copy between two RAM tiers goes on after it was launched."""
+        return self.is_cuda and Tier.DEVICE in (source, target)
+
+    def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""
+        size_bytes = numel * dtype.itemsize
+        found = extents(spans, self.page_size, 0, size_bytes)
+        if tier is Tier.DISK or len(found) > 1:
+            return None
+        start_bytes = found[0].start_bytes if found else 0
+        return self.regions[tier].tensor[start_bytes : start_bytes + size_bytes].view(dtype)
+
+    def byte_views(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> tuple[torch.Tensor, ...]:
+        """uint8 views of a RAM tensor's bytes, one for each run of neighbouring pages."""
+        whole = self.regions[tensor.tier].tensor
+        found = extents(tensor.pages, self.page_size, start_bytes, stop_bytes)
+        return tuple(whole[extent.start_bytes : extent.stop_bytes] for extent in found)
+
+
+def copy_range(
+    source: PagedTensor, target: PagedTensor, source_start: int, target_start: int, numel: int | None
+) -> CopyRange:
+    """Check the elements of a copy.
+
+    Raises:
+        UsageError: other dtypes, a range outside a tensor, or a disk range that does not begin on a block.
+    """
+    if source.dtype != target.dtype:
+        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
+    if numel is None:
+        numel = min(source.numel - source_start, target.numel - target_start)
+    item_bytes = source.dtype.itemsize
+    for tensor, start in ((source, source_start), (target, target_start)):
+        if start < 0 or numel < 0 or start + numel > tensor.numel:
+            raise UsageError(
+                f"elements {start} to {start + numel} do not lie in {tensor.name}, which has {tensor.numel}"
+            )
+        if tensor.tier is Tier.DISK and start * item_bytes % BLOCK_BYTES:
+            raise UsageError(
+                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
+                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
+            )
+    if source is target and abs(source_start - target_start) < numel:
+        raise UsageError(
+            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
+        )
+    return CopyRange(source, target, source_start * item_bytes, target_start * item_bytes, numel * item_bytes)
+
+
+def source_pieces(copy: CopyRange, page_size: int) -> list[Piece]:
+    """The pages that a copy reads."""
+    stop = copy.source_start_bytes + copy.length_bytes
+    if copy.source.tier is Tier.DISK:
+        stop = round_up(stop)
+    return pieces(copy.source.pages, page_size, copy.source_start_bytes, stop)
+
+
+def target_pieces(copy: CopyRange, page_size: int) -> list[Piece]:
+    """The pages that a copy writes, with the padding that a whole last block overwrites."""
+    stop = copy.target_start_bytes + copy.length_bytes
+    if copy.target.tier is Tier.DISK or (copy.source.tier is Tier.DISK and copy.ends_with_target):
+        stop = round_up(stop)
+    return pieces(copy.target.pages, page_size, copy.target_start_bytes, stop)
+
+
+def ram_pairs(copy: CopyRange, machine: Machine) -> list[Pair]:
+    """The views of a copy between RAM tiers."""
+    page_size = machine.page_size
+    sources, targets = machine.regions[copy.source.tier].tensor, machine.regions[copy.target.tier].tensor
+    source_extents = extents(
+        copy.source.pages, page_size, copy.source_start_bytes, copy.source_start_bytes + copy.length_bytes
+    )
+    target_extents = extents(
+        copy.target.pages, page_size, copy.target_start_bytes, copy.target_start_bytes + copy.length_bytes
+    )
+    # Extents as pieces of one endless page: the same cutting works.
+    pairs = pair_up(
+        [Piece(0, extent.start_bytes, extent.stop_bytes) for extent in source_extents],
+        [Piece(0, extent.start_bytes, extent.stop_bytes) for extent in target_extents],
+    )
+    return [
+        Pair(
+            target=targets[pair.target.start_bytes : pair.target.stop_bytes],
+            source=sources[pair.source.start_bytes : pair.source.stop_bytes],
+        )
+        for pair in pairs
+    ]
+
+
+def disk_jobs(copy: CopyRange, machine: Machine) -> list[DiskJob]:
+    """The jobs of a copy that has a disk side; each is at most a page."""
+    assert machine.disk is not None  # a tensor on the disk tier exists
+    if copy.source.tier is Tier.DISK and copy.target.tier is Tier.DISK:
+        return _disk_to_disk(copy, machine, machine.disk)
+    return _disk_and_ram(copy, machine, machine.disk)
+
+
+def _disk_to_disk(copy: CopyRange, machine: Machine, disk: DiskRegion) -> list[DiskJob]:
+    page_size = machine.page_size
+    source_stop = copy.source_start_bytes + copy.length_bytes
+    target_stop = copy.target_start_bytes + copy.length_bytes
+    pairs = pair_up(
+        pieces(copy.source.pages, page_size, copy.source_start_bytes, source_stop),
+        pieces(copy.target.pages, page_size, copy.target_start_bytes, target_stop),
+    )
+    keep_tail = not copy.ends_with_target
+    return [
+        DiskJob(disk.lane(pair.source.frame), DiskToDisk(disk, pair.source, pair.target, keep_tail)) for pair in pairs
+    ]
+
+
+def _disk_and_ram(copy: CopyRange, machine: Machine, disk: DiskRegion) -> list[DiskJob]:
+    reading = copy.source.tier is Tier.DISK
+    if reading:
+        on_disk, in_ram = copy.source, copy.target
+        disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
+    else:
+        on_disk, in_ram = copy.target, copy.source
+        disk_start, ram_start = copy.target_start_bytes, copy.source_start_bytes
+    page_size, region = machine.page_size, machine.regions[in_ram.tier]
+    jobs: list[DiskJob] = []
+
+    straight_bytes = 0
+    if isinstance(region, HostRegion):
+        straight_bytes = direct_bytes(ram_start, copy.length_bytes, tail_is_free=copy.ends_with_target)
+        ram_at = ram_start
+        for piece in pieces(on_disk.pages, page_size, disk_start, disk_start + straight_bytes):
+            found = extents(in_ram.pages, page_size, ram_at, ram_at + piece.bytes)
+            views = tuple(region.memory[extent.start_bytes : extent.stop_bytes] for extent in found)
+            job: Job = ReadStraight(disk, piece, views) if reading else WriteStraight(disk, piece, views)
+            jobs.append(DiskJob(disk.lane(piece.frame), job))
+            ram_at += piece.bytes
+
+    if straight_bytes < copy.length_bytes:
+        # On CUDA the bounce runs behind what the caller's stream has queued so far.
+        stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
+        behind = stream.mark()
+        ram_at = ram_start + straight_bytes
+        for piece in pieces(on_disk.pages, page_size, disk_start + straight_bytes, disk_start + copy.length_bytes):
+            views_bounced = machine.byte_views(in_ram, ram_at, ram_at + piece.bytes)
+            if reading:
+                job = ReadBounced(disk, piece, views_bounced, stream, behind)
+            else:
+                job = WriteBounced(disk, piece, views_bounced, stream, behind, keep_tail=not copy.ends_with_target)
+            jobs.append(DiskJob(disk.lane(piece.frame), job))
+            ram_at += piece.bytes
+    return jobs

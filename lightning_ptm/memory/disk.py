@@ -1,0 +1,211 @@
+"""The disk tier: one preallocated file per path, O_DIRECT, pages laid round robin over the paths.
+
+Page f lives in file f mod n at page f div n, so neighbours lie on different disks and a run of pages uses all of them.
+
+I1: every byte is there before training starts (posix_fallocate): a full disk is an error at the start, not at step 900.
+I2: no name points at a file once it is open, so a crash leaves nothing behind and two jobs may share a path.
+I3: every transfer is of whole blocks, and checked for its length; the kernel's partial progress is continued only from
+    a block border (O_DIRECT refuses others).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ptm.errors import ConfigError, PageIOError
+from lightning_ptm.terms import BLOCK_BYTES
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+class FileOps:
+    """The operating system's file calls; tests pass one that fails, is short, or waits for a hand."""
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        return os.open(path, flags, mode)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes that this user may still write to the file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        os.posix_fallocate(fd, 0, size_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+
+class DiskRegion:
+    """The bytes of the disk tier. Safe for threads: transfers carry their own position.
+
+    Args:
+        paths: existing, writable directories, at least one.
+        page_size: bytes of a page, a multiple of BLOCK_BYTES.
+        total_frames: pages in all, over all paths.
+        file_ops: the file calls.
+    Raises:
+        ConfigError: a path is missing, no directory, or cannot be written.
+        PageIOError: a path has no room for its share (errno ENOSPC, or what the system says).
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, page_size: int, total_frames: int, file_ops: FileOps | None = None
+    ) -> None:
+        self.paths = tuple(Path(path) for path in paths)
+        self.page_size = page_size
+        self.total_frames = total_frames
+        self._ops = file_ops or FileOps()
+
+        # State: an open file of each path, -1 once closed.
+        self._files: list[int] = []
+        try:
+            for index, path in enumerate(self.paths):
+                share_frames = len(range(index, total_frames, len(self.paths)))
+                self._files.append(self._open(path))
+                self._reserve(path, self._files[-1], share_frames * page_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def lane(self, frame: int) -> int:
+        """Index of the path that page `frame` lives on."""
+        return frame % len(self.paths)
+
+    def read(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
+        """Fill `views`, one after the other, from page `frame` on; lengths, addresses and offset are whole blocks.
+
+        Raises:
+            PageIOError: with the path, the page, and errno (None for a short read).
+        """
+        self._transfer(True, frame, offset_bytes, views)
+
+    def write(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
+        """Write `views`, one after the other, to page `frame`; as `read` otherwise."""
+        self._transfer(False, frame, offset_bytes, views)
+
+    def close(self) -> None:
+        """Close the files, which gives their space back. Idempotent; no transfer may be running."""
+        for index, file in enumerate(self._files):
+            self._files[index] = -1
+            if file >= 0:
+                self._ops.close(file)
+
+    def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
+        call = self._ops.preadv if reading else self._ops.pwritev
+        lane = frame % len(self.paths)
+        position = frame // len(self.paths) * self.page_size + offset_bytes
+        wanted_bytes = sum(map(len, views))
+        done_bytes = 0
+        while done_bytes < wanted_bytes:
+            try:
+                moved_bytes = call(self._files[lane], _skip(views, done_bytes), position + done_bytes)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._failure(reading, frame, f"failed: {error.strerror or error}", error.errno) from error
+            if moved_bytes <= 0 or moved_bytes % BLOCK_BYTES:
+                total_bytes = done_bytes + max(moved_bytes, 0)
+                raise self._failure(reading, frame, f"ended after {total_bytes} of {wanted_bytes} bytes", None)
+            done_bytes += moved_bytes
+
+    def _failure(self, reading: bool, frame: int, what: str, number: int | None) -> PageIOError:
+        path = self.paths[self.lane(frame)]
+        return PageIOError(
+            f"{'reading' if reading else 'writing'} page {frame} in {path} {what} (errno {number}); "
+            "its contents are lost and training cannot go on: check the disk, then resume from a checkpoint",
+            path=path,
+            page=frame,
+            errno=number,
+        )
+
+    def _open(self, path: Path) -> int:
+        if not path.exists():
+            raise ConfigError(f"disk_path {path} does not exist; create the folder, or give another disk_path")
+        if not path.is_dir():
+            raise ConfigError(f"disk_path {path} is not a folder; give a folder on the disk to use")
+        name = os.fspath(path / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}.pages")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file_system = _file_system(path)
+        if file_system in MEMORY_FILE_SYSTEMS:
+            _warn(path, f"is on {file_system}, which is memory: its pages take RAM and nothing is gained")
+        try:
+            try:
+                file = self._ops.open(name, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                with contextlib.suppress(FileNotFoundError):  # open may create the name before it refuses O_DIRECT
+                    os.unlink(name)
+                file = self._ops.open(name, flags, 0o600)
+                if file_system not in MEMORY_FILE_SYSTEMS:
+                    _warn(path, "has no O_DIRECT: pages go through the system's cache, which takes RAM and time")
+        except OSError as error:
+            raise ConfigError(
+                f"disk_path {path} cannot be written ({error.strerror}); give a folder that this user may write to"
+            ) from error
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)  # I2
+        return file
+
+    def _reserve(self, path: Path, file: int, needed_bytes: int) -> None:
+        if needed_bytes == 0:
+            return
+        free_bytes = self._ops.free_bytes(os.fspath(path))
+        number = errno.ENOSPC
+        if needed_bytes <= free_bytes:
+            try:
+                self._ops.fallocate(file, needed_bytes)
+                return
+            except OSError as error:
+                number = error.errno or errno.EIO
+        raise PageIOError(
+            f"disk_path {path} needs {needed_bytes} bytes for pages and has {free_bytes} bytes free "
+            f"({os.strerror(number)}); free some space, lower disk_memory, or give more or other paths",
+            path=path,
+            page=None,
+            errno=number,
+        )
+
+
+def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
+    """`views` without their first bytes."""
+    if skip_bytes == 0:
+        return views
+    rest = []
+    for view in views:
+        if skip_bytes < len(view):
+            rest.append(view[skip_bytes:])
+        skip_bytes = max(skip_bytes - len(view), 0)
+    return rest
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system under `path`, "" when the system does not say."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return source.split()[0]
+    return ""
+
+
+def _warn(path: Path, what: str) -> None:
+    warnings.warn(f"disk_path {path} {what}; give a folder on an SSD", UserWarning, stacklevel=2)

@@ -1,0 +1,128 @@
+"""I/O threads: each disk path is a lane with its own queue and threads, so that several disks add up.
+
+A lane serves first come, first served; two jobs of one lane may run at the same time, so whoever needs an order waits.
+
+I1: every submitted job ends its transfer's piece exactly once: carried out, failed, or cancelled by close().
+I2: an OSError belongs to its transfer and the thread goes on. Anything else kills the queue: all that is queued fails
+    with the thread's traceback, and so does everything submitted later. Nothing waits for a dead thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
+from lightning_ptm.memory.region import Staging
+from lightning_ptm.memory.transfer import Transfer
+
+
+class Job(Protocol):
+    """One blocking transfer of at most a page."""
+
+    def run(self, staging: Staging) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    job: Job
+    transfer: Transfer
+
+
+class IoQueue:
+    """The I/O threads of the disk tier.
+
+    Args:
+        lanes: number of disk paths.
+        threads_per_lane: jobs of a lane that run at once; two keep a disk busy while a third is being prepared.
+        page_size: bytes of each thread's staging.
+        pin: page-lock the staging (a CUDA device bounces through it).
+    """
+
+    def __init__(self, lanes: int, *, threads_per_lane: int = 2, page_size: int, pin: bool = False) -> None:
+        self._page_size = page_size
+        self._pin = pin
+
+        # State: `_refusal` is why nothing more is accepted; written once, under the lock.
+        self._lock = threading.Lock()
+        self._refusal: AngelPTMError | None = None
+        self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(lanes)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"ptm-io-{lane}-{index}", daemon=True)
+            for lane in range(lanes)
+            for index in range(threads_per_lane)
+        ]
+        self._lane_of_thread = [lane for lane in range(lanes) for _ in range(threads_per_lane)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lane: int, job: Job, transfer: Transfer) -> None:
+        """Queue a job; its end is one `piece_finished` of `transfer`, also when the queue refuses (closed or dead)."""
+        with self._lock:
+            refusal = self._refusal
+            if refusal is None:
+                self._queues[lane].put(_Task(job, transfer))
+        if refusal is not None:
+            transfer.piece_finished(refusal)
+
+    def close(self) -> None:
+        """Let running jobs end, fail queued ones with UsageError, join the threads. Idempotent."""
+        self._refuse(UsageError("the page allocator was closed while this transfer was queued; wait before closing"))
+        with self._lock:
+            for lane in self._lane_of_thread:
+                self._queues[lane].put(None)
+            self._lane_of_thread = []
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _refuse(self, reason: AngelPTMError) -> None:
+        """Accept nothing more; what is queued fails."""
+        with self._lock:
+            self._refusal = self._refusal or reason
+            queued = [task for lane_queue in self._queues for task in _drain(lane_queue)]
+        for task in queued:
+            task.transfer.piece_finished(reason)
+
+    def _serve(self, lane: int) -> None:
+        staging = Staging(self._page_size, pin=self._pin)
+        task: _Task | None = None
+        try:
+            while (task := self._queues[lane].get()) is not None:
+                try:
+                    task.job.run(staging)
+                    error: BaseException | None = None
+                except OSError as failure:
+                    error = failure
+                task.transfer.piece_finished(error)
+                task = None  # an idle thread must not keep pages alive
+        except BaseException as death:
+            reason = InternalError(
+                f"I/O thread {threading.current_thread().name} died: {death!r}; nothing on disk is safe"
+            )
+            reason.__cause__ = death
+            if task is not None:
+                task.transfer.piece_finished(reason)
+            self._refuse(reason)
+        finally:
+            staging.close()
+
+
+def _drain(lane_queue: queue.SimpleQueue[_Task | None]) -> list[_Task]:
+    """Take the tasks out; the None that tells a thread to end stays in."""
+    tasks: list[_Task] = []
+    ends = 0
+    while True:
+        try:
+            task = lane_queue.get_nowait()
+        except queue.Empty:
+            break
+        if task is None:
+            ends += 1
+        else:
+            tasks.append(task)
+    for _ in range(ends):
+        lane_queue.put(None)
+    return tasks

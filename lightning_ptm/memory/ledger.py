@@ -1,0 +1,109 @@
+"""The numbers of one tier: which frames are free, which tensor has which bytes of which page, the peak.
+
+Knows no bytes. One owner, the Allocator, which holds its lock around every call.
+
+I1: a frame is used in the pool exactly when the table has a part in it.
+I2: a tensor's spans follow each other, page by page; only the first may begin inside its page and only the last may end
+    inside it. All are whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.memory.paged import PageSpan
+from lightning_ptm.memory.pool import PagePool
+from lightning_ptm.memory.route import lay_out, round_up
+from lightning_ptm.memory.states import PageTable
+from lightning_ptm.terms import Tier
+
+
+class TierLedger:
+    """Pool and page table of one tier, always changed together.
+
+    Args:
+        tier: named in errors.
+        total_frames: pages of the tier.
+        page_size: bytes of a page.
+    """
+
+    def __init__(self, tier: Tier, total_frames: int, page_size: int) -> None:
+        self.tier = tier
+        self.page_size = page_size
+        self.pool = PagePool(tier, total_frames, page_size)
+        self.table = PageTable(tier, page_size)
+
+        # State: where the last shared_tail tensor ended.
+        self._tail: PageSpan | None = None
+        self._tail_tensor_id = -1
+        self._peak_frames = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.pool.total_frames * self.page_size
+
+    @property
+    def free_bytes(self) -> int:
+        return self.pool.free_frames * self.page_size
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_frames * self.page_size
+
+    def place(
+        self, tensor_id: int, name: str, size_bytes: int, *, shared_tail: bool = False, contiguous: bool = False
+    ) -> tuple[PageSpan, ...]:
+        """Give a tensor pages: a shared tail and neighbours, else neighbours, else (unless `contiguous`) any.
+
+        Raises:
+            CapacityError: there are too few; nothing changes.
+        """
+        needed_bytes = round_up(size_bytes)
+        tail = self._open_tail(needed_bytes) if shared_tail else None
+        if tail is not None:
+            offset_bytes = tail.offset_bytes + tail.bytes
+            frames = [tail.frame, *self.pool.take_at(tail.frame + 1, self._pages(needed_bytes + offset_bytes) - 1)]
+        else:
+            offset_bytes = 0
+            frames = self._take(self._pages(needed_bytes), name, contiguous=contiguous)
+        spans = lay_out(frames, self.page_size, offset_bytes, needed_bytes)
+        for span in spans:
+            self.table.take(span.frame, tensor_id, span.offset_bytes, span.offset_bytes + span.bytes)
+        if shared_tail and spans:
+            self._tail, self._tail_tensor_id = spans[-1], tensor_id
+        self._peak_frames = max(self._peak_frames, self.pool.used_frames)
+        return spans
+
+    def check_vacate(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
+        """InternalError when a page of the tensor is in a transfer."""
+        for span in spans:
+            self.table.check_free(span.frame, tensor_id)
+
+    def vacate(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
+        """Take a tensor's pages away; InternalError, and no change, when one is in a transfer."""
+        self.check_vacate(tensor_id, spans)
+        self.pool.give_back([span.frame for span in spans if self.table.free(span.frame, tensor_id)])
+
+    def _take(self, count: int, name: str, *, contiguous: bool) -> list[int]:
+        try:
+            return [*self.pool.take_run(count, name=name)]
+        except CapacityError:
+            if contiguous:
+                raise
+            return [*self.pool.take(count, name=name)]
+
+    def _open_tail(self, needed_bytes: int) -> PageSpan | None:
+        """The last shared_tail tensor's last span, when a tensor of `needed_bytes` may follow it."""
+        tail = self._tail
+        if tail is None:
+            return None
+        stop_bytes = tail.offset_bytes + tail.bytes
+        owners = [(part.tensor_id, part.stop_bytes) for part in self.table.parts(tail.frame)]
+        if stop_bytes == self.page_size or owners != [(self._tail_tensor_id, stop_bytes)]:
+            return None  # no room, already two tensors (the paper's rule), or released since
+        more_pages = self._pages(needed_bytes + stop_bytes) - 1
+        return tail if more_pages == 0 or self.pool.has_run_at(tail.frame + 1, more_pages) else None
+
+    def _pages(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.page_size)

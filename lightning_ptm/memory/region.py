@@ -1,0 +1,141 @@
+"""The bytes of a RAM or GPU tier: one uint8 tensor, taken once at the start (the paper's Allocator, section 5).
+
+I1: a region has exactly the bytes asked for, never rounded up to a power of two, and starts on a block.
+I2: host bytes are committed by the system when first touched, not when mapped.
+I3: a forked child (a data loader's worker) does not get host regions (MADV_DONTFORK). With them it would double the
+    memory page by page (copy on write), and open(2) forbids O_DIRECT transfers into private memory while a process
+    forks: the bytes could land in the child. A child that reads a view of a region dies of SIGSEGV.
+I4: the memory lives until the last view of it dies, also after close().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Protocol
+
+import torch
+
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.terms import BLOCK_BYTES
+
+
+class Region(Protocol):
+    """Bytes of a tier: `tensor` is 1-D, uint8."""
+
+    tensor: torch.Tensor
+
+    def close(self) -> None: ...
+
+
+class HostRegion:
+    """Anonymous, private memory, also reachable as a memoryview for disk transfers.
+
+    Args:
+        size_bytes: exact size; 0 is allowed.
+        pin: page-lock the memory for CUDA copies (commits all of it at once).
+    Raises:
+        ConfigError: the system cannot map or page-lock so much.
+    """
+
+    def __init__(self, size_bytes: int, *, pin: bool = False) -> None:
+        self.pinned = False
+        if size_bytes == 0:
+            self.tensor = torch.empty(0, dtype=torch.uint8)
+            self.memory = memoryview(bytearray())
+            return
+        try:
+            mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"the system cannot map {size_bytes} bytes of memory ({error}); "
+                "lower host_memory (device_memory on a CPU)"
+            ) from error
+        _advise(mapping)
+        self.memory = memoryview(mapping)
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        if pin:
+            _check_cuda(
+                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size_bytes, 0),
+                f"page-lock {size_bytes} bytes",
+            )
+            self.pinned = True
+
+    def close(self) -> None:
+        """Give the memory up; it is unmapped when the last view dies (I4)."""
+        if self.pinned:
+            self.pinned = False
+            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()), "unlock host memory")
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.memory = memoryview(bytearray())
+
+
+class DeviceRegion:
+    """One allocation on a CUDA device.
+
+    Args:
+        size_bytes: exact size; 0 is allowed.
+        device: where.
+    Raises:
+        CapacityError: the device has no room.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        try:
+            whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the device tier needs {size_bytes} bytes at once and {device} has no room for them ({error}); "
+                "lower device_memory, or free what else is on the device"
+            ) from error
+        start = -whole.data_ptr() % BLOCK_BYTES
+        self.tensor = whole[start : start + size_bytes]
+
+    def close(self) -> None:
+        self.tensor = self.tensor.new_empty(0)
+
+
+def device_region(size_bytes: int, device: torch.device) -> Region:
+    """The device tier's region: on a CPU it is RAM like the host's."""
+    return HostRegion(size_bytes) if device.type == "cpu" else DeviceRegion(size_bytes, device)
+
+
+class Staging:
+    """Page-sized RAM of one I/O thread, for bytes that cannot go straight from disk to their place.
+
+    Mapped on first use.
+
+    Args:
+        page_size: bytes of a page; the staging has a block more, for the old bytes of a block that is half rewritten.
+        pin: page-lock it (bounces to and from a CUDA device).
+    """
+
+    def __init__(self, page_size: int, *, pin: bool) -> None:
+        self._page_size = page_size
+        self._pin = pin
+        self._region: HostRegion | None = None
+
+    @property
+    def region(self) -> HostRegion:
+        if self._region is None:
+            self._region = HostRegion(self._page_size + BLOCK_BYTES, pin=self._pin)
+        return self._region
+
+    def close(self) -> None:
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+
+def _advise(mapping: mmap.mmap) -> None:
+    mapping.madvise(mmap.MADV_DONTFORK)  # I3
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _check_cuda(status: object, doing: str) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise ConfigError(
+            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
+            "(ulimit -l)"
+        )

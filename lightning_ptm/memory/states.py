@@ -1,0 +1,175 @@
+"""Which bytes of a page are there, arriving or leaving, and whose they are (the paper's Page, section 4.1).
+
+    ABSENT --TAKE--> RESIDENT --ARRIVE--> ARRIVING --ARRIVED--> RESIDENT
+                     RESIDENT --LEAVE---> LEAVING  --LEFT-----> RESIDENT --FREE--> ABSENT
+
+What may be trusted: RESIDENT bytes are what was written last (undefined after TAKE). ARRIVING bytes may be neither read
+nor written. LEAVING bytes may be read by anyone and written by nobody, so a second reader may start
+(LEAVING --LEAVE--> LEAVING).
+
+I1: a page holds parts of at most two tensors, and the parts do not overlap.
+I2: two transfers over the same byte are both departures. Transfers over different bytes of a page do not disturb each
+    other: a page's state is a state of its bytes, because a page shared by two units, or one cut by an update that does
+    not begin at a page border, is read at one end while it is written at the other.
+I3: an illegal event raises InternalError and changes nothing.
+I4: one writer: the Allocator, under its lock.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.terms import PageState, Tier
+
+TENSORS_PER_PAGE = 2
+"""The paper's rule: tensor_id[2], tensor_bytes[2]."""
+
+
+class PageEvent(enum.Enum):
+    """What happens to bytes of a page."""
+
+    TAKE = "take"
+    """A tensor gets them."""
+    ARRIVE = "arrive"
+    """A transfer starts to write them."""
+    ARRIVED = "arrived"
+    LEAVE = "leave"
+    """A transfer starts to read them."""
+    LEFT = "left"
+    FREE = "free"
+    """The tensor gives them up."""
+
+
+TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
+    (PageState.ABSENT, PageEvent.TAKE): PageState.RESIDENT,
+    (PageState.RESIDENT, PageEvent.ARRIVE): PageState.ARRIVING,
+    (PageState.ARRIVING, PageEvent.ARRIVED): PageState.RESIDENT,
+    (PageState.RESIDENT, PageEvent.LEAVE): PageState.LEAVING,
+    (PageState.LEAVING, PageEvent.LEAVE): PageState.LEAVING,
+    (PageState.LEAVING, PageEvent.LEFT): PageState.RESIDENT,
+    (PageState.RESIDENT, PageEvent.FREE): PageState.ABSENT,
+}
+"""Every legal change; whatever is not listed is illegal."""
+
+
+def next_state(state: PageState, event: PageEvent) -> PageState:
+    """The state after `event`; InternalError when the table does not allow it."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The bytes of one tensor in one page."""
+
+    tensor_id: int
+    start_bytes: int
+    stop_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A transfer's hold on bytes [start_bytes, stop_bytes) of one frame; compared by identity."""
+
+    frame: int
+    start_bytes: int
+    stop_bytes: int
+    state: PageState
+
+
+class PageTable:
+    """Parts and flights of every page of one tier. Cost per call does not depend on the number of frames.
+
+    Args:
+        tier: named in errors.
+        page_size: bytes of a page.
+    """
+
+    def __init__(self, tier: Tier, page_size: int) -> None:
+        self.tier = tier
+        self.page_size = page_size
+
+        # State: only frames in use, and only frames in flight, have an entry.
+        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._flights: dict[int, list[Flight]] = {}
+
+    def parts(self, frame: int) -> tuple[Part, ...]:
+        """The tensors in a page, at most two; empty for a page that is ABSENT."""
+        return self._parts.get(frame, ())
+
+    def available_bytes(self, frame: int) -> int:
+        """Bytes of a page that no tensor has (the paper's available_bytes)."""
+        return self.page_size - sum(part.stop_bytes - part.start_bytes for part in self.parts(frame))
+
+    def state(self, frame: int, start_bytes: int, stop_bytes: int) -> PageState:
+        """State of the bytes [start_bytes, stop_bytes): ABSENT unless they lie in one tensor's part."""
+        for flight in self._flights.get(frame, ()):
+            if flight.start_bytes < stop_bytes and start_bytes < flight.stop_bytes:
+                return flight.state
+        for part in self.parts(frame):
+            if part.start_bytes <= start_bytes and stop_bytes <= part.stop_bytes:
+                return PageState.RESIDENT
+        return PageState.ABSENT
+
+    def take(self, frame: int, tensor_id: int, start_bytes: int, stop_bytes: int) -> None:
+        """Give bytes of a page to a tensor."""
+        parts = self.parts(frame)
+        overlaps = any(part.start_bytes < stop_bytes and start_bytes < part.stop_bytes for part in parts)
+        self._check(frame, PageState.RESIDENT if overlaps else PageState.ABSENT, PageEvent.TAKE)
+        if len(parts) == TENSORS_PER_PAGE:
+            raise InternalError(f"{self.tier.name} page {frame} already holds {TENSORS_PER_PAGE} tensors")
+        if any(part.tensor_id == tensor_id for part in parts):
+            raise InternalError(f"tensor {tensor_id} is already in {self.tier.name} page {frame}")
+        if not 0 <= start_bytes < stop_bytes <= self.page_size:
+            raise InternalError(f"bytes {start_bytes} to {stop_bytes} do not lie in a page of {self.page_size}")
+        self._parts[frame] = (*parts, Part(tensor_id, start_bytes, stop_bytes))
+
+    def free(self, frame: int, tensor_id: int) -> bool:
+        """Take a tensor's bytes of a page away from it; True when the page is empty and its frame can be given back."""
+        mine = self.check_free(frame, tensor_id)
+        rest = tuple(part for part in self._parts[frame] if part is not mine)
+        if rest:
+            self._parts[frame] = rest
+        else:
+            del self._parts[frame]
+        return not rest
+
+    def check_free(self, frame: int, tensor_id: int) -> Part:
+        """The part that `free` would take away; InternalError when it may not."""
+        for part in self.parts(frame):
+            if part.tensor_id == tensor_id:
+                self._check(frame, self.state(frame, part.start_bytes, part.stop_bytes), PageEvent.FREE)
+                return part
+        raise InternalError(f"tensor {tensor_id} is not in {self.tier.name} page {frame}")
+
+    def begin(self, frame: int, start_bytes: int, stop_bytes: int, event: PageEvent) -> Flight:
+        """Start a transfer's hold: `event` is ARRIVE or LEAVE. End it once, with `end`."""
+        state = self._check(frame, self.state(frame, start_bytes, stop_bytes), event)
+        if state is PageState.RESIDENT or state is PageState.ABSENT:
+            raise InternalError(f"{event.value} is not the start of a transfer")
+        flight = Flight(frame, start_bytes, stop_bytes, state)
+        self._flights.setdefault(frame, []).append(flight)
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        """End a transfer's hold (ARRIVED or LEFT, by how it began), whether the transfer worked or failed."""
+        flights = self._flights.get(flight.frame, [])
+        if flight not in flights:
+            raise InternalError(f"a transfer of {self.tier.name} page {flight.frame} ended twice")
+        self._check(flight.frame, flight.state, _END[flight.state])
+        flights.remove(flight)
+        if not flights:
+            del self._flights[flight.frame]
+
+    def _check(self, frame: int, state: PageState, event: PageEvent) -> PageState:
+        try:
+            return next_state(state, event)
+        except InternalError as error:
+            raise InternalError(f"{self.tier.name} page {frame}: {error}") from None
+
+
+_END = {PageState.ARRIVING: PageEvent.ARRIVED, PageState.LEAVING: PageEvent.LEFT}

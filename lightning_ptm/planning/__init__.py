@@ -1,0 +1,65 @@
+"""Planning: where model states live, what moves when, and whether that works, decided before anything runs.
+
+Pure: standard library only; no torch, no clock, no rank. In order of use: `build_layout`, a trace
+(`sequential_trace` or the tracer's), `place`, `schedule`, `simulate`, `render`.
+"""
+
+from __future__ import annotations
+
+from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
+from lightning_ptm.planning.layout import (
+    FlatLayout,
+    ModelLayout,
+    ParameterSlot,
+    ParameterSpec,
+    Piece,
+    UnitSpec,
+    build_layout,
+)
+from lightning_ptm.planning.lifetime import LifeTime, Span, UnitUse, Uses, uses_of
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.render import render
+from lightning_ptm.planning.report import format_bytes
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import Simulation, TierUse, simulate
+from lightning_ptm.planning.timing import Hardware, Link, LinkUse, Stall, Timing
+from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, sequential_trace
+
+__all__ = [
+    "Budget",
+    "FlatLayout",
+    "Hardware",
+    "Homes",
+    "LifeTime",
+    "Link",
+    "LinkUse",
+    "ModelLayout",
+    "ParameterSlot",
+    "ParameterSpec",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Simulation",
+    "Span",
+    "Stall",
+    "Task",
+    "TensorUse",
+    "Tick",
+    "TierUse",
+    "Timing",
+    "Trace",
+    "UnitSpec",
+    "UnitUse",
+    "Uses",
+    "Wishes",
+    "build_layout",
+    "format_bytes",
+    "forward_trace",
+    "place",
+    "render",
+    "schedule",
+    "sequential_trace",
+    "simulate",
+    "uses_of",
+]

@@ -1,0 +1,93 @@
+"""What each unit asks of the device tier, and when: the least that its use takes, or what it takes with overlap.
+
+Owns the translation of a unit's uses and homes into pages over instants (occupancy.py). Placement adds these up to
+choose homes, schedule starts from them. The simulator knows nothing of this file.
+
+I1: the least demand of a unit is what its plan holds when nothing is fetched before its need.
+I2: the comfortable demand covers the least one; it adds a fetch one tick ahead, and a tick in which gradients leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.lifetime import Span, Uses
+from lightning_ptm.planning.occupancy import Occupancy, compute_instant, trigger_instant
+from lightning_ptm.terms import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`pages` device pages at each of the instants first..last."""
+
+    first: int
+    last: int
+    pages: int
+
+    def add_to(self, occupancy: Occupancy) -> None:
+        """Take the pages."""
+        occupancy.add(self.first, self.last, self.pages)
+
+    def take_from(self, occupancy: Occupancy) -> None:
+        """Give the pages back."""
+        occupancy.add(self.first, self.last, -self.pages)
+
+
+def early_triggers(spans: tuple[Span, ...]) -> tuple[int, ...]:
+    """Per span the trigger one tick before it, where there is one; spans of a unit never touch, so it is free."""
+    return tuple(max(span.first - 1, 0) for span in spans)
+
+
+def parameter_demands(
+    layout: ModelLayout, uses: Uses, unit: int, parameter_home: Tier, *, comfortable: bool
+) -> Iterator[Demand]:
+    """A unit's gathered flats, and the shard pages that are fetched for the gather.
+
+    One rank: a unit at home on the device is used where it lies; another is fetched straight into its full run.
+    """
+    full_pages, shard_pages = layout.full_pages(unit), layout.shard_pages(unit)
+    if not full_pages or (layout.world_size == 1 and parameter_home is Tier.DEVICE):
+        return
+    spans = uses.units[unit].spans()
+    triggers = early_triggers(spans) if comfortable else tuple(span.first for span in spans)
+    for span, trigger in zip(spans, triggers, strict=True):
+        yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
+        if layout.world_size > 1 and parameter_home is not Tier.DEVICE:
+            fetched = max(trigger - 1, 0) if comfortable else trigger
+            yield Demand(compute_instant(fetched), compute_instant(trigger), shard_pages)
+
+
+def gradient_demands(
+    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
+) -> Iterator[Demand]:
+    """A unit's gradients from the first backward tick that may write them until they are at home or used up.
+
+    Without `keeps_gradients`, a device home holds them only until the update, in pages taken for that time.
+    """
+    use = uses.units[unit]
+    full_pages, shard_pages = layout.full_gradient_pages(unit), layout.trainable_pages(unit)
+    if not shard_pages or not use.backward_ticks:
+        return
+    first, reduced = compute_instant(use.backward_ticks[0]), use.backward_ticks[-1] + 1
+    updated = use.ticks[-1] + 1
+    passing = gradient_home is Tier.DEVICE and not keeps_gradients
+    if layout.world_size > 1:
+        # The reduction reads the full gradients while it writes the shard: both are there at its trigger.
+        yield Demand(first, trigger_instant(reduced), full_pages)
+        yield Demand(trigger_instant(reduced), compute_instant(updated if passing else reduced), shard_pages)
+    elif passing:  # One rank: the full gradients are the shard.
+        yield Demand(first, trigger_instant(updated), full_pages)
+    elif gradient_home is not Tier.DEVICE:
+        yield Demand(first, trigger_instant(reduced), full_pages)
+
+
+def gradient_linger(
+    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
+) -> Iterator[Demand]:
+    """The tick in which a unit's gradients still leave while the next tick computes: wanted, not needed."""
+    demands = tuple(gradient_demands(layout, uses, unit, gradient_home, keeps_gradients))
+    if demands:
+        # The full gradients come first; they end at the trigger at which they are reduced, offloaded or used.
+        yield Demand(demands[0].last + 1, demands[0].last + 1, demands[0].pages)

@@ -1,0 +1,317 @@
+"""Where every element of every parameter lies: units, flats, stripes, pieces (section 4.1 of the paper).
+
+Owns the arithmetic from named parameters to element offsets and back. Knows no tier, no time, no rank of its own:
+every rank builds the same layout. Offsets and lengths are in elements unless the name says bytes.
+
+I1: each parameter lies in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
+I2: every parameter start, piece start and piece length is a multiple of `ALIGN_NUMEL` elements, so an element-wise
+    update that is cut at page borders gives the bits of an uncut one.
+I3: all pieces of a stripe have equal length; all but the tail stripe's fill a page; the tail's are a multiple of
+    `TAIL_BYTES`.
+I4: padding lies at the end of a parameter or at the end of a flat, never inside a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES
+
+MIN_PAGE_BYTES = 64 * 1024
+"""Below this a page costs more in bookkeeping than in bytes."""
+
+TAIL_BYTES = 512
+"""Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter as the planner sees it.
+
+    Args:
+        name: its full name in the model.
+        shape: its full shape.
+        dtype: name of the compute dtype ("bfloat16"); compared, never interpreted.
+        itemsize: bytes of one element of that dtype.
+        trainable: whether it has a gradient and master states.
+        group: index of its parameter group within its optimizer; -1 if it is in none.
+        optimizer: index of the optimizer that updates it: a flat's parameters have one optimizer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trainable: bool
+    group: int
+    optimizer: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Modules whose parameters are fetched and released together. The first unit of a model is its root."""
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """Elements [start, start + numel) of a flat hold this parameter; start is a multiple of `ALIGN_NUMEL`."""
+
+    spec: ParameterSpec
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's part of a stripe, padding included.
+
+    Args:
+        stripe: index of the stripe in its flat.
+        full_start: first element of the piece in the full flat.
+        shard_start: first element of the piece in the rank's shard.
+        numel: its length; equal for all ranks of the stripe.
+    """
+
+    stripe: int
+    full_start: int
+    shard_start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """A unit's trainable (or frozen) parameters of one dtype, laid end to end and cut into stripes.
+
+    Args:
+        unit: index of the unit.
+        index: index among all flats of the model (`ModelLayout.flats`).
+        dtype: name of the compute dtype; itemsize: its bytes per element.
+        trainable: whether the flat has gradients and master states.
+        slots: the parameters in order: by group, otherwise as they came.
+        numel: elements up to the end of the last parameter.
+        world_size: ranks that share the flat.
+        piece_numel: elements of a full piece: one page.
+        stripes: number of full stripes.
+        tail_piece_numel: elements of each piece of the tail stripe; 0 when there is no tail.
+    """
+
+    unit: int
+    index: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+    slots: tuple[ParameterSlot, ...]
+    numel: int
+    world_size: int
+    piece_numel: int
+    stripes: int
+    tail_piece_numel: int
+
+    @property
+    def stripe_count(self) -> int:
+        """Full stripes and the tail; also the number of pages of each rank's shard."""
+        return self.stripes + (self.tail_piece_numel > 0)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank's shard, padding included."""
+        return self.stripes * self.piece_numel + self.tail_piece_numel
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the full flat, padding included."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of each rank's shard in the compute dtype."""
+        return self.shard_numel * self.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the full flat in the compute dtype."""
+        return self.padded_numel * self.itemsize
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces that `rank` owns, in the order of its shard."""
+        stripe_numel = self.world_size * self.piece_numel
+        pieces = [
+            Piece(stripe, stripe * stripe_numel + rank * self.piece_numel, stripe * self.piece_numel, self.piece_numel)
+            for stripe in range(self.stripes)
+        ]
+        if self.tail_piece_numel:
+            start = self.stripes * stripe_numel + rank * self.tail_piece_numel
+            pieces.append(Piece(self.stripes, start, self.stripes * self.piece_numel, self.tail_piece_numel))
+        return tuple(pieces)
+
+    def owner(self, offset: int) -> int:
+        """The rank that owns element `offset` of the full flat (0 <= offset < padded_numel)."""
+        if not 0 <= offset < self.padded_numel:
+            raise IndexError(f"element {offset} is outside of flat {self.index} of {self.padded_numel} elements")
+        tail_start = self.stripes * self.world_size * self.piece_numel
+        if offset < tail_start:
+            return offset // self.piece_numel % self.world_size
+        return (offset - tail_start) // self.tail_piece_numel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """All units and their flats. Flats of a unit are neighbours in `flats`, trainable ones first.
+
+    Pages of a unit are counted through its flats in that order: page k of a rank's shard is its piece of stripe k,
+    so one index names a shard page and the stripe that it belongs to, and the trainable pages come first.
+    """
+
+    units: tuple[UnitSpec, ...]
+    flats: tuple[FlatLayout, ...]
+    page_size: int
+    world_size: int
+    first_flats: tuple[int, ...]
+    """Per unit the index of its first flat, and len(flats) at the end."""
+
+    def flats_of(self, unit: int) -> tuple[FlatLayout, ...]:
+        """The flats of a unit, trainable first."""
+        return self.flats[self.first_flats[unit] : self.first_flats[unit + 1]]
+
+    def shard_pages(self, unit: int) -> int:
+        """Pages of one rank's shard of a unit's parameters: one per stripe."""
+        return sum(flat.stripe_count for flat in self.flats_of(unit))
+
+    def trainable_pages(self, unit: int) -> int:
+        """Pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
+        return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.trainable)
+
+    def full_pages(self, unit: int) -> int:
+        """Pages that a unit's gathered flats take: each flat is a run of whole pages."""
+        return self._run_pages(self.flats_of(unit))
+
+    def full_gradient_pages(self, unit: int) -> int:
+        """Pages that a unit's gradients take before they are reduced."""
+        return self._run_pages(flat for flat in self.flats_of(unit) if flat.trainable)
+
+    def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
+        return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
+
+    def padding_bytes(self) -> int:
+        """Bytes of compute parameters, over all ranks, that hold no element of a parameter."""
+        return sum((flat.padded_numel - sum(slot.numel for slot in flat.slots)) * flat.itemsize for flat in self.flats)
+
+    def padding_share(self) -> float:
+        """Padding as a share of all bytes; the same for each kind of model states. 0.0 for a model without any."""
+        total_bytes = sum(flat.padded_bytes for flat in self.flats)
+        return self.padding_bytes() / total_bytes if total_bytes else 0.0
+
+
+def build_layout(units: Sequence[UnitSpec], *, page_size: int, world_size: int) -> ModelLayout:
+    """Lay out a model: a flat per (dtype, trainable, optimizer) of each unit, trainable first, ordered by group.
+
+    Args:
+        units: the units of the model; the first is the root.
+        page_size: bytes of a page.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
+            out.
+    """
+    _check(units, page_size, world_size)
+    flats: list[FlatLayout] = []
+    first_flats = [0]
+    for unit, spec in enumerate(units):
+        members: dict[tuple[bool, str, int], list[ParameterSpec]] = {}
+        for parameter in spec.parameters:
+            key = (parameter.trainable, parameter.dtype, parameter.optimizer if parameter.trainable else 0)
+            members.setdefault(key, []).append(parameter)
+        # Stable: dtypes stay in the order in which they first occur.
+        for key in sorted(members, key=lambda key: not key[0]):
+            ordered = sorted(members[key], key=lambda parameter: parameter.group)
+            flats.append(_flat(unit, len(flats), ordered, page_size, world_size))
+        first_flats.append(len(flats))
+    return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats))
+
+
+def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int, world_size: int) -> FlatLayout:
+    slots: list[ParameterSlot] = []
+    end = 0
+    for parameter in parameters:
+        start = round_up(end, ALIGN_NUMEL)
+        slots.append(ParameterSlot(parameter, start, parameter.numel))
+        end = start + parameter.numel
+    itemsize = parameters[0].itemsize
+    piece_numel = page_size // itemsize
+    stripes, rest = divmod(end, world_size * piece_numel)
+    tail_piece_numel = round_up(-(-rest // world_size), max(TAIL_BYTES // itemsize, ALIGN_NUMEL))
+    if tail_piece_numel == piece_numel:
+        stripes, tail_piece_numel = stripes + 1, 0
+    return FlatLayout(
+        unit=unit,
+        index=index,
+        dtype=parameters[0].dtype,
+        itemsize=itemsize,
+        trainable=parameters[0].trainable,
+        slots=tuple(slots),
+        numel=end,
+        world_size=world_size,
+        piece_numel=piece_numel,
+        stripes=stripes,
+        tail_piece_numel=tail_piece_numel,
+    )
+
+
+def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
+    if page_size < MIN_PAGE_BYTES or page_size % BLOCK_BYTES:
+        raise ConfigError(
+            f"page_size is {page_size} bytes, no page of which can be moved to disk; use a multiple of {BLOCK_BYTES} "
+            f"of at least {MIN_PAGE_BYTES}, such as 4MiB"
+        )
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}, so nobody would own a page; use at least 1")
+    if not units:
+        raise ConfigError("there are no units, so nothing to plan; give at least a root unit")
+    names = [parameter.name for unit in units for parameter in unit.parameters]
+    _check_unique("unit", [unit.name for unit in units])
+    _check_unique("parameter", names)
+    itemsizes: dict[str, int] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            if any(size < 0 for size in parameter.shape):
+                raise ConfigError(f"parameter {parameter.name} has shape {parameter.shape}; sizes must be at least 0")
+            if parameter.itemsize not in (1, 2, 4, 8, 16):
+                raise ConfigError(
+                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per element, which "
+                    "do not tile a page; use a dtype of 1, 2, 4, 8 or 16 bytes"
+                )
+            if itemsizes.setdefault(parameter.dtype, parameter.itemsize) != parameter.itemsize:
+                raise ConfigError(
+                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per element; "
+                    f"others of that dtype have {itemsizes[parameter.dtype]}; give each dtype one size"
+                )
+
+
+def _check_unique(what: str, names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(f"{what} name {name!r} occurs twice, so its states would have two homes; name each once")
+        seen.add(name)

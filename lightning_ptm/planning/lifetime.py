@@ -1,0 +1,99 @@
+"""When each unit's states are used: spans, life times, next uses (section 4.2 of the paper, "Tensor Life-Time").
+
+Owns the translation of a trace into questions that the planner asks. Knows no bytes and no tiers. Built once per trace;
+every question afterwards costs at most a binary search.
+
+I1: the spans of a unit are disjoint, in order, and none touches the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.terms import Kind, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Ticks first..end (both included) without a break."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LifeTime:
+    """First and last tick at which a unit's states of one kind are used."""
+
+    unit: int
+    kind: Kind
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUse:
+    """When one unit is live: all ticks, and those of them that are backward ticks."""
+
+    ticks: tuple[int, ...]
+    backward_ticks: tuple[int, ...]
+
+    def spans(self) -> tuple[Span, ...]:
+        """The unit's ticks as maximal runs of consecutive ones."""
+        spans: list[Span] = []
+        for tick in self.ticks:
+            if spans and tick == spans[-1].end + 1:
+                spans[-1] = Span(spans[-1].first, tick)
+            else:
+                spans.append(Span(tick, tick))
+        return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """The uses of every unit in one trace."""
+
+    tick_count: int
+    units: tuple[UnitUse, ...]
+
+    def next_use(self, unit: int, tick: int) -> int:
+        """The first tick after `tick` at which the unit is live; `tick_count` when it is not needed any more."""
+        ticks = self.units[unit].ticks
+        position = bisect_right(ticks, tick)
+        return ticks[position] if position < len(ticks) else self.tick_count
+
+    def life_times(self) -> tuple[LifeTime, ...]:
+        """Per unit that is used: its gathered flats, and its gradients when it is live in a backward tick."""
+        found: list[LifeTime] = []
+        for unit, use in enumerate(self.units):
+            if use.ticks:
+                found.append(LifeTime(unit, Kind.FULL, use.ticks[0], use.ticks[-1]))
+            if use.backward_ticks:
+                found.append(LifeTime(unit, Kind.GRADIENT, use.backward_ticks[0], use.backward_ticks[-1]))
+        return tuple(found)
+
+
+def uses_of(trace: Trace, unit_count: int) -> Uses:
+    """Index a trace by unit.
+
+    Raises:
+        ConfigError: a tick names a unit that the model does not have.
+    """
+    ticks: list[list[int]] = [[] for _ in range(unit_count)]
+    backward: list[list[int]] = [[] for _ in range(unit_count)]
+    for number, tick in enumerate(trace.ticks):
+        if tick.live[-1] >= unit_count:
+            raise ConfigError(
+                f"tick {number} uses unit {tick.live[-1]}, the model has {unit_count}; the trace is another model's"
+            )
+        for unit in tick.live:
+            ticks[unit].append(number)
+            if tick.phase is Phase.BACKWARD:
+                backward[unit].append(number)
+    return Uses(
+        len(trace.ticks),
+        tuple(UnitUse(tuple(all_ticks), tuple(late)) for all_ticks, late in zip(ticks, backward, strict=True)),
+    )

@@ -1,0 +1,353 @@
+"""Which tier is home to which unit's model states (section 4.2: page placement and dynamic caching).
+
+Owns the choice of homes from budgets. Knows no task and no time but the trace's ticks. Decides only: allocates nothing.
+
+I1: homes, staging, non-model data and the least demand of every tick fit each tier's budget together.
+I2: frozen flats have parameters only; units without trainable flats have no gradient and no master bytes anywhere.
+I3: home bytes hold for any order in which the homes are allocated (`_home_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.planning.demand import Demand, gradient_demands, gradient_linger, parameter_demands
+from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
+from lightning_ptm.planning.layout import ModelLayout, round_up
+from lightning_ptm.planning.lifetime import Uses, uses_of
+from lightning_ptm.planning.occupancy import Occupancy
+from lightning_ptm.planning.report import device_refusal, format_bytes
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.terms import BLOCK_BYTES, Kind, Tier
+
+SLOT_BYTES = 4
+"""Bytes per element of one tensor of master states: the fp32 parameter, one moment..."""
+
+
+_NO_WISHES = Wishes()
+
+
+def place(
+    layout: ModelLayout,
+    master_bytes_per_element: Sequence[int],
+    trace: Trace,
+    budget: Budget,
+    *,
+    wishes: Wishes = _NO_WISHES,
+    unified: bool,
+    keep_gradients: bool,
+    staging_bytes: int,
+    update_on_device: bool,
+) -> Placement:
+    """Choose homes: compute parameters on the device first, then master states where memory is left, then host, disk.
+
+    Keeps room on the device for a fetch one tick ahead as long as everything still finds a home.
+
+    Args:
+        layout: the model on this world size.
+        master_bytes_per_element: per flat of the layout; 12 for AdamW under mixed precision.
+        trace: one iteration.
+        budget: bytes of this rank.
+        wishes: homes that are asked for.
+        unified: the device tier is RAM: there is no host tier, and updates always run beside it.
+        keep_gradients: gradients outlive the backward pass, so they need homes.
+        staging_bytes: bytes through which updates stream; rounded up to pages.
+        update_on_device: the optimizer can run on the device, so master states may be cached there.
+
+    Raises:
+        ConfigError: a wish or a budget for a tier that does not exist.
+        CapacityError: no choice of homes fits; says which tick or states, the bytes, and the setting to raise.
+    """
+    if len(master_bytes_per_element) != len(layout.flats):
+        raise ConfigError(
+            f"{len(master_bytes_per_element)} sizes of master states for {len(layout.flats)} flats; give one per flat"
+        )
+    if unified and budget.host_bytes:
+        raise ConfigError(
+            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget.host_bytes)}; "
+            "raise device_memory instead of host_memory"
+        )
+    for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
+        if tier is not None and tier is not Tier.DEVICE and not budget.of(tier):
+            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {_setting(tier)}")
+    if wishes.master is Tier.DEVICE and not (update_on_device or unified):
+        raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
+    problem = _Problem(
+        layout,
+        tuple(master_bytes_per_element),
+        trace,
+        uses_of(trace, len(layout.units)),
+        budget,
+        wishes,
+        keep_gradients,
+        unified,
+        round_up(staging_bytes, layout.page_size),
+        caches_masters=update_on_device or unified,
+    )
+    return problem.solve()
+
+
+class _Problem:
+    """One call of `place`: its inputs, and the demand of the homes that are being tried."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        master_bytes_per_element: tuple[int, ...],
+        trace: Trace,
+        uses: Uses,
+        budget: Budget,
+        wishes: Wishes,
+        keep_gradients: bool,
+        unified: bool,
+        staging_bytes: int,
+        *,
+        caches_masters: bool,
+    ) -> None:
+        # Configuration.
+        self._layout = layout
+        self._per_element = master_bytes_per_element
+        self._trace = trace
+        self._uses = uses
+        self._budget = budget
+        self._wishes = wishes
+        self._keep_gradients = keep_gradients
+        self._unified = unified
+        self._staging_bytes = staging_bytes
+        self._caches_masters = caches_masters
+        self._units = range(len(layout.units))
+        self._pool_bytes = _whole_pages(
+            budget.device_bytes - trace.non_model_peak_bytes - staging_bytes, layout.page_size
+        )
+        # State, renewed by each attempt.
+        self._comfortable = False
+        self._demand = Occupancy(uses.tick_count)
+        self._left: dict[Tier, int] = {}
+        self._homes_left: dict[Tier, int] = {}
+
+    def solve(self) -> Placement:
+        """The first attempt that fits, most wanted first; the error of the last when none does."""
+        slower = self._slower_tiers(self._wishes.parameter)
+        attempts: list[tuple[bool, bool]] = []  # (parameters all on the device, comfortable)
+        if self._wishes.parameter in (None, Tier.DEVICE):
+            attempts += [(True, True), (True, False)]
+        if slower and self._wishes.parameter is not Tier.DEVICE:
+            attempts += [(False, True), (False, False)]
+        for attempt, (resident, comfortable) in enumerate(attempts):
+            try:
+                return self._attempt(resident, comfortable)
+            except CapacityError:
+                if attempt == len(attempts) - 1:
+                    raise
+        raise ConfigError("the device tier is too small and there is no other; give a host or a disk tier")
+
+    def _attempt(self, resident: bool, comfortable: bool) -> Placement:
+        self._comfortable = comfortable
+        self._demand = Occupancy(self._uses.tick_count)
+        self._left = {
+            Tier.DEVICE: self._pool_bytes,
+            Tier.HOST: max(self._budget.host_bytes - self._staging_bytes, 0),
+            Tier.DISK: self._budget.disk_bytes,
+        }
+        capacity = dict(self._left)
+        if self._wishes.master is Tier.DEVICE:
+            self._left[Tier.DEVICE] -= sum(self._master_bytes(unit) for unit in self._units)
+        parameter_homes = self._place_parameters(resident)
+        if not self._fits_device(0):
+            raise self._device_error()
+        master_homes = self._place_masters()
+        homes = tuple(
+            Homes(parameter, self._gradient_home(parameter), master)
+            for parameter, master in zip(parameter_homes, master_homes, strict=True)
+        )
+        page = self._layout.page_size
+        used = {tier: round_up(capacity[tier] - self._left[tier], page) for tier in Tier}
+        most_pages = sum(
+            2 * self._layout.full_pages(unit)
+            + self._layout.shard_pages(unit)
+            + 2 * (self._layout.full_gradient_pages(unit) + self._layout.trainable_pages(unit))
+            for unit in self._units
+        )
+        return Placement(
+            homes=homes,
+            master_bytes_per_element=self._per_element,
+            keeps_gradients=self._keep_gradients,
+            device_home_bytes=used[Tier.DEVICE],
+            host_home_bytes=capacity[Tier.HOST] - self._left[Tier.HOST],
+            disk_home_bytes=capacity[Tier.DISK] - self._left[Tier.DISK],
+            gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
+            staging_bytes=self._staging_bytes,
+            non_model_peak_bytes=self._trace.non_model_peak_bytes,
+        )
+
+    def _place_parameters(self, resident: bool) -> list[Tier]:
+        """Parameters (with gradients, where these need homes): device as far as they fit, then host, then disk."""
+        if resident:
+            for unit in self._units:
+                self._add(self._demands(unit, Tier.DEVICE))
+                self._left[Tier.DEVICE] -= self._parameter_bytes(unit, Tier.DEVICE)
+            return [Tier.DEVICE for _ in self._units]
+        away = self._slower_tiers(self._wishes.parameter)[0]
+        for unit in self._units:
+            self._add(self._demands(unit, away))
+        if not self._fits_device(0):
+            raise self._device_error()
+        homes: list[Tier] = []
+        missing: list[tuple[int, int]] = []
+        for unit in self._units:
+            if self._wishes.parameter is None and self._move_in(unit, away):
+                homes.append(Tier.DEVICE)
+                continue
+            size = self._parameter_bytes(unit, away)
+            tier = self._take(self._slower_tiers(self._wishes.parameter), size)
+            if tier is None:
+                missing.append((unit, size))
+            homes.append(away if tier is None else tier)
+        if missing:
+            raise self._homeless(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
+        return homes
+
+    def _place_masters(self) -> list[Tier]:
+        """Master states: device as far as memory is left (the cache), then host, then disk, unit by unit."""
+        wish = self._wishes.master
+        slower = self._slower_tiers(wish)
+        homes: list[Tier] = []
+        missing: list[tuple[int, int]] = []
+        for unit in self._units:
+            size = self._master_bytes(unit)
+            if wish is Tier.DEVICE or (wish is None and not size):  # Taken before the parameters, or nothing to take.
+                homes.append(Tier.DEVICE)
+            elif wish is None and self._caches_masters and self._fits_device(size):
+                self._left[Tier.DEVICE] -= size
+                homes.append(Tier.DEVICE)
+            else:
+                tier = self._take(slower, size)
+                if tier is None:
+                    missing.append((unit, size))
+                homes.append(Tier.DEVICE if tier is None else tier)
+        if missing:
+            devices = (Tier.DEVICE,) if wish is None and self._caches_masters else ()
+            raise self._homeless(missing, Kind.MASTER, devices + slower)
+        return homes
+
+    def _move_in(self, unit: int, away: Tier) -> bool:
+        """Make the device home to a unit's parameters if that fits; otherwise change nothing."""
+        before, after = self._demands(unit, away), self._demands(unit, Tier.DEVICE)
+        size = self._parameter_bytes(unit, Tier.DEVICE)
+        self._remove(before)
+        self._add(after)
+        if self._fits_device(size):
+            self._left[Tier.DEVICE] -= size
+            return True
+        self._remove(after)
+        self._add(before)
+        return False
+
+    def _take(self, tiers: Sequence[Tier], size: int) -> Tier | None:
+        """Take bytes of homes in the first tier that has them; None when no tier has."""
+        for tier in tiers:
+            if size <= self._left[tier]:
+                self._left[tier] -= size
+                return tier
+        return None
+
+    def _fits_device(self, size: int) -> bool:
+        left_pages = (self._left[Tier.DEVICE] - size) // self._layout.page_size
+        return self._demand.peak() <= left_pages
+
+    def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
+        """Tiers below the device that exist and are allowed, fastest first."""
+        tiers = (Tier.HOST, Tier.DISK) if wish is None else (wish,)
+        return tuple(tier for tier in tiers if tier is not Tier.DEVICE and self._budget.of(tier))
+
+    def _gradient_home(self, parameter_home: Tier) -> Tier:
+        # Where the device is RAM, the update reads passing gradients in place: writing them to disk would only cost.
+        return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
+
+    def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
+        gradient = (unit, self._gradient_home(parameter_home), self._keep_gradients)
+        demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
+        demands += gradient_demands(self._layout, self._uses, *gradient)
+        if self._comfortable:
+            demands += gradient_linger(self._layout, self._uses, *gradient)
+        return demands
+
+    def _add(self, demands: Iterable[Demand]) -> None:
+        for demand in demands:
+            demand.add_to(self._demand)
+
+    def _remove(self, demands: Iterable[Demand]) -> None:
+        for demand in demands:
+            demand.take_from(self._demand)
+
+    def _parameter_bytes(self, unit: int, home: Tier) -> int:
+        """Bytes of a unit's parameter homes, and of its gradient homes where these are not passing."""
+        gradients = self._keep_gradients or self._gradient_home(home) is not Tier.DEVICE
+        page = self._layout.page_size
+        return sum(
+            (1 + (gradients and flat.trainable)) * _home_bytes(flat.shard_bytes, page)
+            for flat in self._layout.flats_of(unit)
+        )
+
+    def _master_bytes(self, unit: int) -> int:
+        """Bytes of a unit's master homes: a tensor for each `SLOT_BYTES` of an element's states."""
+        page = self._layout.page_size
+        total_bytes = 0
+        for flat in self._layout.flats_of(unit):
+            if flat.trainable:
+                slots, rest = divmod(self._per_element[flat.index], SLOT_BYTES)
+                total_bytes += slots * _home_bytes(flat.shard_numel * SLOT_BYTES, page)
+                total_bytes += _home_bytes(flat.shard_numel * rest, page)
+        return total_bytes
+
+    def _device_error(self) -> CapacityError:
+        have_pages = self._left[Tier.DEVICE] // self._layout.page_size
+        return device_refusal(
+            self._layout,
+            self._trace,
+            self._demand.peak_instant() // 2,
+            need_pages=self._demand.peak(),
+            have_pages=have_pages,
+            reserved_bytes=self._budget.device_bytes - self._left[Tier.DEVICE],
+        )
+
+    def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
+        need_bytes = sum(size for _, size in missing)
+        names = self._layout.units[missing[0][0]].name
+        if len(missing) > 1:
+            names = f"{len(missing)} units ({names} to {self._layout.units[missing[-1][0]].name})"
+        what = "master states" if kind is Kind.MASTER else "parameters"
+        rooms = ", ".join(
+            f"the {_name(tier)} tier has {format_bytes(max(self._left[tier], 0))} left of "
+            f"{format_bytes(self._budget.of(tier))}"
+            for tier in tiers
+        )
+        settings = " or ".join(_setting(tier) for tier in tiers)
+        if Tier.DISK not in tiers and self._wishes.master is None:
+            settings = f"{settings} or give a disk_path" if settings else "device_memory or give a disk_path"
+        return CapacityError(
+            f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
+            f"{rooms or 'no tier is left for them'}; raise {settings}"
+        )
+
+
+def _home_bytes(size: int, page_size: int) -> int:
+    """Bytes that a home of `size` bytes costs at most, in whatever order homes share pages.
+
+    A page holds at most two tensors, so room is lost only behind a second tensor that ends in the page where it began:
+    less than a page, and only when it is smaller than one. That loss is charged to it.
+    """
+    return max(round_up(size, BLOCK_BYTES), page_size) if size else 0
+
+
+def _whole_pages(size: int, page_size: int) -> int:
+    return size // page_size * page_size
+
+
+def _name(tier: Tier) -> str:
+    return tier.name.lower()
+
+
+def _setting(tier: Tier) -> str:
+    return {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk_path and disk_memory"}[tier]

@@ -1,0 +1,280 @@
+"""From homes and a trace to a plan: Algorithm 1 of the paper, for forward and backward of one micro-batch.
+
+Owns the order of tasks. Pure: equal inputs give equal plans on all ranks. The device budget counts pages over instants
+(occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops the last one while a unit does not fit; what it
+ends with is that fetches, nearest need first, get the earliest trigger from which memory holds them until their need.
+That is computed directly here, with one O(log ticks) question a fetch instead of replaying the memory for each.
+
+I1: a unit is released at the trigger after its last use of a span, never later.
+I2: kept between two uses are, of all copies, those with the nearest next use (Belady).
+I3: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.planning.demand import gradient_demands, gradient_linger
+from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.lifetime import Uses, uses_of
+from lightning_ptm.planning.occupancy import Occupancy, compute_instant, trigger_instant
+from lightning_ptm.planning.plan import ISSUE_ORDER, Plan, Task
+from lightning_ptm.planning.report import device_refusal
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.terms import Kind, Operation, Tier
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One stay of a unit's copy on the device: enters at `trigger`, is needed from tick `need`, leaves after `end`."""
+
+    unit: int
+    position: int
+    """Which of the unit's spans it serves."""
+    kind: Kind
+    pages: int
+    trigger: int
+    need: int
+    end: int
+    joins_previous: bool = False
+    """Kept since the stay before it, so it has no entry of its own."""
+    joins_next: bool = False
+    """Kept until the stay after it, so it does not leave."""
+    dropped: bool = False
+    """Not needed any more: the gathered flat that it served was kept."""
+
+
+def schedule(
+    layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, *, update_in_backward: bool
+) -> Plan:
+    """Make the plan of one micro-batch.
+
+    One rank: a unit at home on the device needs no fetch at all; another is fetched into its full run and released.
+    Several: FETCH copies shard pages to the device, GATHER builds the full flats, EVICT gives the fetched pages up.
+
+    Args:
+        layout: the model on this world size.
+        placement: homes, from `place` with this layout.
+        trace: one iteration; may be another one than placement saw.
+        budget: bytes of this rank.
+        update_in_backward: issue a unit's UPDATE when its gradients have arrived, else after the last tick.
+
+    Raises:
+        CapacityError: a tick's units and gradients do not fit on the device.
+        UsageError: updates after the last tick need kept gradients, and the placement keeps none.
+    """
+    if not update_in_backward and not placement.keeps_gradients:
+        raise UsageError("updates after the last tick need gradients that are kept; place with keep_gradients=True")
+    return _Scheduler(layout, placement, trace, budget).plan(update_in_backward)
+
+
+class _Scheduler:
+    """One call of `schedule`: the stays found so far, and the pages that they take."""
+
+    def __init__(self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> None:
+        # Configuration.
+        self._layout = layout
+        self._placement = placement
+        self._trace = trace
+        self._uses: Uses = uses_of(trace, len(layout.units))
+        reserved_bytes = (
+            max(trace.non_model_peak_bytes, placement.non_model_peak_bytes)
+            + placement.device_home_bytes
+            + placement.staging_bytes
+        )
+        self._reserved_bytes = reserved_bytes
+        self._limit = min(placement.gather_bytes, budget.device_bytes - reserved_bytes) // layout.page_size
+        # State.
+        self._occupancy = Occupancy(self._uses.tick_count)
+        self._full: list[list[_Stay]] = []
+        self._shards: list[list[_Stay]] = []
+
+    def plan(self, update_in_backward: bool) -> Plan:
+        """Least demand, overlap by one tick, keeping, fetching early, gathering early; then the tasks in order."""
+        self._take_least()
+        self._overlap_one_tick()
+        self._keep(self._shards if self._several else self._full)
+        for stay in self._by_need(self._shards if self._several else self._full):
+            self._advance(stay, floor=0)
+        if self._several:
+            self._gather_early()
+        tasks = [*self._copies(), *self._computes(), *self._gradient_tasks(update_in_backward)]
+        order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
+        # Nearest need first within an operation.
+        return Plan(
+            tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation], self._need(task), task.unit))),
+            self._uses.tick_count,
+        )
+
+    @property
+    def _several(self) -> bool:
+        return self._layout.world_size > 1
+
+    def _take_least(self) -> None:
+        """Every unit is fetched at its need and dropped after its use; raises when not even that fits."""
+        for unit, use in enumerate(self._uses.units):
+            homes = self._placement.homes[unit]
+            full_pages, shard_pages = self._layout.full_pages(unit), self._layout.shard_pages(unit)
+            resident = not self._several and homes.parameter is Tier.DEVICE
+            spans = () if resident or not full_pages else use.spans()
+            self._full.append(
+                [
+                    _Stay(unit, position, Kind.FULL, full_pages, span.first, span.first, span.end)
+                    for position, span in enumerate(spans)
+                ]
+            )
+            fetched = self._several and homes.parameter is not Tier.DEVICE
+            self._shards.append(
+                [
+                    _Stay(unit, position, Kind.PARAMETER, shard_pages, span.first, span.first, span.first)
+                    for position, span in enumerate(spans if fetched else ())
+                ]
+            )
+            for stay in self._full[unit] + self._shards[unit]:
+                self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
+            for demand in gradient_demands(
+                self._layout, self._uses, unit, homes.gradient, self._placement.keeps_gradients
+            ):
+                demand.add_to(self._occupancy)
+        if self._occupancy.peak() > self._limit:
+            raise device_refusal(
+                self._layout,
+                self._trace,
+                self._occupancy.peak_instant() // 2,
+                need_pages=self._occupancy.peak(),
+                have_pages=self._limit,
+                reserved_bytes=self._reserved_bytes,
+            )
+
+    def _overlap_one_tick(self) -> None:
+        """Where memory permits: copies arrive behind the tick before their need, gradients leave behind the next."""
+        for stay in self._by_need(self._full):
+            early = max(stay.need - 1, 0)
+            if not self._several:
+                self._advance(stay, floor=early)
+                continue
+            shards = self._shards[stay.unit]
+            if shards:
+                self._advance(shards[stay.position], floor=early)
+            self._advance_gather(stay, floor=early)
+            if shards:
+                self._advance(shards[stay.position], floor=max(early - 1, 0))
+        for unit, homes in enumerate(self._placement.homes):
+            keeps = self._placement.keeps_gradients
+            for linger in gradient_linger(self._layout, self._uses, unit, homes.gradient, keeps):
+                if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
+                    linger.add_to(self._occupancy)
+
+    def _keep(self, stays: list[list[_Stay]]) -> None:
+        """Join stays of a unit over the gap between them, nearest next use first (I2)."""
+        pairs = [pair for of_unit in stays for pair in pairwise(of_unit)]
+        for before, after in sorted(pairs, key=lambda pair: (pair[1].need, pair[1].unit)):
+            first, last = compute_instant(before.end) + 1, trigger_instant(after.trigger)
+            if self._occupancy.peak(first, last) + after.pages <= self._limit:
+                self._occupancy.add(first, last, after.pages)
+                before.joins_next = after.joins_previous = True
+
+    def _gather_early(self) -> None:
+        """Phase 2: each gather as early as memory permits; one that reaches the release before it is not needed."""
+        for stay in self._by_need(self._full):
+            if stay.position == 0:
+                self._advance_gather(stay, floor=0)
+                continue
+            before = self._full[stay.unit][stay.position - 1]
+            first, last = compute_instant(before.end) + 1, trigger_instant(stay.trigger)
+            if self._occupancy.peak(first, last) + stay.pages <= self._limit:
+                self._occupancy.add(first, last, stay.pages)
+                before.joins_next = stay.joins_previous = True
+                self._drop_shards(stay.unit, stay.position)
+            else:
+                self._advance_gather(stay, floor=before.end + 1)
+
+    def _advance(self, stay: _Stay, floor: int) -> None:
+        """Give a copy the earliest trigger, not before `floor`, from which memory holds it."""
+        if stay.joins_previous or stay.dropped:
+            return
+        last = trigger_instant(stay.trigger)
+        start = self._occupancy.earliest(compute_instant(floor), last, self._limit - stay.pages)
+        # A copy takes its pages from the compute instant of its trigger on: round up to the next one.
+        trigger = min(start // 2, stay.trigger)
+        self._occupancy.add(compute_instant(trigger), last, stay.pages)
+        stay.trigger = trigger
+
+    def _advance_gather(self, gather: _Stay, floor: int) -> None:
+        """Advance a gather, not before its shard pages are there; these may then leave earlier."""
+        shards = self._shards[gather.unit]
+        if not shards:
+            self._advance(gather, floor)
+            return
+        shard = shards[gather.position]
+        if not shard.joins_previous:
+            floor = max(floor, shard.trigger)
+        self._advance(gather, min(floor, gather.trigger))
+        if not shard.joins_next:
+            self._occupancy.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
+            shard.end = gather.trigger
+
+    def _drop_shards(self, unit: int, position: int) -> None:
+        """The gathered flat was kept, so the shard pages that would have served its gather are not needed."""
+        if not self._shards[unit]:
+            return
+        shard = self._shards[unit][position]
+        if shard.joins_next:
+            return  # They serve a later gather.
+        shard.dropped = True
+        if not shard.joins_previous:
+            self._occupancy.add(compute_instant(shard.trigger), compute_instant(shard.end), -shard.pages)
+            return
+        before, gather = self._shards[unit][position - 1], self._full[unit][position - 1]
+        before.joins_next = False
+        if gather.joins_previous:  # The stay before this one was kept for this one only.
+            self._occupancy.add(compute_instant(before.end) + 1, compute_instant(shard.end), -shard.pages)
+            self._drop_shards(unit, position - 1)
+        else:
+            self._occupancy.add(compute_instant(gather.trigger) + 1, compute_instant(shard.end), -shard.pages)
+            before.end = gather.trigger
+
+    def _by_need(self, stays: list[list[_Stay]]) -> list[_Stay]:
+        return sorted((stay for of_unit in stays for stay in of_unit), key=lambda stay: (stay.need, stay.unit))
+
+    def _copies(self) -> Iterator[Task]:
+        for stays, enter, leave in (
+            (self._full, Operation.GATHER if self._several else Operation.FETCH, Operation.RELEASE),
+            (self._shards, Operation.FETCH, Operation.EVICT),
+        ):
+            for of_unit in stays:
+                for stay in of_unit:
+                    pages = self._layout.shard_pages(stay.unit)
+                    if not stay.joins_previous and not stay.dropped:
+                        yield Task(enter, stay.unit, stay.kind, 0, pages, stay.trigger)
+                    if not stay.joins_next and not stay.dropped:
+                        yield Task(leave, stay.unit, stay.kind, 0, pages, stay.end + 1)
+
+    def _computes(self) -> Iterator[Task]:
+        for number, tick in enumerate(self._trace.ticks):
+            pages = self._layout.shard_pages(tick.unit)
+            yield Task(Operation.COMPUTE, tick.unit, Kind.FULL, 0, pages, number)
+
+    def _gradient_tasks(self, update_in_backward: bool) -> Iterator[Task]:
+        for unit, use in enumerate(self._uses.units):
+            pages = self._layout.trainable_pages(unit)
+            if not pages or not use.backward_ticks:
+                continue
+            arrived = use.backward_ticks[-1] + 1
+            if self._several:
+                yield Task(Operation.REDUCE, unit, Kind.GRADIENT, 0, pages, arrived)
+            if self._placement.homes[unit].gradient is not Tier.DEVICE:
+                yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, 0, pages, arrived)
+            # A forward may follow the unit's last backward: it has to see the parameters of this step.
+            trigger = use.ticks[-1] + 1 if update_in_backward else self._uses.tick_count
+            yield Task(Operation.UPDATE, unit, Kind.MASTER, 0, pages, trigger)
+
+    def _need(self, task: Task) -> int:
+        """The tick at which what the task brings is first used; its trigger when it brings nothing."""
+        if task.operation in (Operation.FETCH, Operation.GATHER):
+            return self._uses.next_use(task.unit, task.trigger - 1)
+        return task.trigger

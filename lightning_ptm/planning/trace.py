@@ -1,0 +1,114 @@
+"""What one iteration used, tick by tick: the planner's view of time (sections 4.2 and 5 of the paper).
+
+Owns the record of an iteration, as the tracer saw it or as it is assumed before the first one. Knows no clock: seconds
+are numbers that somebody measured. Two traces that are equal give equal plans.
+
+I1: tick i of a trace is its i-th forward or backward of a unit; the tick's number is the paper's trigger id.
+I2: a tick's own unit is among its live units; live units are sorted and distinct.
+I3: unit 0 is the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.terms import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One forward or backward of one unit.
+
+    Args:
+        unit: the unit that computes.
+        phase: what it computes. A recomputed forward belongs to the backward tick that it serves.
+        live: all units whose parameters must be gathered during the tick, `unit` included; in a backward tick also
+            those that may receive gradients.
+        non_model_bytes: device bytes of everything but model states (activations...) at the worst moment of the tick.
+        seconds: compute time of the tick; 0.0 when not measured.
+    """
+
+    unit: int
+    phase: Phase
+    live: tuple[int, ...]
+    non_model_bytes: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.unit not in self.live:
+            raise ConfigError(f"unit {self.unit} computes in a tick in which only {self.live} are live; add it")
+        if list(self.live) != sorted(set(self.live)) or self.live[0] < 0:
+            raise ConfigError(f"live units {self.live} of a tick must be distinct, sorted and not negative")
+        if self.non_model_bytes < 0 or self.seconds < 0:
+            raise ConfigError(f"a tick of unit {self.unit} has negative bytes or seconds; measure again")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUse:
+    """A row of the paper's Tracer table: who was used from when to when, and what it cost.
+
+    Args:
+        tensor_id: identity of the tensor within the trace.
+        name: name of the parameter.
+        first_id: first tick of its use.
+        end_id: last tick of its use.
+        cpu_time: seconds that its use cost on the CPU.
+        gpu_time: seconds that its use cost on the GPU; 0.0 without one.
+    """
+
+    tensor_id: int
+    name: str
+    first_id: int
+    end_id: int
+    cpu_time: float
+    gpu_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One iteration: its ticks in order, and the tensors' table when it was measured."""
+
+    ticks: tuple[Tick, ...]
+    tensors: tuple[TensorUse, ...] = ()
+
+    @property
+    def non_model_peak_bytes(self) -> int:
+        """The most device bytes that anything but model states took at any tick."""
+        return max((tick.non_model_bytes for tick in self.ticks), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings only: what ranks exchange and logs keep."""
+        return {
+            "ticks": [asdict(tick) | {"phase": tick.phase.value, "live": list(tick.live)} for tick in self.ticks],
+            "tensors": [asdict(use) for use in self.tensors],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """The inverse of `to_dict`."""
+        return cls(
+            tuple(Tick(**(row | {"phase": Phase(row["phase"]), "live": tuple(row["live"])})) for row in data["ticks"]),
+            tuple(TensorUse(**row) for row in data["tensors"]),
+        )
+
+
+def forward_trace(layout: ModelLayout) -> Trace:
+    """The order assumed for evaluation: the root, live all along, then the other units in order."""
+    return Trace(tuple(_tick(unit, Phase.FORWARD) for unit in range(len(layout.units))))
+
+
+def sequential_trace(layout: ModelLayout) -> Trace:
+    """The order assumed before the first iteration: the root, the other units in order, and all of that backward.
+
+    The root is live all along: embeddings and head are used at both ends of forward and backward.
+    """
+    backward = tuple(_tick(unit, Phase.BACKWARD) for unit in reversed(range(len(layout.units))))
+    return Trace(forward_trace(layout).ticks + backward)
+
+
+def _tick(unit: int, phase: Phase) -> Tick:
+    return Tick(unit, phase, (0, unit) if unit else (0,))

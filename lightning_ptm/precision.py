@@ -1,0 +1,210 @@
+"""What the Trainer's `precision` means under angel_ptm.
+
+| precision | compute parameters and gradients | master states | inputs |
+| --- | --- | --- | --- |
+| `bf16-mixed` | bfloat16 | fp32 parameters and moments | as they are, forward under autocast |
+| `16-mixed` | float16, dynamic loss scale | fp32 parameters and moments | as they are, forward under autocast |
+| `bf16-true`, `16-true` | bfloat16, float16 | moments in that dtype | cast |
+| `32-true` | float32 | moments in float32 | as they are |
+| `64-true` | float64 | moments in float64 | cast |
+
+Owns the loss scale. Knows dtypes; pages are the engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.update.scale import LossScale
+
+PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
+
+_DTYPES: dict[str, torch.dtype] = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrecisionPlan:
+    """What the engine needs to know: `compute` is the dtype of parameters while they compute; with `mixed`, fp32 masters
+    are kept beside them."""
+
+    compute: torch.dtype
+    mixed: bool
+
+
+class StepEngine(Protocol):
+    """What the plugin asks of the engine."""
+
+    def begin_backward(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def arm(self, optimizer: Optimizer) -> None: ...
+    def step(self, optimizer: Optimizer, scale: LossScale | None) -> None: ...
+    def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None: ...
+    def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None: ...
+
+
+class AngelPTMPrecision(Precision):
+    """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself.
+
+    Args:
+        precision: the Trainer's precision.
+        loss_scale: for `16-mixed`: the dynamic loss scale; by default one with torch.amp.GradScaler's rules.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true", loss_scale: LossScale | None = None) -> None:
+        if precision not in _DTYPES:
+            raise ConfigError(f"precision={precision!r} is not supported by angel_ptm; use one of {', '.join(_DTYPES)}")
+        self.precision = precision  # type: ignore[assignment]
+        self.plan = PrecisionPlan(_DTYPES[precision], precision.endswith("-mixed"))
+        self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
+        self.update_in_backward = True
+        self._engine: StepEngine | None = None
+        self._device_type = "cpu"
+
+    @classmethod
+    def replacing(cls, plugin: Precision | None) -> AngelPTMPrecision:
+        """The plugin that does under angel_ptm what `plugin` does elsewhere."""
+        if plugin is None or isinstance(plugin, AngelPTMPrecision):
+            return plugin or cls()
+        if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+            raise ConfigError(
+                f"the precision plugin {type(plugin).__name__} keeps parameters in a form that pages cannot hold; pass "
+                f"precision=... with one of {', '.join(_DTYPES)} instead"
+            )
+        return cls(plugin.precision)  # type: ignore[arg-type]
+
+    def attach(self, engine: StepEngine | None, device_type: str = "cpu", *, update_in_backward: bool = True) -> None:
+        """Connects the plugin to the engine of this run, or to none."""
+        self._engine = engine
+        self._device_type = device_type
+        self.update_in_backward = update_in_backward
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        # Parameters are converted when they are laid into pages; buffers follow the true precisions only.
+        if not self.plan.mixed and self.plan.compute is not torch.float32:
+            for owner in module.modules():
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        owner._buffers[name] = buffer.to(self.plan.compute)
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.plan.mixed or self.plan.compute is torch.float32:
+            return data
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.plan.compute)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self.plan.mixed:
+            return torch.autocast(self._device_type, dtype=self.plan.compute)
+        if self.plan.compute is torch.float32:
+            return nullcontext()
+        return _DtypeContextManager(self.plan.compute)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        with self.forward_context():
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.loss_scale is not None:
+            tensor = self.loss_scale.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        engine = self._running()
+        engine.begin_backward()
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+        engine.end_backward()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        engine = self._running()
+        if kwargs:
+            raise UsageError(
+                f"optimizer.step was given {', '.join(sorted(kwargs))}; angel_ptm runs the update page by page and cannot "
+                f"pass arguments on; set them in the optimizer's param_groups"
+            )
+        if self.update_in_backward and self._nothing_waits_for_gradients(model):
+            engine.arm(optimizer)
+        result = closure()
+        self._after_closure(model, optimizer)
+        if self.loss_scale is not None and model.automatic_optimization and result is None:
+            return result  # the batch was skipped: Lightning's own plugin leaves optimizer and scale alone too
+        engine.step(optimizer, self.loss_scale)
+        return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._running().clip_by_norm(optimizer, float(clip_val), self.loss_scale)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._running().clip_by_value(optimizer, float(clip_val))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.loss_scale.state_dict() if self.loss_scale is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state_dict)
+
+    def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
+        """Whether a unit may be updated before the backward pass is over: nobody looks at or changes gradients between
+        backward and step, and this step will surely happen."""
+        trainer = model.trainer
+        if not model.automatic_optimization or self.loss_scale is not None or len(trainer.optimizers) != 1:
+            return False
+        if trainer.gradient_clip_val:
+            return False
+        watched = ("on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping", "backward")
+        if any(_overrides(model, name) for name in (*watched, "optimizer_zero_grad")):
+            return False
+        return not any(_overrides(callback, name) for callback in trainer.callbacks for name in watched[:2])  # type: ignore[attr-defined]
+
+    def _running(self) -> StepEngine:
+        if self._engine is None:
+            raise UsageError(
+                "AngelPTMPrecision works together with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"
+            )
+        return self._engine
+
+
+def _overrides(thing: Any, name: str) -> bool:
+    method = getattr(type(thing), name, None)
+    return method is not None and not getattr(method, "__module__", "").startswith(("lightning.pytorch.core", "lightning.pytorch.callbacks.callback"))

@@ -1,0 +1,284 @@
+"""Everything that is decided before a byte is allocated: units, layout, homes, sizes of the tiers.
+
+Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has; returns one frozen
+`Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.config import Settings, format_bytes, home_tier
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.placement import Budget, Placement, Wishes, place
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.runtime.machine import free_device_bytes, free_disk_bytes, free_host_bytes
+from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import OptimizerTraits, probe
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HOST_SHARE = 0.8
+_DEVICE_SHARE = 0.9
+_DISK_SHARE = 0.95
+_STAGING_SETS = 6
+"""Chunks in flight between disk and update: two being read, two computed, two written keep a disk busy."""
+
+root_norms = (nn.modules.batchnorm._BatchNorm,)
+"""Their kernels want fp32 parameters beside fp32 running statistics."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What the engine builds.
+
+    Attributes:
+        dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
+        traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
+        unified: RAM is the device tier (CPU without a device budget).
+        pool_bytes: bytes to take per tier at the start.
+    """
+
+    units: tuple[Unit, ...]
+    layout: ModelLayout
+    dtypes: tuple[torch.dtype, ...]
+    master_dtypes: tuple[torch.dtype | None, ...]
+    traits: tuple[OptimizerTraits | None, ...]
+    master_bytes_per_element: tuple[int, ...]
+    unified: bool
+    budget: Budget
+    placement: Placement
+    trace: Trace
+    pool_bytes: dict[Tier, int]
+    staging_sets: int
+    keep_gradients: bool
+
+    def gradient_home(self, unit: int) -> Tier:
+        """Tier where a unit's gradients wait for the update.
+
+        A device with memory of its own hands them to the host at once when the update runs there.
+        """
+        homes = self.placement.homes[unit]
+        if not self.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+            return Tier.HOST
+        return homes.gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What a run asks for.
+
+    Attributes:
+        compute: dtype of floating-point parameters while they compute.
+        mixed: keep fp32 master parameters.
+        keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
+        ranks_on_host: ranks that share this machine's RAM.
+    """
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    settings: Settings
+    compute: torch.dtype
+    mixed: bool
+    device: torch.device
+    keep_gradients: bool
+    ranks_on_host: int
+
+
+def draw(request: Request, communicator: Communicator) -> Blueprint:
+    """Decides everything.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    settings = request.settings
+    units = discover(request.module, settings.units if settings.units == "auto" else tuple(settings.units))
+    specs = _specs(units, request)
+    layout = build_layout(specs, page_size=settings.page_bytes, world_size=communicator.world_size)
+    dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    master_dtypes = tuple(
+        torch.float32 if flat.trainable and request.mixed and dtype.itemsize < 4 else None
+        for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
+    traits = _traits(request, layout, dtypes, master_dtypes)
+    per_element = tuple(
+        (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
+        for known, master in zip(traits, master_dtypes, strict=True)
+    )
+    unified = request.device.type == "cpu" and settings.device_bytes is None
+    trace = sequential_trace(layout) if request.optimizers else forward_trace(layout)
+    wishes = _wishes(settings, unified)
+    disk = bool(settings.disk_paths)
+    if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
+        raise ConfigError("parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'")
+    staging = _staging_bytes(settings, per_element) if disk and any(per_element) else 0
+    budget = _agreed(_budget(request, unified), communicator)
+    keep = request.keep_gradients or not settings.update_in_backward
+    placement = place(
+        layout,
+        per_element,
+        trace,
+        budget,
+        wishes=wishes,
+        unified=unified,
+        keep_gradients=keep,
+        staging_bytes=staging,
+        update_on_device=request.device.type != "cpu" or unified,
+    )
+    return Blueprint(
+        units=units,
+        layout=layout,
+        dtypes=dtypes,
+        master_dtypes=master_dtypes,
+        traits=traits,
+        master_bytes_per_element=per_element,
+        unified=unified,
+        budget=budget,
+        placement=placement,
+        trace=trace,
+        pool_bytes=_pool_bytes(placement, layout, unified, staging),
+        staging_sets=_STAGING_SETS,
+        keep_gradients=keep,
+    )
+
+
+def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
+    group_of: dict[int, tuple[int, int]] = {}
+    for index, optimizer in enumerate(request.optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) in group_of:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(parameter.shape)} is in two optimizers or parameter groups; its "
+                        f"pages can have one update only; leave it in one"
+                    )
+                group_of[id(parameter)] = (index, number)
+    keep_fp32 = {
+        id(parameter)
+        for module in request.module.modules()
+        if isinstance(module, root_norms)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    specs = []
+    for unit in units:
+        parameters = []
+        for item in unit.parameters:
+            parameter = item.parameter
+            if parameter.dtype not in _FLOATS:
+                raise ConfigError(
+                    f"parameter {item.name} is {parameter.dtype}; pages hold float32, bfloat16, float16 and float64; "
+                    f"keep other data in a buffer"
+                )
+            dtype = request.compute
+            if request.mixed and (id(parameter) in keep_fp32 or parameter.dtype is torch.float64):
+                dtype = parameter.dtype if parameter.dtype is torch.float64 else torch.float32
+            optimizer, group = group_of.get(id(parameter), (0, -1))
+            parameters.append(
+                ParameterSpec(
+                    name=item.name,
+                    shape=tuple(parameter.shape),
+                    dtype=str(dtype).removeprefix("torch."),
+                    itemsize=dtype.itemsize,
+                    trainable=parameter.requires_grad and group >= 0,
+                    group=group,
+                    optimizer=optimizer,
+                )
+            )
+        specs.append(UnitSpec(unit.name, tuple(parameters)))
+    return specs
+
+
+def _traits(
+    request: Request,
+    layout: ModelLayout,
+    dtypes: Sequence[torch.dtype],
+    master_dtypes: Sequence[torch.dtype | None],
+) -> tuple[OptimizerTraits | None, ...]:
+    known: dict[tuple[int, torch.dtype], OptimizerTraits] = {}
+    found: list[OptimizerTraits | None] = []
+    for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True):
+        if not flat.trainable:
+            found.append(None)
+            continue
+        key = (flat.slots[0].spec.optimizer, master or dtype)
+        if key not in known:
+            known[key] = probe(request.optimizers[key[0]], dtype=key[1], device=request.device)
+        found.append(known[key])
+    return tuple(found)
+
+
+def _wishes(settings: Settings, unified: bool) -> Wishes:
+    def tier(home: str) -> Tier | None:
+        wanted = home_tier(home)  # type: ignore[arg-type]
+        return Tier.DEVICE if unified and wanted is Tier.HOST else wanted
+
+    return Wishes(parameter=tier(settings.parameter_home), master=tier(settings.master_home))
+
+
+def _staging_bytes(settings: Settings, per_element: Sequence[int]) -> int:
+    page = settings.page_bytes
+    columns = -(-max(per_element) // 4) + 2  # master states, the compute copy, a gradient
+    return settings.staging_bytes or _STAGING_SETS * columns * page
+
+
+def _budget(request: Request, unified: bool) -> Budget:
+    settings = request.settings
+    host_auto = int(free_host_bytes() * _HOST_SHARE / request.ranks_on_host)
+    host = host_auto if settings.host_bytes is None else settings.host_bytes
+    disk = 0
+    if settings.disk_paths:
+        free = int(free_disk_bytes(settings.disk_paths) * _DISK_SHARE / request.ranks_on_host)
+        disk = free if settings.disk_bytes is None else settings.disk_bytes
+    if unified:
+        return Budget(device_bytes=host, host_bytes=0, disk_bytes=disk)
+    if request.device.type == "cpu":
+        assert settings.device_bytes is not None
+        return Budget(settings.device_bytes, host, disk)
+    free_device = int(free_device_bytes(request.device) * _DEVICE_SHARE)
+    device = free_device if settings.device_bytes is None else settings.device_bytes
+    if device > free_device / _DEVICE_SHARE:
+        raise CapacityError(
+            f"device_memory is {format_bytes(device)} and {request.device} has {format_bytes(free_device / _DEVICE_SHARE)} "
+            f"free; lower device_memory or leave it at 'auto'"
+        )
+    return Budget(device, host, disk)
+
+
+def _agreed(budget: Budget, communicator: Communicator) -> Budget:
+    """The smallest budget of all ranks: plans are equal on all of them."""
+    values = torch.tensor([-budget.device_bytes, -budget.host_bytes, -budget.disk_bytes], dtype=torch.int64)
+    device, host, disk = (-value for value in communicator.all_reduce(values, maximum=True).tolist())
+    return Budget(device, host, disk)
+
+
+def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, staging: int) -> dict[Tier, int]:
+    page = layout.page_size
+
+    def pages(size: int) -> int:
+        return -(-size // page) * page
+
+    pools = {
+        Tier.DEVICE: pages(placement.device_home_bytes) + pages(placement.gather_bytes),
+        Tier.HOST: pages(placement.host_home_bytes),
+        Tier.DISK: pages(placement.disk_home_bytes),
+    }
+    # Staging lives where the arithmetic of disk-homed states runs: beside the CPU. Values in transit take a page more.
+    if pools[Tier.DISK]:
+        pools[Tier.DEVICE if unified else Tier.HOST] += pages(staging) + 2 * page
+    if not unified:
+        # Gradients that leave the device for an update on the host (see `Blueprint.gradient_home`).
+        for unit, homes in enumerate(placement.homes):
+            if homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+                pools[Tier.HOST] += sum(
+                    max(pages(flat.shard_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
+                )
+    return pools

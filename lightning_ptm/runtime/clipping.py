@@ -1,0 +1,135 @@
+"""Clipping and loss scaling over gradients that live in pages: what is done to them before the update.
+
+Owns, per optimizer, the transform that the next step applies (clip coefficient, clamp). Gradients themselves are not
+changed: the update applies the transform to each page's copy (the values of torch's clip functions, bit for bit on one
+rank).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.errors import InternalError
+from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.update import (
+    LossScale,
+    ShardGradient,
+    TensorGradient,
+    Transform,
+    all_finite,
+    clip_coefficient,
+    norm_of_power,
+    parameter_norms,
+    shard_power,
+    total_norm,
+)
+
+
+class Clipping:
+    """Norms and transforms of one engine."""
+
+    def __init__(self, communicator: Communicator, updates: UpdateScheduler, optimizers: Sequence[Optimizer]) -> None:
+        self._communicator = communicator
+        self._updates = updates
+        self._orders = [
+            {id(parameter): place for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+            for optimizer in optimizers
+        ]
+        self._next: dict[int, Transform] = {}
+
+    def by_norm(self, optimizer: int, max_norm: float, scale: LossScale | None) -> None:
+        """Clip at the next step by the global norm. Collective."""
+        coefficient = clip_coefficient(self.norm(optimizer, 2.0, scale), max_norm)
+        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), clip=coefficient)
+
+    def by_value(self, optimizer: int, clip_value: float) -> None:
+        """Clamp at the next step."""
+        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), clamp=clip_value)
+
+    def take(self, optimizer: int, scale: LossScale | None) -> Transform:
+        """The transform of the step that starts now."""
+        transform = self._next.pop(optimizer, Transform())
+        return dataclasses.replace(transform, unscale=_unscale(scale))
+
+    def norm(self, optimizer: int, norm_type: float, scale: LossScale | None) -> Tensor:
+        """Global norm of the optimizer's gradients as the update will get them, before clipping. Collective."""
+        unscale = _unscale(scale)
+        flats = [flat for _, flat in reversed(self._updates.flats_of(optimizer))]
+        if self._communicator.world_size == 1:
+            order = self._orders[optimizer]
+            norms: list[tuple[int, Tensor]] = []
+            for flat in flats:
+                if flat.gradient.any:
+                    norms.extend(self._of_parameters(flat, norm_type, unscale, order))
+            norms.sort(key=lambda pair: pair[0])
+            return total_norm([norm for _, norm in norms], norm_type)
+        power = torch.zeros((), dtype=torch.float64)
+        infinite = norm_type == float("inf")
+        dtype = torch.float32
+        for flat in flats:
+            if flat.gradient.any:
+                dtype = _dtype(flat)
+                part = shard_power(
+                    flat.states,
+                    TensorGradient(flat.gradient.on_device()),
+                    flat.gradient.present(),
+                    norm_type=norm_type,
+                    dtype=dtype,
+                    unscale=unscale,
+                ).cpu()
+                flat.gradient.done_reading()
+                power = torch.maximum(power, part) if infinite else power + part
+        return norm_of_power(self._communicator.all_reduce(power, maximum=infinite), norm_type, dtype)
+
+    def all_finite(self, optimizer: int) -> bool:
+        """Whether no gradient of the optimizer, on any rank, is inf or NaN. Collective."""
+        finite = True
+        for _, flat in self._updates.flats_of(optimizer):
+            if not flat.gradient.any:
+                continue
+            if flat.gradient.in_place:
+                gradients = [p.grad for p in flat.store.binding.parameters if p.grad is not None]
+                finite = finite and all_finite(gradients)
+            else:
+                finite = finite and all_finite([flat.gradient.on_device()])
+                flat.gradient.done_reading()
+        bad = self._communicator.all_reduce(torch.tensor([0 if finite else 1], dtype=torch.int64), maximum=True)
+        return int(bad.item()) == 0
+
+    def _of_parameters(
+        self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, order: dict[int, int]
+    ) -> list[tuple[int, Tensor]]:
+        present = flat.gradient.present()
+        if flat.gradient.in_place:
+            reader = flat.gradient.source()
+            if isinstance(reader, ShardGradient):
+                raise InternalError("a gradient in place came as pages")
+        else:
+            reader = TensorGradient(flat.gradient.on_device())
+        norms = parameter_norms(
+            flat.states, reader, present, norm_type=norm_type, dtype=_dtype(flat), unscale=unscale
+        )
+        if not flat.gradient.in_place:
+            flat.gradient.done_reading()
+        parameters = flat.store.binding.parameters
+        holders = [
+            order[id(parameter)]
+            for slot, parameter in enumerate(parameters)
+            if present[slot] and parameter.numel() and flat.states.groups[slot] is not None
+        ]
+        return list(zip(holders, norms, strict=True))
+
+
+def _dtype(flat: FlatUpdate) -> torch.dtype:
+    master = flat.states.master
+    return flat.store.binding.dtype if master is None else master.dtype
+
+
+def _unscale(scale: LossScale | None) -> Tensor | None:
+    return None if scale is None else scale.unscale_factor()

@@ -1,0 +1,444 @@
+"""Builds the runtime of one run from a blueprint, connects its parts, and is what the strategy talks to.
+
+Owns the allocator, the updater and every part below, from `Engine(...)` to `close()`. The parts decide and act; the
+engine passes events on: iterations, backward passes, optimizer steps.
+
+I1: between iterations nothing is gathered that an update will change. I2: `close` leaves no thread, file or hook behind,
+whatever failed before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptm.comm import Agreement, Boundary, Communicator
+from lightning_ptm.comm import Request as CollectiveRequest
+from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.malloc import malloc_in_use_bytes
+from lightning_ptm.planning.render import render
+from lightning_ptm.planning.schedule import Plan, schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Trace, forward_trace
+from lightning_ptm.runtime.binding import FlatBinding
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.clipping import Clipping
+from lightning_ptm.runtime.executor import Executor, Mode
+from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
+from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.tracer import Tracer
+from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.values import Values
+from lightning_ptm.terms import Operation, Phase, Tier
+from lightning_ptm.update import FlatStates, LossScale, Updater
+
+_STEP_ENDS = 1 << 20
+"""Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
+
+
+class Engine:
+    """The runtime of one rank.
+
+    Args:
+        module: the LightningModule; its parameters become views of pages.
+        blueprint: all decisions.
+        optimizers: the user's, in order; empty without training.
+        recompute: every k-th unit is recomputed; 0: none.
+        poison: released pages are filled with NaN.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        optimizers: Sequence[Optimizer],
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        disk_paths: Sequence[object] = (),
+        recompute: int = 0,
+        poison: bool = False,
+    ) -> None:
+        self.module = module
+        self.blueprint = blueprint
+        self.communicator = communicator
+        self.device = device
+        self._optimizers = tuple(optimizers)
+        self._closed = False
+        self._iteration = 0
+        self._backwards = 0
+        self._behind: list[int] = []
+        self._accumulating = False
+        self._unanimous = True
+        pools = blueprint.pool_bytes
+        self.allocator = Allocator(
+            page_size=blueprint.layout.page_size,
+            device=device,
+            device_bytes=pools[Tier.DEVICE],
+            host_bytes=pools[Tier.HOST],
+            disk_bytes=pools[Tier.DISK],
+            disk_paths=disk_paths,
+            pin_host=device.type == "cuda",
+            poison=poison,
+        )
+        try:
+            self._build(recompute)
+        except BaseException:
+            self.allocator.close()
+            raise
+
+    def _build(self, recompute: int) -> None:
+        drawn = self.blueprint
+        self.stores = tuple(self._unit_store(index) for index in range(len(drawn.units)))
+        self.updater = Updater(
+            self.allocator,
+            staging=drawn.staging_sets,
+            staging_tier=Tier.DEVICE if drawn.unified else Tier.HOST,
+            device=self.device,
+        )
+        self.flats = tuple(tuple(self._flat_updates(store)) for store in self.stores)
+        self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
+        self._first_values()
+        for flats in self.flats:
+            for flat in flats:
+                self.updater.reserve(flat.states, target=flat.store.home, gradient=None)
+                if drawn.keep_gradients:
+                    flat.gradient.reserve()
+        self.updates = UpdateScheduler(self.stores, self.flats, self._optimizers, self.updater)
+        self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
+        self._agreement = (
+            Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
+        )
+        self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
+        self.executor = Executor(
+            self.stores, self.tracer, self._agreement, self.updates.pending, self.updates.finish, self._replan
+        )
+        for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
+            if mode is Mode.FORWARD or self._optimizers:
+                plan = self._make_plan(mode, trace)
+                if plan is not None:
+                    self.executor.adopt(mode, plan, trace)
+        self.hooks = Hooks(
+            drawn.units,
+            self.stores,
+            self.executor,
+            self,
+            frozenset(index for index in range(1, len(drawn.units)) if recompute and (index - 1) % recompute == 0),
+        )
+        if self.device.type == "cuda" and any(self.flats):
+            self.updater.run_in_thread()
+
+    def _unit_store(self, index: int) -> UnitStore:
+        drawn = self.blueprint
+        unit = drawn.units[index]
+        by_name = {item.name: item.parameter for item in unit.parameters}
+        flats = []
+        for layout in drawn.layout.flats_of(index):
+            dtype = drawn.dtypes[layout.index]
+            binding = FlatBinding(layout, [by_name[slot.spec.name] for slot in layout.slots], dtype, self.device)
+            home = self.allocator.allocate(
+                f"flat {layout.index} parameters",
+                layout.shard_numel,
+                dtype,
+                drawn.placement.homes[index].parameter,
+                shared_tail=True,
+            )
+            flats.append(FlatStore(layout, binding, home, self.allocator, self.communicator))
+        return UnitStore(unit, tuple(flats))
+
+    def _flat_updates(self, store: UnitStore) -> Iterator[FlatUpdate]:
+        drawn = self.blueprint
+        homes = drawn.placement.homes[store.unit.index]
+        for flat in store.flats:
+            traits = drawn.traits[flat.layout.index]
+            if traits is None:
+                continue
+            states = FlatStates.allocate(
+                self.allocator,
+                flat.layout,
+                self.communicator.rank,
+                traits,
+                homes.master,
+                master_dtype=drawn.master_dtypes[flat.layout.index],
+            )
+            gradient = FlatGradient(flat, drawn.gradient_home(store.unit.index), self.allocator, self.communicator)
+            yield FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer)
+
+    def _first_values(self) -> None:
+        lineages = ancestors(self.module)
+        materialize_buffers(self.module, lineages)
+        for store in self.stores:
+            materialize(store.unit, lineages)
+            self.values.take_over(store, keep_originals=not self._optimizers)
+        for owner in self.module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(self.device)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def iteration(self, mode: Mode, *, accumulating: bool = False) -> Iterator[None]:
+        """One training, validation, test or predict step.
+
+        Args:
+            mode: TRAIN when a backward may follow; it then ends with the next iteration.
+            accumulating: no optimizer step follows this backward.
+        """
+        self._check_open()
+        self._iteration += 1
+        self._backwards = 0
+        self._accumulating = accumulating
+        self.executor.begin(mode)
+        self.hooks.begin_iteration()
+        self._forward_root()
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        if mode is Mode.FORWARD:
+            self.executor.end()
+            self._reach(0)
+
+    def _forward_root(self) -> None:
+        self.executor.enter(0, Phase.FORWARD)
+        # The root is used by code outside any hooked forward: it stays until the iteration ends.
+        self.executor.hold(0)
+        self.executor.leave(0)
+
+    def abandon(self) -> None:
+        """An iteration was cut short by an error; its gathers and hooks' contexts are dropped."""
+        self.hooks.abandon()
+        self.executor.abandon()
+        self.updates.abandon()
+        self._behind = []
+
+    def begin_backward(self) -> None:
+        """The strategy is about to run a backward pass."""
+        self.hooks.begin_backward()
+
+    def end_backward(self) -> None:
+        """It has returned."""
+        self.hooks.end_backward()
+
+    # -- what hooks tell ----------------------------------------------------------------------------------------------
+
+    def unit_backward_ended(self, unit: int) -> None:
+        """Gradients of a unit are complete: reduce or offload them, and update the unit before if its turn has come."""
+        if not self.flats[unit]:
+            return
+        self._collect(unit)
+        # One unit behind: its reduction overlaps this unit's backward.
+        self._behind.append(unit)
+        if self.communicator.world_size == 1 or len(self._behind) > 1:
+            self._update_ready(self._behind.pop(0))
+
+    def backward_ended(self) -> None:
+        """All units have ended."""
+        self._backwards += 1
+        self._reach(self._backwards)
+        while self._behind:
+            self._update_ready(self._behind.pop(0))
+        for flats in self.flats:
+            for flat in flats:
+                flat.gradient.settle()
+        self.stores[0].held = False
+
+    def progress(self) -> None:
+        """Called at ticks."""
+        self.updates.progress()
+
+    def _update_ready(self, unit: int) -> None:
+        if self.updates.armed and self._unanimous:
+            self.updates.unit_ready(unit)
+
+    def _collect(self, unit: int) -> None:
+        flats = self.flats[unit]
+        if all(flat.gradient.in_place for flat in flats):
+            return
+        if self._agreement is None:
+            self._with_room(lambda: [flat.gradient.collect() for flat in flats])
+            return
+        here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
+        missing = not all(all(row) for row in here)
+        decision = self._agreement.request(CollectiveRequest(Operation.REDUCE, unit, int(missing)))
+        self._reduce(unit, decision)
+
+    def _reduce(self, unit: int, decision: Decision) -> None:
+        """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
+        flats = self.flats[unit]
+        present: list[list[bool]] | None = None
+        if not decision.unanimous:
+            self._unanimous = False
+        if decision.flags or not decision.unanimous:
+            here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
+            used = self.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
+            present, start = [], 0
+            for flat in flats:
+                count = len(flat.store.binding.parameters)
+                present.append([bool(value) for value in used[start : start + count]])
+                start += count
+        for index, flat in enumerate(flats):
+            self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
+
+    def _with_room(self, act: object) -> None:
+        try:
+            act()  # type: ignore[operator]
+        except CapacityError:
+            # Gradients of earlier units may still be on their way out, and units kept for later may give way.
+            for flats in self.flats:
+                for flat in flats:
+                    flat.gradient.settle()
+            self.executor.release_all()
+            act()  # type: ignore[operator]
+
+    def _take_part(self, decision: Decision) -> None:
+        if decision.request.operation is Operation.GATHER:
+            self.executor.take_part(decision.request.unit)
+        else:
+            self._reduce(decision.request.unit, decision)
+
+    def _reach(self, position: int) -> None:
+        if self._agreement is not None:
+            self._agreement.reach(Boundary(self._iteration * 2 * _STEP_ENDS + position))
+
+    # -- optimizer step -----------------------------------------------------------------------------------------------
+
+    def arm(self, optimizer: Optimizer) -> None:
+        """The next backward pass may update units as they end."""
+        self._unanimous = True
+        self.updates.arm(optimizer)
+
+    def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool:
+        """One optimizer step with the gradients collected so far.
+
+        Returns:
+            False when it was skipped, since the gradients hold inf or NaN under a loss scale.
+        """
+        self._check_open()
+        self._reach(_STEP_ENDS)
+        index = self.updates.index_of(optimizer)
+        transform = self.clipping.take(index, scale)
+        if scale is not None:
+            finite = self.clipping.all_finite(index)
+            scale.update(not finite)
+            if not finite:
+                self.updates.skip(index)
+                return False
+        self.updates.step(index, transform)
+        return True
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Forgets the gradients of an optimizer's parameters."""
+        for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
+            flat.gradient.clear()
+
+    def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
+        self._reach(_STEP_ENDS - 1)
+        self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
+
+    def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        self.clipping.by_value(self.updates.index_of(optimizer), clip_value)
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
+        """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
+        self._reach(_STEP_ENDS - 2)
+        return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)
+
+    # -- weights by hand ----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Blocks until every update is in the compute parameters and at home."""
+        self.updates.finish_all()
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
+        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`."""
+        self.drain()
+        self.executor.release_all()
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        wanted = {
+            unit.index for unit in self.blueprint.units if any(id(item.parameter) in inside for item in unit.parameters)
+        }
+        with self.values.gathered(wanted, write=write):
+            yield
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def plan_text(self, mode: Mode = Mode.TRAIN) -> str:
+        """The plan that is followed, as a table."""
+        plan = self.executor.plan(mode)
+        return render(plan, self.blueprint.layout) if plan is not None else "(fetch on use: no plan)"
+
+    def _replan(self, mode: Mode, trace: Trace) -> Plan | None:
+        if self.communicator.world_size > 1:
+            trace = self.communicator.broadcast_object(trace)
+        try:
+            return self._make_plan(mode, trace)
+        except CapacityError:
+            return None  # more is live at once than the plan may hold: fetch on use goes on
+
+    def _make_plan(self, mode: Mode, trace: Trace) -> Plan | None:
+        drawn = self.blueprint
+        # Budgets are for pages; what lives beside them is reported, not planned.
+        pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
+        in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
+        plan = schedule(
+            drawn.layout, drawn.placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
+        )
+        simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
+        self._same_on_all_ranks(plan)
+        return plan
+
+    def _same_on_all_ranks(self, plan: Plan) -> None:
+        if self.communicator.world_size == 1:
+            return
+        number = int(plan.digest()[:15], 16)
+        pair = self.communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
+        if pair[0] != -pair[1]:
+            raise RankError(
+                f"rank {self.communicator.rank} has made another plan than other ranks; do all ranks build the same "
+                f"model with the same settings?"
+            )
+
+    def _non_model_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - self.blueprint.pool_bytes[Tier.DEVICE]
+        return malloc_in_use_bytes() or 0
+
+    def precise_bytes(self) -> int:
+        """Bytes that all weights take outside of pages in their precise dtype."""
+        drawn = self.blueprint
+        return sum(
+            flat.numel * (8 if dtype is torch.float64 else 4)
+            for flat, dtype in zip(drawn.layout.flats, drawn.dtypes, strict=True)
+        )
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `Values.restore`."""
+        if self._closed:
+            return
+        self._closed = True
+        self.hooks.close()
+        self.executor.abandon()
+        try:
+            self.updater.close()
+        finally:
+            self.allocator.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this run has ended and its pages are gone; start a new fit, validate, test or predict")

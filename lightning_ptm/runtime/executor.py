@@ -1,0 +1,261 @@
+"""Carries a plan out: at each tick it issues the plan's tasks, waits for the unit that computes, and keeps the trace.
+
+Owns the logical clock and which units hold device pages. It has no policy but one for when there is no plan to follow
+(the order of units changed, or the plan left too little room): fetch on use, and give up the unit whose next use lies
+farthest away (Belady). Never wrong, only slower; the next iteration is then planned anew from its trace.
+
+I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightning_ptm.comm import Agreement, Request
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning.schedule import Plan
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.tracer import Tracer
+from lightning_ptm.terms import Kind, Operation, Phase
+
+
+class Mode(enum.Enum):
+    """What kind of iteration runs; each has a plan of its own."""
+
+    TRAIN = "train"
+    FORWARD = "forward"
+
+
+class Executor:
+    """The event loop of one rank, driven by hooks.
+
+    Args:
+        stores: by unit.
+        tracer: records what happens.
+        agreement: ranks agree on all-gathers through it; None on one rank.
+        update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
+        finish_update: blocks until it has.
+        replan: makes a plan from a trace.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[UnitStore],
+        tracer: Tracer,
+        agreement: Agreement | None,
+        update_pending: Callable[[int], bool],
+        finish_update: Callable[[int], None],
+        replan: Callable[[Mode, Trace], Plan | None],
+    ) -> None:
+        self._stores = stores
+        self._tracer = tracer
+        self._agreement = agreement
+        self._update_pending = update_pending
+        self._finish_update = finish_update
+        self._replan = replan
+        # state
+        self._mode: Mode | None = None
+        self._tick = 0
+        self._following = False
+        self._tracing = False
+        self._plans: dict[Mode, tuple[Plan, Trace]] = {}
+        self._traced: dict[Mode, Trace] = {}
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
+        self.fetch_misses = 0
+        self.replans = 0
+
+    @property
+    def mode(self) -> Mode | None:
+        return self._mode
+
+    @property
+    def last_trace(self) -> Trace | None:
+        """The newest complete trace of a training iteration."""
+        return self._traced.get(Mode.TRAIN)
+
+    def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
+        """From the next iteration of `mode` on, follow `plan`, which was made for `trace`."""
+        self._plans[mode] = (plan, trace)
+
+    def plan(self, mode: Mode) -> Plan | None:
+        made = self._plans.get(mode)
+        return made[0] if made else None
+
+    def begin(self, mode: Mode) -> None:
+        """An iteration starts. The one before, if open, ends here."""
+        self.end()
+        self._mode = mode
+        self._tick = 0
+        made = self._plans.get(mode)
+        self._following = made is not None
+        # Trace until an iteration has confirmed the plan that is followed.
+        self._tracing = mode not in self._traced
+        if self._tracing:
+            self._tracer.start()
+
+    def end(self) -> None:
+        """The iteration is over: run the plan's last tasks and learn from the trace."""
+        if self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        self._waiting = []
+        made = self._plans.get(mode)
+        complete = made is not None and self._tick == made[0].tick_count
+        if self._following and made is not None and complete:
+            self._perform(made[0], self._tick)
+        for store in self._stores:
+            store.held = False
+        if self._tracing and self._tick:
+            trace = self._tracer.finish()
+            self._traced[mode] = trace
+            plan = self._replan(mode, trace)
+            if plan is not None:
+                self._plans[mode] = (plan, trace)
+                self.replans += 1
+        elif not (self._following and complete) and self._tick:
+            self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
+
+    def abandon(self) -> None:
+        """The iteration failed: forget it, and let go of what its calls held."""
+        self._mode = None
+        self._waiting = []
+        for store in self._stores:
+            store.users = 0
+            store.held = False
+
+    def enter(self, unit: int, phase: Phase) -> None:
+        """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
+        index = self._tick
+        self._tick += 1
+        store = self._stores[unit]
+        store.users += 1
+        if self._following and self._mode is not None:
+            plan, trace = self._plans[self._mode]
+            if index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase):
+                self._perform(plan, index)
+            else:
+                self._following = False
+        self.require(unit)
+        if self._tracing:
+            live = tuple(s.unit.index for s in self._stores if s.users or s.held)
+            self._tracer.tick(unit, phase, live)
+
+    def leave(self, unit: int) -> None:
+        """The call that `enter` announced is over."""
+        self._stores[unit].users -= 1
+        if self._tracing:
+            self._tracer.observe()
+
+    def hold(self, unit: int) -> None:
+        """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
+        self._stores[unit].held = True
+        self.require(unit)
+
+    def require(self, unit: int) -> None:
+        """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
+        started = time.perf_counter()
+        self._finish_update(unit)
+        self.pump()
+        after_update = time.perf_counter()
+        self.stall_s["update"] += after_update - started
+        store = self._stores[unit]
+        if store.live:
+            return
+        if not store.fetched:
+            self.fetch_misses += 1
+            self._make_room_and_start(store)
+        store.finish_fetch()
+        self.stall_s["fetch"] += time.perf_counter() - after_update
+
+    def release_all(self) -> None:
+        """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""
+        for store in self._stores:
+            if store.movable:
+                store.release()
+            store.evict()
+
+    def take_part(self, unit: int) -> None:
+        """Takes part in an all-gather that other ranks asked for: keeps the result if there is room for it."""
+        store = self._stores[unit]
+        self._finish_update(unit)
+        if not store.fetched:
+            try:
+                store.start_fetch(agree=None)
+                return
+            except CapacityError:
+                pass
+        for flat in store.flats:
+            flat.contribute()
+
+    def pump(self) -> None:
+        """Starts the fetches that waited for an update."""
+        waiting, self._waiting = self._waiting, []
+        for unit, start in waiting:
+            self._fetch_ahead(unit, start)
+
+    def _perform(self, plan: Plan, index: int) -> None:
+        for task in plan.tasks_at(index):
+            store = self._stores[task.unit]
+            if task.operation is Operation.RELEASE:
+                if store.movable:
+                    store.release()
+            elif task.operation is Operation.EVICT:
+                store.evict()
+            elif task.operation is Operation.FETCH and task.kind is Kind.PARAMETER:
+                self._fetch_ahead(task.unit, store.fetch_shards)
+            elif task.operation in (Operation.FETCH, Operation.GATHER):
+                self._fetch_ahead(task.unit, partial(self._start, store))
+            # REDUCE, OFFLOAD and UPDATE follow the gradients' own events (gradients.py), which is where the plan has
+            # put them: right after the unit's last backward tick.
+
+    def _fetch_ahead(self, unit: int, start: Callable[[], None]) -> None:
+        if self._update_pending(unit):
+            self._waiting.append((unit, start))
+            return
+        try:
+            start()
+        except CapacityError:
+            # The plan counts whole units; pages that a late release still holds leave this one to `require`.
+            self.fetch_misses += 1
+
+    def _start(self, store: UnitStore) -> None:
+        if not store.fetched:
+            agree = None if self._agreement is None else partial(self._agree, self._agreement, store.unit.index)
+            store.start_fetch(agree)
+
+    @staticmethod
+    def _agree(agreement: Agreement, unit: int) -> None:
+        agreement.request(Request(Operation.GATHER, unit))
+
+    def _make_room_and_start(self, store: UnitStore) -> None:
+        """Gives units up, farthest next use first, until `store` fits; raises CapacityError if it cannot."""
+        while True:
+            try:
+                self._start(store)
+                return
+            except CapacityError as error:
+                victims = [other for other in self._stores if other.movable and other is not store]
+                if not victims:
+                    name = store.unit.name or "the root unit"
+                    raise CapacityError(
+                        f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be "
+                        f"given up ({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
+                    ) from error
+                victim = max(victims, key=lambda other: self._next_use(other.unit.index))
+                victim.release()
+                victim.evict()
+
+    def _next_use(self, unit: int) -> int:
+        made = self._plans.get(self._mode) if self._mode is not None else None
+        if made is None:
+            return unit
+        ticks = made[1].ticks
+        for index in range(self._tick, len(ticks)):
+            if unit in ticks[index].live:
+                return index
+        return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))

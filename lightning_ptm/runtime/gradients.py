@@ -1,0 +1,197 @@
+"""Where gradients wait between backward and update: in the parameters' `.grad`, or reduced, in pages of their own.
+
+Owns the gradient pages of every trainable flat. One of two ways per flat, fixed at set-up:
+
+* **in place** (one rank, gradient home on the device): autograd accumulates into `.grad`; nothing is copied.
+* **in pages** (several ranks, or another home): when a unit's backward has ended, its gradients are laid into a full
+  flat, reduced to this rank's shard, added to what earlier micro-batches left there, and `.grad` is dropped.
+
+I1: a flat in pages holds the sum over micro-batches since the last `clear`, rounded to the gradient dtype after each, as
+autograd does in place. I2: the pages are read only after what was started on them has arrived (`settle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.runtime.store import FlatStore
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient
+
+if TYPE_CHECKING:
+    from lightning_ptm.comm import Communicator, Work
+    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+
+
+@dataclasses.dataclass(slots=True)
+class _Arriving:
+    """A reduction in flight: `full` is read by it, `part` receives this rank's share."""
+
+    work: Work
+    full: PagedTensor
+    part: PagedTensor
+
+
+class FlatGradient:
+    """Gradients of one trainable flat.
+
+    Args:
+        store: the flat's compute parameters.
+        home: tier of the gradient pages.
+    """
+
+    def __init__(self, store: FlatStore, home: Tier, allocator: Allocator, communicator: Communicator) -> None:
+        self.store = store
+        self._allocator = allocator
+        self._communicator = communicator
+        self._home = home
+        layout = store.layout
+        self.in_place = communicator.world_size == 1 and home is Tier.DEVICE
+        self._present = [False] * len(layout.slots)
+        self._filled = False
+        self._arriving: _Arriving | None = None
+        self._leaving: list[tuple[Transfer, PagedTensor]] = []
+        self._pages: PagedTensor | None = None
+
+    def reserve(self) -> None:
+        """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
+        if not self.in_place and self._pages is None:
+            layout = self.store.layout
+            name = f"flat {layout.index} gradient"
+            self._pages = self._allocator.allocate(
+                name, layout.shard_numel, self.store.binding.dtype, self._home, shared_tail=True
+            )
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter of the flat has a gradient."""
+        return any(self.present())
+
+    def present(self) -> Sequence[bool]:
+        """For each parameter of the flat, whether it has a gradient."""
+        if self.in_place or not self._filled:
+            here = [parameter.grad is not None for parameter in self.store.binding.parameters]
+            return here if self.in_place else [a or b for a, b in zip(here, self._present, strict=True)]
+        return tuple(self._present)
+
+    def collect(self, present: Sequence[bool] | None = None) -> None:
+        """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
+
+        Args:
+            present: which parameters have a gradient on any rank; by default those that have one here.
+        """
+        if self.in_place:
+            return
+        parameters = self.store.binding.parameters
+        here = [parameter.grad is not None for parameter in parameters]
+        present = here if present is None else present
+        if not any(present):
+            return
+        self.settle()
+        self.reserve()
+        layout = self.store.layout
+        name = f"flat {layout.index} full gradient"
+        full = self._allocator.allocate(name, layout.padded_numel, self.store.binding.dtype, Tier.DEVICE)
+        self._lay_out(full.tensor(), here)
+        for parameter in parameters:
+            parameter.grad = None
+        self._present = [a or b for a, b in zip(self._present, present, strict=True)]
+        if layout.world_size == 1:
+            self._add(full)
+            return
+        part = self._allocator.allocate(
+            f"flat {layout.index} reduced gradient", layout.shard_numel, self.store.binding.dtype, Tier.DEVICE
+        )
+        self._arriving = _Arriving(
+            self._communicator.reduce_scatter(full.tensor(), part.tensor(), layout), full, part
+        )
+
+    def settle(self) -> None:
+        """Waits until the gradient pages may be read."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.work.wait()
+            self._allocator.release(arriving.full)
+            self._add(arriving.part)
+        leaving, self._leaving = self._leaving, []
+        for transfer, buffer in leaving:
+            transfer.wait(host=True)
+            self._allocator.release(buffer)
+
+    def source(self) -> GradientSource:
+        """What the update reads."""
+        if self.in_place:
+            parameters = self.store.binding.parameters
+            return ParameterGradients([parameter.grad for parameter in parameters])
+        self.settle()
+        if self._pages is None or not self._filled:
+            raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
+        return ShardGradient(self._pages, tuple(self._present))
+
+    def hand_over(self) -> None:
+        """A job has the gradients now and nobody else needs them: drop `.grad`, so that memory is free when it is done."""
+        if self.in_place:
+            for parameter in self.store.binding.parameters:
+                parameter.grad = None
+
+    def on_device(self) -> Tensor:
+        """The shard's gradient, (shard_numel,), for a reader that holds it briefly; `done_reading` must follow."""
+        self.settle()
+        if self._pages is None:
+            raise InternalError(f"flat {self.store.layout.index} has no gradient pages")
+        if self._pages.tier is not Tier.DISK:
+            return self._pages.tensor()
+        layout = self.store.layout
+        buffer = self._allocator.allocate(
+            f"flat {layout.index} gradient copy", layout.shard_numel, self._pages.dtype, Tier.DEVICE
+        )
+        transfer = self._allocator.copy(self._pages, buffer)
+        transfer.wait(host=True)
+        self._leaving.append((transfer, buffer))
+        return buffer.tensor()
+
+    def done_reading(self) -> None:
+        self.settle()
+
+    def clear(self) -> None:
+        """Forgets all gradients (zero_grad, or the update has used them)."""
+        self.settle()
+        for parameter in self.store.binding.parameters:
+            parameter.grad = None
+        self._filled = False
+        self._present = [False] * len(self._present)
+
+    def _lay_out(self, full: Tensor, here: Sequence[bool]) -> None:
+        if not all(here) or full.numel() != sum(slot.numel for slot in self.store.layout.slots):
+            full.zero_()  # gaps, padding, and parameters without a gradient here
+        binding = self.store.binding
+        for slot, parameter in enumerate(binding.parameters):
+            if parameter.grad is not None:
+                binding.view(full, slot).copy_(parameter.grad)
+
+    def _add(self, part: PagedTensor) -> None:
+        """Adds `part` (shard_numel,) to the pages and gives it back."""
+        pages = self._pages
+        assert pages is not None
+        if pages.tier is Tier.DEVICE or (pages.tier is Tier.HOST and self._filled):
+            value = part.tensor()
+            if self._filled:
+                pages.tensor().add_(value.to(pages.tensor().device))
+            else:
+                pages.tensor().copy_(value)
+            self._allocator.release(part)
+        else:
+            if self._filled:
+                before = self._allocator.allocate("gradient so far", part.numel, part.dtype, Tier.DEVICE)
+                self._allocator.copy(pages, before).wait()
+                before.tensor().add_(part.tensor())
+                self._allocator.release(part)
+                part = before
+            self._leaving.append((self._allocator.copy(part, pages), part))
+        self._filled = True

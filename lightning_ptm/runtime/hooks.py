@@ -1,0 +1,335 @@
+"""Turns what autograd and modules do into events: a unit's forward, its backward, the end of a backward pass.
+
+Owns every hook that is put on the user's modules and tensors, and takes them all off again. Knows nothing of tiers.
+
+How the end of a unit's backward is known: all its parameters that require a gradient have got theirs, and the gradients
+of all its inputs have been computed (a frozen weight may be needed for an input's gradient after the last parameter's).
+What never completes (an unused parameter) is ended with the whole backward pass.
+
+I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
+I2: a saved tensor that is a view of a flat which may be released is packed by name (design section 4); tensors saved
+inside a recomputed forward are not reached by these hooks, so a unit gathered for recompute stays until its backward ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.binding import Packed
+from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.units import Unit
+from lightning_ptm.terms import Phase
+
+
+class BackwardListener(Protocol):
+    """Who is told of the backward pass."""
+
+    def unit_backward_ended(self, unit: int) -> None:
+        """All gradients of `unit` that this backward pass computes are in its parameters' `.grad`."""
+
+    def backward_ended(self) -> None:
+        """The backward pass is over; every unit has been ended."""
+
+    def progress(self) -> None:
+        """A good moment for work in the background to be moved on."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Watch:
+    """Progress of one unit through the backward pass."""
+
+    due: int = 0
+    """Parameters whose gradient is still to come."""
+    open_calls: int = 0
+    """Forward calls whose inputs' gradients are still to come."""
+    active: bool = False
+    using: bool = False
+    """`executor.enter` has been called for the backward and `leave` has not."""
+    ended: bool = False
+    recomputed: bool = False
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Hooks:
+    """All hooks of one engine.
+
+    Args:
+        units, stores: by index.
+        executor: is told of ticks.
+        listener: is told of gradients.
+        recompute: indices of the units whose activations are recomputed.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        stores: Sequence[UnitStore],
+        executor: Executor,
+        listener: BackwardListener,
+        recompute: frozenset[int],
+    ) -> None:
+        self._units = units
+        self._stores = stores
+        self._executor = executor
+        self._listener = listener
+        self._handles: list[Any] = []
+        self._patched: list[tuple[nn.Module, bool, Any]] = []
+        self._contexts: list[tuple[int, Any]] = []
+        self._watches = [_Watch() for _ in units]
+        self._in_pass = False
+        self._wrapped = False
+        for unit in units:
+            self._attach(unit, unit.index in recompute)
+
+    def close(self) -> None:
+        """Takes every hook off; the modules are as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module, had_own, original in reversed(self._patched):
+            if had_own:
+                module.forward = original
+            else:
+                del module.forward
+        self._patched = []
+        self.abandon()
+
+    def begin_iteration(self) -> None:
+        """Forgets calls whose backward never came."""
+        for watch in self._watches:
+            watch.open_calls = 0
+            watch.recomputed = False
+
+    def abandon(self) -> None:
+        """An iteration failed half-way: close what is open."""
+        while self._contexts:
+            self._contexts.pop()[1].__exit__(None, None, None)
+        self._in_pass = False
+        self._wrapped = False
+        self._watches = [_Watch() for _ in self._units]
+
+    def begin_backward(self) -> None:
+        """A backward pass of the whole loss starts; `end_backward` will be called after it."""
+        self._wrapped = True
+        self._start_pass()
+
+    def end_backward(self) -> None:
+        """The backward pass has returned: end what is still open."""
+        self._wrapped = False
+        if self._in_pass:
+            self._finish_pass()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _attach(self, unit: Unit, recompute: bool) -> None:
+        resident = self._stores[unit.index].resident
+        if unit.index != 0:
+            self._handles.append(
+                unit.module.register_forward_pre_hook(partial(self._before_forward, unit.index), with_kwargs=True)
+            )
+            self._handles.append(
+                unit.module.register_forward_hook(
+                    partial(self._after_forward, unit.index), with_kwargs=True, always_call=True
+                )
+            )
+            if recompute:
+                self._wrap_forward(unit)
+            if not resident:
+                for owner in unit.owners:
+                    if owner is not unit.module:
+                        self._handles.append(owner.register_forward_pre_hook(partial(self._guard, unit.index)))
+        for item in unit.parameters:
+            if item.parameter.requires_grad:
+                self._handles.append(
+                    item.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, unit.index))
+                )
+
+    def _wrap_forward(self, unit: Unit) -> None:
+        module = unit.module
+        original = module.forward
+        had_own = "forward" in module.__dict__
+        index = unit.index
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if in_backward():
+                self._recompute_starts(index)
+            return original(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or in_backward():
+                return original(*args, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+        self._patched.append((module, had_own, original))
+        module.forward = forward
+
+    def _guard(self, index: int, module: nn.Module, args: Any) -> None:
+        # A submodule called from outside its unit's forward: keep the unit until the iteration ends.
+        if self._stores[index].users == 0:
+            self._executor.hold(index)
+
+    def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward():
+            self._recompute_starts(index)
+            return
+        self._executor.enter(index, Phase.FORWARD)
+        self._listener.progress()
+        if not torch.is_grad_enabled():
+            return
+        store = self._stores[index]
+        if not store.resident:
+            context = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, store), self._unpack)
+            context.__enter__()
+            self._contexts.append((index, context))
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if inputs:
+            self._watches[index].open_calls += 1
+            torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
+
+    def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if in_backward():
+            return
+        if self._contexts and self._contexts[-1][0] == index:
+            self._contexts.pop()[1].__exit__(None, None, None)
+        self._executor.leave(index)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._output_gradient, index))
+
+    def _pack(self, store: UnitStore, tensor: Tensor) -> Tensor | Packed:
+        for flat in store.flats:
+            packed = None if flat.resident else flat.binding.pack(tensor)
+            if packed is not None:
+                return packed
+        return tensor
+
+    def _unpack(self, saved: Tensor | Packed) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        store = self._stores[saved.unit]
+        if not store.live:
+            self._executor.require(saved.unit)
+        for flat in store.flats:
+            if flat.layout.index == saved.flat:
+                return flat.binding.unpack(saved)
+        raise AssertionError(saved)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _start_pass(self) -> None:
+        if self._in_pass:
+            return
+        self._in_pass = True
+        for watch, unit in zip(self._watches, self._units, strict=True):
+            watch.due = sum(item.parameter.requires_grad for item in unit.parameters)
+            watch.active = watch.using = watch.ended = False
+        if not self._wrapped:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
+        self._enter_backward(0)
+
+    @staticmethod
+    def _refuse_double_backward() -> None:
+        # Gradients run with grad mode off unless create_graph is set (a recomputed forward turns it on for itself).
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
+                "before the second pass reads them, so this is refused; compute that loss in a module outside this "
+                "strategy, or use a strategy that keeps all parameters in place"
+            )
+
+    def _enter_backward(self, index: int) -> None:
+        watch = self._watches[index]
+        watch.active = watch.using = True
+        self._executor.enter(index, Phase.BACKWARD)
+
+    def _output_gradient(self, index: int, gradient: Tensor) -> None:
+        self._refuse_double_backward()
+        self._start_pass()
+        watch = self._watches[index]
+        if not watch.active:
+            self._enter_backward(index)
+            self._listener.progress()
+
+    def _recompute_starts(self, index: int) -> None:
+        self._start_pass()
+        watch = self._watches[index]
+        watch.recomputed = True
+        if not watch.using:
+            self._executor.hold(index)
+
+    def _inputs_done(self, index: int, gradients: Any) -> None:
+        watch = self._watches[index]
+        watch.open_calls -= 1
+        if watch.open_calls > 0:
+            return
+        if watch.due > 0 and watch.using and not watch.recomputed and index != 0:
+            # Some parameter may get no gradient at all; do not hold the pages for it (a late reader fetches again).
+            watch.using = False
+            self._executor.leave(index)
+        self._maybe_end(index)
+
+    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+        self._refuse_double_backward()
+        self._start_pass()
+        watch = self._watches[index]
+        if watch.ended:
+            raise UsageError(
+                f"a gradient arrived for unit {self._units[index].name or 'root'} after its backward had ended; the unit "
+                f"is used in a way that two graphs share it; set update_in_backward=False and report this"
+            )
+        watch.active = True
+        watch.due -= 1
+        self._maybe_end(index)
+
+    def _maybe_end(self, index: int) -> None:
+        watch = self._watches[index]
+        # The root computes before and after all others: it ends with the pass.
+        if index != 0 and watch.active and not watch.ended and watch.due == 0 and watch.open_calls <= 0:
+            self._end_unit(index)
+
+    def _end_unit(self, index: int) -> None:
+        watch = self._watches[index]
+        watch.ended = True
+        if watch.using:
+            watch.using = False
+            self._executor.leave(index)
+        self._stores[index].held = False
+        self._listener.unit_backward_ended(index)
+
+    def _finish_pass(self) -> None:
+        if not self._in_pass:
+            return
+        for index in reversed(range(len(self._units))):
+            if self._watches[index].active and not self._watches[index].ended:
+                self._end_unit(index)
+        self._in_pass = False
+        self._listener.backward_ended()

@@ -1,0 +1,251 @@
+"""One flat's compute parameters: the home of this rank's shard, and the gathered full flat while it is needed.
+
+Owns the fetch state of each flat and the pages of its full copy. Policy (when to fetch, what to give up) is not here.
+
+States of a full flat: RELEASED -> FETCHING (pages taken, transfer or all-gather started) -> LIVE (bound) -> RELEASED.
+I1: parameters are bound exactly while the flat is LIVE. I2: a resident flat (world size 1, home on the device) is its own
+full flat: LIVE for good, zero-copy. I3: the full flat's pages are given back only after the compute stream is done
+with them (`Allocator.release` orders that).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.terms import Tier
+
+if TYPE_CHECKING:
+    from lightning_ptm.comm import Communicator, Work
+    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.planning.layout import FlatLayout
+    from lightning_ptm.runtime.binding import FlatBinding
+    from lightning_ptm.runtime.units import Unit
+
+
+class FullState(enum.Enum):
+    RELEASED = "released"
+    FETCHING = "fetching"
+    LIVE = "live"
+
+
+_NEXT = {
+    (FullState.RELEASED, FullState.FETCHING),
+    (FullState.FETCHING, FullState.LIVE),
+    (FullState.LIVE, FullState.RELEASED),
+    (FullState.FETCHING, FullState.RELEASED),
+}
+
+
+class FlatStore:
+    """The compute parameters of one flat.
+
+    Args:
+        layout: where the parameters lie.
+        binding: the link to the parameters.
+        home: this rank's shard (shard_numel,), on its home tier.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        binding: FlatBinding,
+        home: PagedTensor,
+        allocator: Allocator,
+        communicator: Communicator,
+    ) -> None:
+        self.layout = layout
+        self.binding = binding
+        self.home = home
+        self.resident = layout.world_size == 1 and home.tier is Tier.DEVICE
+        self._allocator = allocator
+        self._communicator = communicator
+        self.state = FullState.RELEASED
+        self._full: PagedTensor | None = None
+        self._shard: PagedTensor | None = None
+        self._pending: Transfer | Work | None = None
+        self._shard_pending: Transfer | None = None
+
+    @property
+    def full_bytes(self) -> int:
+        return 0 if self.resident else self.layout.padded_numel * self.layout.itemsize
+
+    def bind_resident(self) -> None:
+        """Binds a resident flat for good (I2)."""
+        self.binding.bind(self.home.tensor())
+        self.state = FullState.LIVE
+
+    def full(self) -> Tensor:
+        """The bound flat (padded_numel,)."""
+        if self.state is not FullState.LIVE:
+            raise InternalError(f"flat {self.layout.index} is {self.state.value}, not live")
+        return self.home.tensor() if self.resident else self._taken().tensor()
+
+    def fetch_shard(self) -> None:
+        """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
+        if self.layout.world_size == 1 or self.home.tier is Tier.DEVICE or self._shard is not None:
+            return
+        name = f"flat {self.layout.index} shard"
+        self._shard = self._allocator.allocate(name, self.layout.shard_numel, self.binding.dtype, Tier.DEVICE)
+        self._shard_pending = self._allocator.copy(self.home, self._shard)
+
+    def take(self) -> None:
+        """Takes the full flat's pages; raises CapacityError and changes nothing when the device tier has no room."""
+        self._expect(FullState.FETCHING)
+        name = f"flat {self.layout.index} full"
+        full = self._allocator.allocate(name, self.layout.padded_numel, self.binding.dtype, Tier.DEVICE)
+        try:
+            self.fetch_shard()
+            if not full.is_contiguous:
+                raise CapacityError(
+                    f"flat {self.layout.index} needs {len(full.pages)} device pages in a row and the free ones are "
+                    f"scattered; other units are given up first; raise device_memory if this repeats"
+                )
+        except CapacityError:
+            self._allocator.release(full)
+            raise
+        self._full = full
+        self.state = FullState.FETCHING
+
+    def fill(self) -> None:
+        """Starts filling the pages taken. With several ranks, the caller has agreed on the all-gather."""
+        if self.layout.world_size == 1:
+            self._pending = self._allocator.copy(self.home, self._taken())
+        else:
+            self._pending = self._communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
+
+    def finish_fetch(self) -> None:
+        """Waits for the bytes and binds the parameters."""
+        self._expect(FullState.LIVE)
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        self.binding.bind(self._taken().tensor())
+        self.state = FullState.LIVE
+
+    def release(self) -> None:
+        """Lets go of the full flat; parameters read as NaN from now on. A resident flat stays."""
+        if self.resident:
+            return
+        if self.state is FullState.FETCHING and self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._expect(FullState.RELEASED)
+        self.binding.unbind()
+        self._allocator.release(self._taken())
+        self._full = None
+        self.state = FullState.RELEASED
+
+    def evict_shard(self) -> None:
+        """Gives the device copy of the shard up."""
+        if self._shard is not None:
+            if self._shard_pending is not None:
+                self._shard_pending.wait()
+            self._allocator.release(self._shard)
+        self._shard = None
+        self._shard_pending = None
+
+    def contribute(self) -> None:
+        """Takes part in an all-gather that this rank does not need, into memory of its own."""
+        self.fetch_shard()
+        scratch = torch.empty(self.layout.padded_numel, dtype=self.binding.dtype, device=self._shard_tensor().device)
+        self._communicator.all_gather(self._shard_tensor(), scratch, self.layout).wait()
+
+    def _shard_tensor(self) -> Tensor:
+        if self.home.tier is Tier.DEVICE:
+            return self.home.tensor()
+        if self._shard is None:
+            raise InternalError(f"flat {self.layout.index}: the shard is not on the device")
+        if self._shard_pending is not None:
+            self._shard_pending.wait()
+            self._shard_pending = None
+        return self._shard.tensor()
+
+    def _taken(self) -> PagedTensor:
+        if self._full is None:
+            raise InternalError(f"flat {self.layout.index} is {self.state.value} and has no full pages")
+        return self._full
+
+    def _expect(self, following: FullState) -> None:
+        if (self.state, following) not in _NEXT:
+            raise InternalError(f"flat {self.layout.index} cannot go from {self.state.value} to {following.value}")
+
+
+@dataclasses.dataclass(slots=True)
+class UnitStore:
+    """All flats of one unit, fetched and released together.
+
+    `users` counts calls in progress that need the unit gathered; `held` says that it stays until the iteration's end.
+    """
+
+    unit: Unit
+    flats: tuple[FlatStore, ...]
+    users: int = 0
+    held: bool = False
+
+    @property
+    def resident(self) -> bool:
+        return all(flat.resident for flat in self.flats)
+
+    @property
+    def live(self) -> bool:
+        return all(flat.state is FullState.LIVE for flat in self.flats)
+
+    @property
+    def fetched(self) -> bool:
+        """Live or on its way."""
+        return all(flat.state is not FullState.RELEASED for flat in self.flats)
+
+    @property
+    def movable(self) -> bool:
+        """Holds pages that may be given up now."""
+        return (
+            self.users == 0
+            and not self.held
+            and any(not flat.resident and flat.state is not FullState.RELEASED for flat in self.flats)
+        )
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(flat.full_bytes for flat in self.flats)
+
+    def start_fetch(self, agree: Callable[[], None] | None) -> None:
+        """Takes pages for all flats, then (once the ranks agree) starts to fill them. CapacityError changes nothing."""
+        taken: list[FlatStore] = []
+        try:
+            for flat in self.flats:
+                if flat.state is FullState.RELEASED:
+                    flat.take()
+                    taken.append(flat)
+        except CapacityError:
+            for flat in taken:
+                flat.release()
+            raise
+        if agree is not None and taken:
+            agree()
+        for flat in taken:
+            flat.fill()
+
+    def fetch_shards(self) -> None:
+        for flat in self.flats:
+            flat.fetch_shard()
+
+    def finish_fetch(self) -> None:
+        for flat in self.flats:
+            if flat.state is FullState.FETCHING:
+                flat.finish_fetch()
+
+    def release(self) -> None:
+        for flat in self.flats:
+            if not flat.resident and flat.state is not FullState.RELEASED:
+                flat.release()
+
+    def evict(self) -> None:
+        for flat in self.flats:
+            flat.evict_shard()

@@ -1,0 +1,114 @@
+"""Watches one iteration: which unit computed at each tick, for how long, beside how many bytes (the paper's Tracer).
+
+Owns the record of the iteration in progress. I1: a tick is closed by the next one or by `finish`. I2: `non_model_bytes`
+counts what lives outside the page pools, so the planner may subtract it from a budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_ptm.planning.trace import TensorUse, Tick, Trace
+from lightning_ptm.runtime.units import Unit
+from lightning_ptm.terms import Phase
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenTick:
+    unit: int
+    phase: Phase
+    live: tuple[int, ...]
+    non_model_bytes: int
+    started_s: float
+    cpu_s: float = 0.0
+    event: torch.cuda.Event | None = None
+
+
+class Tracer:
+    """Records ticks.
+
+    Args:
+        units: the units, for the table of tensors.
+        non_model_bytes: how many bytes live outside the page pools now.
+        device: the compute device; on CUDA, device seconds come from events.
+    """
+
+    def __init__(self, units: tuple[Unit, ...], non_model_bytes: Callable[[], int], device: torch.device) -> None:
+        self._units = units
+        self._non_model_bytes = non_model_bytes
+        self._device = device
+        self._ticks: list[_OpenTick] = []
+        self._end_event: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        """Forgets what was recorded."""
+        self._ticks = []
+        self._end_event = None
+
+    def tick(self, unit: int, phase: Phase, live: tuple[int, ...]) -> None:
+        """A new tick begins; the one before ends."""
+        now = time.perf_counter()
+        if self._ticks:
+            self._close(self._ticks[-1], now)
+        opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now)
+        if self._device.type == "cuda":
+            opened.event = torch.cuda.Event(enable_timing=True)
+            opened.event.record()
+        self._ticks.append(opened)
+
+    def observe(self) -> None:
+        """Takes another reading of the bytes outside the pools for the tick in progress; the larger one counts."""
+        if self._ticks:
+            self._ticks[-1].non_model_bytes = max(self._ticks[-1].non_model_bytes, self._non_model_bytes())
+
+    def finish(self) -> Trace:
+        """The trace of the iteration that ends here."""
+        if self._ticks:
+            self._close(self._ticks[-1], time.perf_counter())
+            if self._device.type == "cuda":
+                self._end_event = torch.cuda.Event(enable_timing=True)
+                self._end_event.record()
+                self._end_event.synchronize()
+        seconds = [self._device_seconds(index) or tick.cpu_s for index, tick in enumerate(self._ticks)]
+        ticks = tuple(
+            Tick(tick.unit, tick.phase, tick.live, tick.non_model_bytes, spent)
+            for tick, spent in zip(self._ticks, seconds, strict=True)
+        )
+        return Trace(ticks, self._tensors(seconds))
+
+    def _close(self, tick: _OpenTick, now: float) -> None:
+        tick.cpu_s = now - tick.started_s
+        tick.non_model_bytes = max(tick.non_model_bytes, self._non_model_bytes())
+
+    def _device_seconds(self, index: int) -> float:
+        start = self._ticks[index].event
+        end = self._ticks[index + 1].event if index + 1 < len(self._ticks) else self._end_event
+        if start is None or end is None:
+            return 0.0
+        return start.elapsed_time(end) / 1e3
+
+    def _tensors(self, seconds: list[float]) -> tuple[TensorUse, ...]:
+        uses: list[TensorUse] = []
+        for unit in self._units:
+            at = [index for index, tick in enumerate(self._ticks) if unit.index in tick.live]
+            own = [index for index, tick in enumerate(self._ticks) if unit.index == tick.unit]
+            if not at:
+                continue
+            cpu_s = sum(self._ticks[index].cpu_s for index in own)
+            gpu_s = sum(seconds[index] for index in own) if self._device.type == "cuda" else 0.0
+            for item in unit.parameters:
+                uses.append(
+                    TensorUse(
+                        tensor_id=len(uses),
+                        name=item.name,
+                        first_id=at[0],
+                        end_id=at[-1],
+                        cpu_time=cpu_s,
+                        gpu_time=gpu_s,
+                    )
+                )
+        return tuple(uses)

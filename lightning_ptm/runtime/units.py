@@ -1,0 +1,134 @@
+"""Finds the units of a module: what is fetched and released together (the paper's layer).
+
+Decides only: returns data and touches no parameter. Unit 0 is the root: everything that no other unit owns, and every
+parameter that several units share (tied weights), since the root is live through the whole iteration.
+
+I1: each parameter belongs to exactly one unit. I2: the order of units is the order of `named_modules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_ptm.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+MIN_UNIT_NUMEL = 4096
+"""Elements of containers with fewer parameters than this stay with their parent: a fetch of its own would cost more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitParameter:
+    """A parameter and all the places (module, attribute) that hold it; `name` is the first, fully qualified."""
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of the running model. `owners` are the modules that hold its parameters directly."""
+
+    index: int
+    name: str
+    module: nn.Module
+    parameters: tuple[UnitParameter, ...]
+    owners: tuple[nn.Module, ...]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _named_by_user(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    found = [module for module in root.modules() if module is not root and type(module).__name__ in names]
+    missing = sorted(set(names) - {type(module).__name__ for module in found})
+    if missing:
+        present = sorted({type(module).__name__ for module in root.modules() if module is not root})
+        raise ConfigError(
+            f"units={list(names)!r}: the model has no module of class {', '.join(missing)}; "
+            f"its classes are {', '.join(present)}"
+        )
+    return found
+
+
+def _automatic(root: nn.Module) -> list[nn.Module]:
+    total = _numel(root)
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(module, _CONTAINERS) and _numel(child) >= MIN_UNIT_NUMEL:
+                # An element that is itself most of the model (an encoder in a Sequential) is no block: look inside it.
+                if 2 * _numel(child) <= total or not _has_blocks(child):
+                    found.append(child)
+                    continue
+            walk(child)
+
+    walk(root)
+    return found if len(found) > 1 else []
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(inner, _CONTAINERS) and sum(_numel(child) >= MIN_UNIT_NUMEL for child in inner.children()) > 1
+        for inner in module.modules()
+    )
+
+
+def discover(root: nn.Module, wanted: str | Sequence[str]) -> tuple[Unit, ...]:
+    """The units of `root`, the root itself first.
+
+    Args:
+        root: the LightningModule.
+        wanted: `auto`, or class names of the modules that become units; these may be nested, the inner one then owns
+            its parameters.
+
+    Raises:
+        ConfigError: a class name that the model does not have.
+    """
+    chosen = _automatic(root) if wanted == "auto" else _named_by_user(root, list(wanted))
+    chosen_ids = {id(module) for module in chosen}
+    modules = [root] + [module for module in root.modules() if id(module) in chosen_ids]
+    position = {id(module): index for index, module in enumerate(modules)}
+    names: dict[int, str] = {0: ""}
+    owner_units: dict[int, set[int]] = {}
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    seen: set[tuple[int, int]] = set()
+
+    def walk(module: nn.Module, prefix: str, unit: int) -> None:
+        unit = position.get(id(module), unit)
+        names.setdefault(unit, prefix.rstrip("."))
+        if (id(module), unit) in seen:
+            return
+        seen.add((id(module), unit))
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+                owner_units.setdefault(id(parameter), set()).add(unit)
+                places.setdefault(id(parameter), []).append((prefix + attribute, module, attribute))
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", unit)
+
+    walk(root, "", 0)
+    grouped: list[list[UnitParameter]] = [[] for _ in modules]
+    for key, parameter in parameters.items():
+        units = owner_units[key]
+        unit = next(iter(units)) if len(units) == 1 else 0
+        where = places[key]
+        grouped[unit].append(UnitParameter(where[0][0], parameter, tuple((module, name) for _, module, name in where)))
+    return tuple(
+        Unit(
+            index=index,
+            name=names.get(index, ""),
+            module=module,
+            parameters=tuple(grouped[index]),
+            owners=tuple({id(place): place for item in grouped[index] for place, _ in item.places}.values()),
+        )
+        for index, module in enumerate(modules)
+    )

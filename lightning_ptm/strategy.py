@@ -1,0 +1,390 @@
+"""`Trainer(strategy="angel_ptm")`: Lightning's side of the engine.
+
+Owns the engine of the run in progress: `setup` builds it, `teardown` ends it. Knows Lightning; pages are the engine's.
+
+I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout.
+I2: after a run the module has ordinary parameters again, when RAM holds them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ptm import checkpoint as checkpoints
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.blueprint import Request, draw
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.machine import free_host_bytes
+
+log = logging.getLogger(__name__)
+
+
+class AngelPTMStrategy(ParallelStrategy):
+    """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any strategy.
+        timeout: how long a collective waits for the other ranks.
+        settings: see `lightning_ptm.config.Settings`.
+    """
+
+    strategy_name = "angel_ptm"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings(**settings) if set(settings) <= set(Settings.__dataclass_fields__) else Settings.of(settings)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._timeout = timeout
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+        self._wrapped_zero_grad: list[tuple[Optimizer, Any]] = []
+        self._micro_batches_blocked = False
+
+    # -- Lightning's questions ----------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> AngelPTMPrecision:
+        plugin = self._precision_plugin
+        assert isinstance(plugin, AngelPTMPrecision)
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
+        self._precision_plugin = AngelPTMPrecision.replacing(precision_plugin)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the run in progress."""
+        if self._engine is None:
+            raise UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
+        return self._engine
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.cluster_environment.global_rank()
+        if self.world_size > 1 and not _distributed_is_initialized():
+            backend = _get_default_process_group_backend_for_device(self.root_device)
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._close_engine()
+        self._reset_optimizers_and_schedulers()
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if fitting:
+            self.setup_optimizers(trainer)  # I1
+        self._communicator = self._make_communicator()
+        plan = self.precision_plugin.plan
+        blueprint = draw(
+            Request(
+                module=self.lightning_module,
+                optimizers=self.optimizers,
+                settings=self._settings_for(trainer),
+                compute=plan.compute,
+                mixed=plan.mixed,
+                device=self.root_device,
+                keep_gradients=fitting and self._keeps_gradients(trainer),
+                ranks_on_host=max(1, self.num_processes),
+            ),
+            self._communicator,
+        )
+        self._engine = Engine(
+            self.lightning_module,
+            blueprint,
+            self.optimizers,
+            self._communicator,
+            self.root_device,
+            disk_paths=self._settings_for(trainer).disk_paths,
+            recompute=self.settings.recompute_every if fitting else 0,
+            poison=self.settings.poison,
+        )
+        self.precision_plugin.attach(
+            self._engine, self.root_device.type, update_in_backward=not blueprint.keep_gradients
+        )
+        for optimizer in self.optimizers:
+            self._watch_zero_grad(optimizer)
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def _settings_for(self, trainer: Trainer) -> Settings:
+        """The user's settings; a home on disk without a path gets the Trainer's root folder."""
+        import dataclasses
+
+        settings = self.settings
+        if settings.disk_path is None and "disk" in (settings.parameter_home, settings.master_home):
+            root = Path(trainer.default_root_dir)
+            root.mkdir(parents=True, exist_ok=True)
+            return dataclasses.replace(settings, disk_path=str(root))
+        return settings
+
+    def _keeps_gradients(self, trainer: Trainer) -> bool:
+        assert self.lightning_module is not None
+        return (
+            trainer.accumulate_grad_batches > 1
+            or not self.precision_plugin._nothing_waits_for_gradients(self.lightning_module)
+        )
+
+    def _make_communicator(self) -> Communicator:
+        if self.world_size == 1:
+            return SoloCommunicator()
+        return ProcessGroupCommunicator(self.root_device, self._timeout)
+
+    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
+        """Gradients in pages must be forgotten when the user's optimizer forgets its own."""
+        original = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none=True)
+            if self._engine is not None:
+                self._engine.zero_grad(optimizer)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._wrapped_zero_grad.append((optimizer, original))
+
+    @override
+    def model_to_device(self) -> None:
+        return None  # parameters live in pages; buffers were moved when the engine was built
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Parameters are converted and moved unit by unit when they are laid into pages.
+        with torch.device("meta") if empty_init else torch.device("cpu"):
+            yield
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.iteration(Mode.TRAIN):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.iteration(Mode.FORWARD):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.iteration(Mode.FORWARD):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.iteration(Mode.FORWARD):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.abandon()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, *modules: nn.Module, write: bool = True) -> Iterator[None]:
+        """Inside the block the parameters of `modules` (default: the whole model) are whole, real and precise (fp32
+        under mixed precision), to be read or edited by hand. Call it on all ranks; rank 0's edits count.
+
+        Args:
+            write: keep edits. False saves the way back when you only read.
+        """
+        assert self.lightning_module is not None
+        if self._engine is None:
+            yield  # outside a run the parameters are whole anyway
+            return
+        with self._engine.gathered(modules or (self.lightning_module,), write=write):
+            yield
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return checkpoints.module_state(self.engine, self.lightning_module, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        checkpoints.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return checkpoints.optimizer_state(self.engine, optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            checkpoints.load_optimizer_state(self.engine, optimizer, state)
+
+    # -- collectives for Lightning ------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src, group=_group.WORLD)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self._close_engine()
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        for optimizer, _ in self._wrapped_zero_grad:
+            optimizer.__dict__.pop("zero_grad", None)
+        self._wrapped_zero_grad = []
+        self.precision_plugin.attach(None)
+        try:
+            self._give_back_weights(engine)
+        finally:
+            engine.close()
+            if self._communicator is not None:
+                self._communicator.close()
+            self._communicator = None
+
+    def _give_back_weights(self, engine: Engine) -> None:
+        needed = engine.precise_bytes()
+        if not self.settings.restore_weights:
+            engine.values.let_go()
+            return
+        if needed > free_host_bytes():
+            warnings.warn(
+                f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
+                f"NaN after this run; load them from a checkpoint",
+                stacklevel=2,
+            )
+            engine.values.let_go()
+            return
+        try:
+            engine.drain()
+            engine.values.restore()
+        except Exception as error:  # the run has failed already: its own error is the one to show
+            log.warning("the weights could not be given back to the module: %s", error)
+            engine.values.let_go()
+
+
+def register() -> None:
+    """Makes the names known to `Trainer(strategy=...)`."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names: dict[str, tuple[str, dict[str, Any]]] = {
+        "angel_ptm": ("pages over device, host and disk; the plan decides what lives where", {}),
+        "angel_ptm_host": ("angel_ptm with master states on the host", {"master_home": "host"}),
+        "angel_ptm_disk": ("angel_ptm with master states on disk", {"master_home": "disk"}),
+    }
+    for name, (description, settings) in names.items():
+        StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)
+
+
+__all__ = ["AngelPTMStrategy", "ConfigError", "register"]

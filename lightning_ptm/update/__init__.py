@@ -1,0 +1,53 @@
+"""The update: the user's optimizer, run page by page where the master states live (design.md section 7)."""
+
+from lightning_ptm.update.gradient import GradientSource, ParameterGradients, ShardGradient, TensorGradient, Transform
+from lightning_ptm.update.job import JobHandle, Pending, UpdateJob
+from lightning_ptm.update.norms import (
+    all_finite,
+    clip_coefficient,
+    norm_of_power,
+    parameter_norms,
+    shard_power,
+    total_norm,
+)
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
+from lightning_ptm.update.states import FlatStates, Run, Segment, shard_segments
+from lightning_ptm.update.stats import UpdateStats
+from lightning_ptm.update.traits import GroupTraits, Initial, OptimizerTraits, ScalarState, SlotTraits
+from lightning_ptm.update.updater import Updater
+
+__all__ = [
+    "FlatStates",
+    "GradientSource",
+    "GroupTraits",
+    "HyperParameters",
+    "Initial",
+    "JobHandle",
+    "LossScale",
+    "OptimizerTraits",
+    "ParameterGradients",
+    "Pending",
+    "Run",
+    "RunViews",
+    "ScalarState",
+    "Segment",
+    "Shadow",
+    "ShardGradient",
+    "SlotTraits",
+    "TensorGradient",
+    "Transform",
+    "UpdateJob",
+    "UpdateStats",
+    "Updater",
+    "all_finite",
+    "clip_coefficient",
+    "norm_of_power",
+    "parameter_norms",
+    "probe",
+    "shard_power",
+    "shard_segments",
+    "snapshot",
+    "total_norm",
+]

@@ -1,0 +1,150 @@
+"""Where a flat's gradient comes from, and what is done to it on its way into the optimizer.
+
+Owns no pages. Reads stretches of a shard's gradient into scratch, so that no full-size copy is ever made.
+I1: a reader returns the same elements by `view` and by `read_into`, in shard order, in the gradient's own dtype or cast.
+I2: Transform does to each element what torch.amp.GradScaler.unscale_, clip_grad_norm_ and clip_grad_value_ do, in that
+    order, each as a rounding of its own, so that bits equal those of a plain loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.update.states import Run, Segment
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.paged import PagedTensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transform:
+    """What happens to a gradient before the optimizer sees it.
+
+    Attributes:
+        unscale: 0-dim tensor, 1 / loss scale.
+        clip: 0-dim tensor, the coefficient of clipping by norm (norms.py: `clip_coefficient`).
+        clamp: bound of clipping by value.
+    """
+
+    unscale: torch.Tensor | None = None
+    clip: torch.Tensor | None = None
+    clamp: float | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return self.clamp is None and _is_one(self.unscale) and _is_one(self.clip)
+
+    def apply_(self, gradient: torch.Tensor) -> None:
+        """Transform `gradient` in place."""
+        for factor in (self.unscale, self.clip):
+            if factor is not None and not _is_one(factor):
+                gradient.mul_(factor.to(gradient.device))
+        if self.clamp is not None:
+            gradient.clamp_(min=-self.clamp, max=self.clamp)
+
+
+def _is_one(factor: torch.Tensor | None) -> bool:
+    # Asking a device tensor for its value would stop the host: there, multiply by one.
+    return factor is None or (factor.device.type == "cpu" and bool(factor == 1))
+
+
+class GradientReader(Protocol):
+    """A shard's gradient, readable where the arithmetic runs."""
+
+    def view(self, run: Run) -> torch.Tensor | None:
+        """The run's elements without a copy, 1-D; None when they do not lie in one piece."""
+
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
+        """Copy and cast the run's elements into `target`, shape (run.numel,). Alignment gaps become finite or zero."""
+
+
+class TensorGradient:
+    """Gradient elements [start, start + tensor.numel()) of a shard in one 1-D tensor."""
+
+    def __init__(self, tensor: torch.Tensor, start: int = 0) -> None:
+        self._tensor = tensor
+        self._start = start
+
+    def view(self, run: Run) -> torch.Tensor | None:
+        return self._tensor.narrow(0, run.start - self._start, run.numel)
+
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
+        target.copy_(self._tensor.narrow(0, run.start - self._start, run.numel))
+        _zero_gaps(target, run)
+
+
+class ShardGradient:
+    """Reduced gradients of this rank's shard in pages of any tier, in flat order.
+
+    Args:
+        paged: `flat.shard_numel` elements. Must stay as it is until the job's handle is done.
+        present: for each parameter of the flat, whether it has a gradient at all; None: all have.
+    """
+
+    def __init__(self, paged: PagedTensor, present: Sequence[bool] | None = None) -> None:
+        self.paged = paged
+        self._present = present
+
+    def present(self, parameters: int) -> Sequence[bool]:
+        """One bool for each of the flat's `parameters`."""
+        return self._present if self._present is not None else (True,) * parameters
+
+
+class ParameterGradients:
+    """The parameters' own gradients, when one rank holds the flat whole (world size 1): no shard is made.
+
+    Args:
+        gradients: for each parameter of the flat, in order, its `.grad` (any shape) or None. A gradient that is not
+            contiguous is copied here, once.
+
+    Raises:
+        UsageError: a gradient is sparse.
+    """
+
+    def __init__(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        self._flat: list[torch.Tensor | None] = []
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"parameter {index} of the flat has a {gradient.layout} gradient; pages hold dense gradients: "
+                    "use sparse=False in its embedding"
+                )
+            self._flat.append(gradient.detach().reshape(-1) if gradient is not None else None)
+
+    def present(self, parameters: int) -> Sequence[bool]:
+        """One bool for each of the flat's `parameters`."""
+        if parameters != len(self._flat):
+            raise UsageError(f"the flat has {parameters} parameters, gradients were given for {len(self._flat)}")
+        return tuple(gradient is not None for gradient in self._flat)
+
+    def view(self, run: Run) -> torch.Tensor | None:
+        return self._piece(run.segments[0]) if len(run.segments) == 1 else None
+
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
+        for segment in run.segments:
+            target.narrow(0, segment.start - run.start, segment.numel).copy_(self._piece(segment))
+        _zero_gaps(target, run)
+
+    def forget(self) -> None:
+        """Drop the gradients: the job has used them."""
+        self._flat.clear()
+
+    def _piece(self, segment: Segment) -> torch.Tensor:
+        gradient = self._flat[segment.parameter]
+        if gradient is None:
+            raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
+        return gradient.narrow(0, segment.parameter_start, segment.numel)
+
+
+GradientSource = ShardGradient | ParameterGradients
+
+
+def _zero_gaps(target: torch.Tensor, run: Run) -> None:
+    for before, after in zip(run.segments, run.segments[1:], strict=False):
+        if after.start > before.stop:
+            target.narrow(0, before.stop - run.start, after.start - before.stop).zero_()

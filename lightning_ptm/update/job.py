@@ -1,0 +1,191 @@
+"""What is asked of the updater, and what it has in hand: jobs, their columns, chunks, and the handle of a job.
+
+Facts and their bookkeeping only; pipeline.py alone changes them.
+I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
+    address it where it lives.
+I2: a chunk is the same stretch of all columns; it starts at a multiple of the updater's `chunk_numel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.terms import Tier
+from lightning_ptm.update.gradient import GradientSource, ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.shadow import HyperParameters, Shadow
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.traits import ScalarState
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.transfer import Transfer
+
+PARAMETER = "<parameter>"
+"""Column that the optimizer updates: the master parameter, or the compute parameter where it is the truth."""
+TARGET = "<target>"
+"""Column that gets the compute copy of an updated master parameter."""
+GRADIENT = "<gradient>"
+
+
+class Pending(Protocol):
+    """Something that a job has to wait for: a Transfer, a reduction in flight."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateJob:
+    """One flat's share of one optimizer step.
+
+    Attributes:
+        states: the flat's master states.
+        shadow: runs the optimizer that they belong to.
+        gradient: where the gradient comes from; must stay as it is until the handle is done.
+        target: the compute parameter's shard. Its pages must be neither read nor written by others between submission and
+            the end of the job.
+        hyper: the step's hyper-parameters.
+        transform: what happens to the gradient first.
+        after: what the gradient waits for; master states are read ahead meanwhile.
+    """
+
+    states: FlatStates
+    shadow: Shadow
+    gradient: GradientSource
+    target: PagedTensor
+    hyper: HyperParameters
+    transform: Transform = Transform()
+    after: Sequence[Pending] = ()
+
+
+class JobHandle:
+    """The end of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
+
+    __slots__ = ("_event", "event", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._event = threading.Event()
+        # CUDA: what the arithmetic's stream had queued when the job ended; another stream waits for it.
+        self.event: torch.cuda.Event | None = None
+
+    def done(self) -> bool:
+        """True once updated and readable. Never blocks, never raises."""
+        return self._event.is_set()
+
+    def mark_done(self) -> None:
+        self._event.set()
+
+    def block(self, timeout_s: float | None = None) -> bool:
+        """Wait in another thread than the updater's; True when done."""
+        return self._event.wait(timeout_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """A paged tensor of a job: its role and what is done with it."""
+
+    role: str
+    home: PagedTensor
+    reads: bool
+    writes: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Chunk:
+    """A stretch of a flat's shard on its way: buffers and transfers by column role (elements)."""
+
+    states: FlatStates
+    start: int
+    numel: int
+    buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
+    reads: dict[str, Transfer] = dataclasses.field(default_factory=dict)
+    writes: dict[str, Transfer] = dataclasses.field(default_factory=dict)
+
+    def readable(self) -> bool:
+        return all(transfer.done() for transfer in self.reads.values())
+
+    def written(self) -> bool:
+        return all(transfer.done() for transfer in self.writes.values())
+
+
+def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
+    """Where a flat is updated: where its master states live, or in staging when they are on disk."""
+    home = states.home()
+    if home is None:
+        if target is None:
+            raise InternalError("a flat without master states has no place to be updated in before its target is known")
+        home = target.tier
+    return staging_tier if home is Tier.DISK else home
+
+
+def state_columns(states: FlatStates) -> list[Column]:
+    """The columns that are known before the job is: the master parameter and the slots."""
+    columns = [Column(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
+    columns.extend(Column(name, slot, reads=True, writes=True) for name, slot in states.slots.items())
+    return columns
+
+
+def job_columns(job: UpdateJob) -> list[Column]:
+    """All columns of a job."""
+    columns = state_columns(job.states)
+    if job.states.master is None:
+        columns.append(Column(PARAMETER, job.target, reads=True, writes=True))
+    else:
+        columns.append(Column(TARGET, job.target, reads=False, writes=True))
+    if isinstance(job.gradient, ShardGradient):
+        columns.append(Column(GRADIENT, job.gradient.paged, reads=True, writes=False))
+    return columns
+
+
+class Progress:
+    """A submitted job on its way through the updater."""
+
+    def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
+        flat = job.states.flat
+        self.job = job
+        self.handle = handle
+        self.tier = arithmetic_tier(job.states, job.target, staging_tier)
+        self.columns = job_columns(job)
+        self.staged = [column for column in self.columns if column.home.tier is not self.tier]
+        self.present: Sequence[bool] = job.gradient.present(len(flat.slots))
+
+        starts = range(0, flat.shard_numel, chunk_numel)
+        # A chunk without any gradient keeps its bytes: it is neither read nor written.
+        self.waiting = [
+            start
+            for start in reversed(starts)
+            if job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
+        ]
+        """Starts of the chunks that were not begun, the first last."""
+        self.active: list[Chunk] = []
+        """Chunks whose reads were issued, in order of issue."""
+        self.landing: list[Transfer] = []
+        """Writes of compute parameters in flight."""
+        self.successors: dict[tuple[int, int], ScalarState] | None = None
+        self.predecessor: Progress | None = None
+        """The job before this one on the same master states, until it is computed."""
+
+    @property
+    def computed(self) -> bool:
+        return not self.waiting and not self.active
+
+    def may_start(self) -> bool:
+        """True when no earlier job on the same states has arithmetic left."""
+        if self.predecessor is not None and self.predecessor.computed:
+            self.predecessor = None
+        return self.predecessor is None
+
+    def has_gradient(self) -> bool:
+        return all(pending.done() for pending in self.job.after)
+
+    def forget_gradient(self) -> None:
+        if isinstance(self.job.gradient, ParameterGradients):
+            self.job.gradient.forget()

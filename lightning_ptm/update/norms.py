@@ -1,0 +1,127 @@
+"""Norms of gradients for clipping, and whether all are finite for loss scaling. Reads resident gradients only.
+
+One rank that holds every parameter whole gets torch.nn.utils.clip_grad_norm_'s bits (norm of the parameters' norms,
+taken on gradients cast to the master dtype). Sharded gradients are summed in powers, in float64, so that the result
+does not depend on where the shards were cut beyond the last bits of float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from lightning_ptm.update.gradient import GradientReader, Transform
+from lightning_ptm.update.states import FlatStates, Run, Segment
+
+_PIECE_NUMEL = 1 << 20
+
+
+@torch.no_grad()
+def parameter_norms(
+    states: FlatStates,
+    reader: GradientReader,
+    present: Sequence[bool],
+    *,
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    unscale: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """One 0-dim norm for each parameter with a gradient, in flat order; world size 1 only.
+
+    Args:
+        states: the flat's states, which say where its parameters lie.
+        reader: the whole flat's gradient.
+        present: for each parameter, whether it has a gradient.
+        norm_type: p of the p-norm, `inf` included.
+        dtype: dtype that the optimizer gets gradients in; the norm is taken of the gradient cast to it.
+        unscale: 0-dim factor applied first (1 / loss scale).
+
+    Temporary memory: one parameter's gradient in `dtype`, when a cast or a factor is needed.
+    """
+    transform = Transform(unscale=unscale)
+    norms = []
+    for segment in states.segments:
+        if present[segment.parameter] and states.groups[segment.parameter] is not None:
+            run = Run(0, None, segment.start, segment.numel, (segment,))
+            norms.extend(torch._foreach_norm([_values(reader, run, dtype, transform)], norm_type))
+    return norms
+
+
+@torch.no_grad()
+def total_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The global norm (0-dim) of parameters' norms, as torch.nn.utils.get_total_norm combines them."""
+    if not norms:
+        return torch.tensor(0.0)
+    first = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+
+
+@torch.no_grad()
+def shard_power(
+    states: FlatStates,
+    reader: GradientReader,
+    present: Sequence[bool],
+    *,
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    unscale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This shard's part of the global norm: sum of |g|^p (for `inf` the greatest |g|), 0-dim float64.
+
+    Ranks add these up (`inf`: take the greatest) and give the result to `norm_of_power`. Arguments as `parameter_norms`.
+    """
+    transform = Transform(unscale=unscale)
+    total: torch.Tensor | None = None
+    for segment in states.segments:
+        if not present[segment.parameter] or states.groups[segment.parameter] is None:
+            continue
+        for run in _pieces(segment):
+            norm = torch.linalg.vector_norm(_values(reader, run, dtype, transform), norm_type).double()
+            part = norm if math.isinf(norm_type) else norm**norm_type
+            if total is None:
+                total = part
+            else:
+                total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    return total if total is not None else torch.zeros((), dtype=torch.float64)
+
+
+def norm_of_power(power: torch.Tensor, norm_type: float = 2.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The global norm of the powers of all shards, 0-dim in `dtype`."""
+    return (power if math.isinf(norm_type) else power ** (1.0 / norm_type)).to(dtype)
+
+
+def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor of clipping by norm, 0-dim: min(1, max_norm / (total + 1e-6)), as clip_grad_norm_ computes it."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """False when any element of any tensor is inf or NaN. One pass, no temporary of the tensors' size."""
+    for tensor in tensors:
+        for piece in tensor.detach().reshape(-1).split(_PIECE_NUMEL):
+            if piece.numel() and not math.isfinite(torch.linalg.vector_norm(piece, math.inf).item()):
+                return False
+    return True
+
+
+def _values(reader: GradientReader, run: Run, dtype: torch.dtype, transform: Transform) -> torch.Tensor:
+    view = reader.view(run)
+    if view is not None and view.dtype == dtype and transform.is_identity:
+        return view
+    if view is not None:
+        copy = view.to(dtype, copy=True)
+    else:
+        copy = torch.empty(run.numel, dtype=dtype)
+        reader.read_into(copy, run)
+    transform.apply_(copy)
+    return copy
+
+
+def _pieces(segment: Segment) -> Iterator[Run]:
+    for offset in range(0, segment.numel, _PIECE_NUMEL):
+        count = min(_PIECE_NUMEL, segment.numel - offset)
+        part = Segment(segment.parameter, segment.start + offset, segment.parameter_start + offset, count, False)
+        yield Run(0, None, part.start, count, (part,))

@@ -1,0 +1,112 @@
+"""Dynamic loss scale for 16-bit gradients of small range: the rules of torch.amp.GradScaler, without its per-tensor work.
+
+Owns two numbers. Which gradients are finite is found by norms.py, and is the same on all ranks before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_ptm.errors import ConfigError
+
+
+class LossScale:
+    """Grow the scale after `growth_interval` steps without overflow, shrink it at each overflow.
+
+    Args:
+        init_scale: scale of the first step.
+        growth_factor: factor after `growth_interval` finite steps in a row; above 1.
+        backoff_factor: factor at a step with inf or NaN; between 0 and 1.
+        growth_interval: steps.
+        enabled: False gives a constant scale of 1.
+
+    Raises:
+        ConfigError: a factor or the interval is out of range.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
+            raise ConfigError(
+                f"loss scale with init_scale={init_scale}, growth_factor={growth_factor}, "
+                f"backoff_factor={backoff_factor}, growth_interval={growth_interval} can neither grow nor shrink; take "
+                "growth_factor above 1, backoff_factor between 0 and 1, growth_interval of at least 1 and init_scale above 0"
+            )
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.enabled = enabled
+
+        self._scale = float(init_scale)
+        self._growth_tracker = 0
+
+    @property
+    def value(self) -> float:
+        """The scale of the step in hand; 1 when disabled."""
+        return self._scale if self.enabled else 1.0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on."""
+        return loss * self.value if self.enabled else loss
+
+    def unscale_factor(self) -> torch.Tensor | None:
+        """0-dim float32 factor that undoes the scale, for `Transform.unscale`; None when disabled."""
+        if not self.enabled:
+            return None
+        return torch.tensor(self._scale, dtype=torch.float64).reciprocal().float()
+
+    def update(self, found_inf: bool) -> None:
+        """End a step: `found_inf` says whether any rank's gradients held inf or NaN (the step was then skipped)."""
+        if not self.enabled:
+            return
+        if found_inf:
+            self._scale *= self.backoff_factor
+            self._growth_tracker = 0
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            grown = float(torch.tensor(self._scale * self.growth_factor, dtype=torch.float32))
+            # As GradScaler: a scale that float32 cannot hold is not taken.
+            self._scale = grown if grown != float("inf") else self._scale
+            self._growth_tracker = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of torch.amp.GradScaler's, so that either reads the other's."""
+        if not self.enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of this class or of torch.amp.GradScaler.
+
+        Raises:
+            ConfigError: the state is empty though the scale is enabled.
+        """
+        if not self.enabled:
+            return
+        if not state:
+            raise ConfigError(
+                "the checkpoint's loss scale is empty: it was saved by a run without loss scaling; load it with the "
+                "precision that it was saved with"
+            )
+        self._scale = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self._growth_tracker = int(state["_growth_tracker"])

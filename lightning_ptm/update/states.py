@@ -1,0 +1,284 @@
+"""Master states of one flat shard: which pages hold what, and which scalars each parameter has (design.md sections 2, 7).
+
+Owns the scalars of the flat's parameters; names, but does not move, the paged tensors of the master parameter and of
+every slot. Knows a flat's layout and nothing of steps in flight.
+I1: element i of the master parameter and of every slot belongs to element i of this rank's shard.
+I2: parameters with the same history share one ScalarState object, so comparing runs is comparing identities.
+I3: a run never ends inside the ragged tail of a parameter, nor goes on past it, when the optimizer's granularity is not
+    1: kernels treat the last, partial vector of a tensor differently, and it must be the parameter's own last one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.update.traits import OptimizerTraits, ScalarState, frozen_scalars
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.planning.layout import FlatLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of one parameter in a shard; all in elements.
+
+    Attributes:
+        parameter: index of the parameter in its flat.
+        start: first element in the shard.
+        parameter_start: first element in the parameter.
+        numel: length.
+        ragged: it holds the parameter's last element and the parameter's length is no multiple of ALIGN_NUMEL.
+    """
+
+    parameter: int
+    start: int
+    parameter_start: int
+    numel: int
+    ragged: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of a shard that one optimizer call treats as one parameter (start in the shard, elements)."""
+
+    group: int
+    scalars: ScalarState | None
+    start: int
+    numel: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+def shard_segments(flat: FlatLayout, rank: int) -> tuple[Segment, ...]:
+    """The parameters' stretches in a rank's shard, by position; stretches that touch in both are joined."""
+    found: list[Segment] = []
+    starts = [slot.start for slot in flat.slots]
+    for piece in flat.pieces(rank):
+        stop = piece.full_start + piece.numel
+        index = max(0, bisect.bisect_right(starts, piece.full_start) - 1)
+        while index < len(flat.slots) and starts[index] < stop:
+            slot = flat.slots[index]
+            begin, end = max(slot.start, piece.full_start), min(slot.start + slot.numel, stop)
+            if begin < end:
+                start = piece.shard_start + begin - piece.full_start
+                ragged = end == slot.start + slot.numel and slot.numel % ALIGN_NUMEL != 0
+                found.append(Segment(index, start, begin - slot.start, end - begin, ragged))
+            index += 1
+    return _joined(found)
+
+
+def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.parameter == segment.parameter
+            and last.stop == segment.start
+            and last.parameter_start + last.numel == segment.parameter_start
+        ):
+            joined[-1] = dataclasses.replace(last, numel=last.numel + segment.numel, ragged=segment.ragged)
+        else:
+            joined.append(segment)
+    return tuple(joined)
+
+
+def _layout_groups(flat: FlatLayout) -> tuple[int | None, ...]:
+    return tuple(slot.spec.group if slot.spec.group >= 0 else None for slot in flat.slots)
+
+
+class FlatStates:
+    """The master states of one flat's shard on one rank.
+
+    Args:
+        flat: the flat's layout.
+        rank: this rank, which chooses the shard.
+        traits: what the optimizer keeps.
+        master: the master parameter, or None when the compute parameter is the truth and is updated in place
+            ("true" precisions).
+        slots: one paged tensor of `flat.shard_numel` elements for each of `traits.slots`, by name.
+        groups: parameter group of each of the flat's parameters within the optimizer, None for one that this optimizer
+            does not update. Defaults to the layout's groups: right when there is one optimizer.
+    """
+
+    def __init__(
+        self,
+        flat: FlatLayout,
+        rank: int,
+        traits: OptimizerTraits,
+        *,
+        master: PagedTensor | None,
+        slots: Mapping[str, PagedTensor],
+        groups: Sequence[int | None] | None = None,
+    ) -> None:
+        names = [slot.name for slot in traits.slots]
+        if sorted(names) != sorted(slots):
+            raise InternalError(f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {names}")
+        for tensor in (*slots.values(), *((master,) if master is not None else ())):
+            if tensor.numel != flat.shard_numel:
+                raise InternalError(
+                    f"{tensor.name} has {tensor.numel} elements, the shard of flat {flat.unit}/{flat.index} "
+                    f"has {flat.shard_numel}"
+                )
+        self.flat = flat
+        self.rank = rank
+        self.traits = traits
+        self.master = master
+        self.slots = dict(slots)
+        self.groups = tuple(groups) if groups is not None else _layout_groups(flat)
+        self.segments = shard_segments(flat, rank)
+        self._segment_stops = [segment.stop for segment in self.segments]
+
+        self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
+
+    @classmethod
+    def allocate(
+        cls,
+        allocator: Allocator,
+        flat: FlatLayout,
+        rank: int,
+        traits: OptimizerTraits,
+        tier: Tier,
+        *,
+        master_dtype: torch.dtype | None,
+        groups: Sequence[int | None] | None = None,
+    ) -> FlatStates:
+        """Take pages in `tier` for the master parameter (unless `master_dtype` is None) and every slot.
+
+        The bytes are not initialised: the master parameter is the caller's to fill, slots are filled by the first step.
+
+        Raises:
+            CapacityError: the tier has too few pages.
+        """
+        name = f"{flat.unit}/{flat.index}"
+        master = None
+        if master_dtype is not None:
+            master = allocator.allocate(f"{name}/master", flat.shard_numel, master_dtype, tier, shared_tail=True)
+        slots = {
+            slot.name: allocator.allocate(f"{name}/{slot.name}", flat.shard_numel, slot.dtype, tier, shared_tail=True)
+            for slot in traits.slots
+        }
+        return cls(flat, rank, traits, master=master, slots=slots, groups=groups)
+
+    def release(self, allocator: Allocator) -> None:
+        """Give the pages back. The object is of no use afterwards."""
+        for tensor in self.tensors():
+            allocator.release(tensor)
+
+    def tensors(self) -> tuple[PagedTensor, ...]:
+        """The master parameter, when there is one, and the slots."""
+        return (*((self.master,) if self.master is not None else ()), *self.slots.values())
+
+    def home(self) -> Tier | None:
+        """Tier of the master states; None when there are none (plain SGD in a true precision)."""
+        tensors = self.tensors()
+        return tensors[0].tier if tensors else None
+
+    def scalars(self, parameter: int) -> ScalarState | None:
+        """Scalars of the flat's parameter at an index; None before its first update."""
+        return self._scalars[parameter]
+
+    def set_scalars(self, parameter: int, values: Mapping[str, Any] | None) -> None:
+        """Restore a parameter's scalars (None: as if never updated). Its slots are the caller's to restore."""
+        if values is None:
+            self._scalars[parameter] = None
+            return
+        state = frozen_scalars(values)
+        for known in self._scalars:
+            if known is not None and known.same_as(state):
+                state = known
+                break
+        self._scalars[parameter] = state
+
+    def advance(self, successors: Mapping[tuple[int, int], ScalarState], present: Sequence[bool]) -> None:
+        """Move every updated parameter's scalars on by one step.
+
+        Args:
+            successors: scalars after the step by `clock(parameter)`.
+            present: for each parameter, whether it had a gradient.
+        """
+        for index, group in enumerate(self.groups):
+            if group is not None and present[index]:
+                self._scalars[index] = successors[self.clock(index)]
+
+    def clock(self, parameter: int) -> tuple[int, int]:
+        """Group and identity of the scalars: parameters with equal clocks go through the same update."""
+        group = self.groups[parameter]
+        if group is None:
+            raise UsageError(
+                f"parameter {parameter} of {self.flat.unit}/{self.flat.index} is not updated by {self.traits.name}"
+            )
+        return group, id(self._scalars[parameter])
+
+    def started(self, start: int, numel: int) -> bool:
+        """Whether any slot element in this stretch of the shard holds state already."""
+        return any(self._scalars[segment.parameter] is not None for segment in self._within(start, start + numel))
+
+    def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[Run]:
+        """Runs of a stretch of the shard, in order (I3).
+
+        Args:
+            start: first element, a multiple of ALIGN_NUMEL.
+            numel: length; it ends at a multiple of ALIGN_NUMEL or at the end of the shard.
+            present: for each parameter of the flat, whether it has a gradient.
+        """
+        runs: list[Run] = []
+        pending: list[Segment] = []
+        owner: tuple[int, ScalarState | None] | None = None
+
+        def close() -> None:
+            nonlocal owner
+            if pending and owner is not None:
+                first, last = pending[0], pending[-1]
+                runs.append(Run(owner[0], owner[1], first.start, last.stop - first.start, tuple(pending)))
+                pending.clear()
+            owner = None
+
+        whole_vectors = self.traits.granularity > 1
+        for segment in self._within(start, start + numel):
+            group = self.groups[segment.parameter]
+            if group is None or not present[segment.parameter]:
+                close()
+                continue
+            scalars = self._scalars[segment.parameter]
+            if owner is None or owner[0] != group or owner[1] is not scalars:
+                close()
+                owner = (group, scalars)
+            pending.append(segment)
+            if whole_vectors and segment.ragged:
+                close()
+        close()
+        return runs
+
+    def _within(self, start: int, stop: int) -> Iterator[Segment]:
+        for index in range(bisect.bisect_right(self._segment_stops, start), len(self.segments)):
+            segment = self.segments[index]
+            if segment.start >= stop:
+                return
+            begin, end = max(start, segment.start), min(stop, segment.stop)
+            if begin == segment.start and end == segment.stop:
+                yield segment
+            else:
+                yield Segment(
+                    segment.parameter,
+                    begin,
+                    segment.parameter_start + begin - segment.start,
+                    end - begin,
+                    segment.ragged and end == segment.stop,
+                )

@@ -1,0 +1,119 @@
+"""What the probe learns about an optimizer class: plain facts, no behaviour (design.md section 7).
+
+Knows torch dtypes and nothing of pages, flats or threads.
+I1: a slot is element-wise: its tensor has the shape of its parameter, and element i depends on element i alone.
+I2: a scalar does not depend on the parameter's elements, so every piece of a parameter goes through the same scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+class Initial(enum.Enum):
+    """How a parameter gets its first state."""
+
+    LAZY = "lazy"
+    """The class fills an empty state inside the first `step`, as nearly all do."""
+    CONSTRUCTED = "constructed"
+    """The class fills it in its constructor and needs it there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotTraits:
+    """One element-wise state tensor of a parameter (`exp_avg`, `momentum_buffer`...)."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupTraits:
+    """What the optimizer keeps for a parameter of one parameter group (groups may differ, e.g. in `amsgrad`)."""
+
+    slots: tuple[SlotTraits, ...]
+    scalars: tuple[str, ...]
+    fused: bool
+    """The class offers `fused`, the user left it open, and it works here: run it fused."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerTraits:
+    """What one optimizer instance keeps, and where its update may be cut.
+
+    Attributes:
+        name: qualified class name, for messages.
+        groups: one entry per parameter group, in the optimizer's order.
+        granularity: 1 when any cut gives the bits of an uncut update, ALIGN_NUMEL when only cuts at its multiples do.
+        initial: how a first state comes to be.
+        group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
+    """
+
+    name: str
+    groups: tuple[GroupTraits, ...]
+    granularity: int
+    initial: Initial
+    group_slots: tuple[str, ...]
+
+    @property
+    def slots(self) -> tuple[SlotTraits, ...]:
+        """Every group's slots, each name once, in the order of first appearance."""
+        found: dict[str, SlotTraits] = {}
+        for group in self.groups:
+            for slot in group.slots:
+                found.setdefault(slot.name, slot)
+        return tuple(found.values())
+
+    def bytes_per_element(self) -> int:
+        """Bytes of optimizer state per parameter element (master parameter not included)."""
+        return sum(slot.dtype.itemsize for slot in self.slots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ScalarState:
+    """The scalars of one parameter after some step. Shared by every parameter with the same history: never written to.
+
+    Equality is identity, so that grouping parameters into runs costs nothing; `same_as` compares values.
+    """
+
+    values: Mapping[str, Any]
+
+    def same_as(self, other: ScalarState) -> bool:
+        """True when both hold the same names with the same values, types and dtypes."""
+        return self.values.keys() == other.values.keys() and all(
+            same_value(value, other.values[name]) for name, value in self.values.items()
+        )
+
+
+def frozen_scalars(values: Mapping[str, Any]) -> ScalarState:
+    """A ScalarState of private copies of `values`."""
+    return ScalarState(MappingProxyType({name: copy_value(value) for name, value in values.items()}))
+
+
+def copy_value(value: Any) -> Any:
+    """A copy that shares no tensor memory with `value`; values that are no tensors are taken to be immutable."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Bitwise equality of two scalars, slots or hyper-parameters, where NaN equals NaN."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and torch.equal(_bits(first), _bits(second.to(first.device)))
+        )
+    if isinstance(first, numbers.Number) and isinstance(second, numbers.Number):
+        return type(first) is type(second) and (first == second or (first != first and second != second))
+    return bool(type(first) is type(second) and first == second)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,324 @@
+"""The updater that the engine talks to: jobs in, handles out; in the caller's thread or in one of its own (section 7).
+
+Owns the thread, when there is one, and the error that ended the work. All else is the pipeline's.
+I1: the pipeline is touched by one thread at a time: the caller's, or, between `run_in_thread` and `stop`, the worker.
+    Callers then only put commands into a queue.
+I2: after an error nothing is updated any more; every later call raises that error, with the traceback of its origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
+from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
+from lightning_ptm.update.pipeline import Pipeline
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.stats import Stall, UpdateStats
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+
+BLOCK_NUMEL = 1 << 18
+"""Elements per optimizer call, by measurement: what a call touches stays in the cache."""
+
+_GRADIENT_WATCH_S = 0.001
+"""How often the worker looks whether a gradient has come, when it has nothing else to do."""
+
+
+class Updater:
+    """Runs update jobs page by page.
+
+    Args:
+        allocator: moves the bytes.
+        device: what the device tier is; updates of flats whose master states live there run on it.
+        chunk_numel: elements that travel together; a multiple of 4096. Default: one page of float32.
+        block_numel: elements per optimizer call; a multiple of 64.
+        staging: chunks that may hold staging buffers at once. Each takes chunk_numel elements of every paged tensor that
+            is not in the tier of the arithmetic.
+        staging_tier: where flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
+        stream: CUDA stream of the arithmetic; None: the current stream of whoever pumps.
+
+    Raises:
+        ConfigError: a size that cannot work.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        device: torch.device | str = "cpu",
+        chunk_numel: int | None = None,
+        block_numel: int = BLOCK_NUMEL,
+        staging: int = 4,
+        staging_tier: Tier = Tier.DEVICE,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if chunk_numel is None:
+            chunk_numel = max(BLOCK_BYTES, allocator.page_size // 4)
+        if chunk_numel < 1 or chunk_numel % BLOCK_BYTES or block_numel < 1 or block_numel % ALIGN_NUMEL or staging < 1:
+            raise ConfigError(
+                f"an updater with chunks of {chunk_numel} elements, blocks of {block_numel} and {staging} staging chunks "
+                f"cannot work: chunks are multiples of {BLOCK_BYTES}, blocks of {ALIGN_NUMEL}, staging is at least 1"
+            )
+        self._stream = stream
+        self._pipeline = Pipeline(
+            allocator,
+            chunk_numel=chunk_numel,
+            block_numel=block_numel,
+            staging=staging,
+            staging_tier=staging_tier,
+            device=torch.device(device),
+        )
+
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Filled by callers, emptied by the worker."""
+        self._stopping = threading.Event()
+        """Set by `stop`; also by the worker when it ends by an error, so that nobody waits for it."""
+
+    @property
+    def stats(self) -> UpdateStats:
+        """Counters since the start."""
+        return self._pipeline.stats
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements that travel together."""
+        return self._pipeline.chunk_numel
+
+    def staging_bytes(self, states: FlatStates, *, target: PagedTensor, gradient: PagedTensor | None = None) -> int:
+        """Bytes of staging that `reserve` takes for jobs on these states."""
+        _, dtypes = self._staged_dtypes(states, target, gradient)
+        return self._pipeline.staging * self.chunk_numel * sum(dtype.itemsize for dtype in dtypes)
+
+    def reserve(self, states: FlatStates, *, target: PagedTensor, gradient: PagedTensor | None = None) -> None:
+        """Take the staging buffers that jobs on these states need, so that none fails for want of pages in mid-run.
+
+        Call before `run_in_thread`. Buffers are shared: flats of the same dtypes and tiers need one set.
+
+        Raises:
+            CapacityError: the staging tier is too small; lower `staging` or raise its memory.
+        """
+        tier, dtypes = self._staged_dtypes(states, target, gradient)
+        self._pipeline.pool.reserve(tier, dtypes, self._pipeline.staging)
+
+    def submit(self, job: UpdateJob) -> JobHandle:
+        """Queue a job behind those submitted before.
+
+        Its arithmetic runs once its gradient is there (`job.after`); master states are read ahead meanwhile.
+        """
+        self._check()
+        flat = job.states.flat
+        handle = JobHandle(f"update of flat {flat.unit}/{flat.index}")
+        progress = Progress(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
+        self._command(lambda: self._pipeline.enqueue(progress))
+        return handle
+
+    def prefetch(self, order: Iterable[FlatStates]) -> None:
+        """Read these flats' master states ahead, in this order, as far as staging goes. Jobs on them are to follow."""
+        self._check()
+        flats = list(order)
+        self._command(lambda: self._pipeline.want(flats))
+
+    def promote(self, handle: JobHandle) -> None:
+        """Serve a queued job before all others; no effect on one that is computed."""
+        self._check()
+        self._command(lambda: self._pipeline.to_front(handle))
+
+    def pump(self, limit: int | None = None) -> bool:
+        """Do what needs no waiting: arithmetic of chunks that are there, more reads, more writes. Raises the thread's error.
+
+        Args:
+            limit: most advances (one chunk each, at most).
+
+        Returns:
+            Whether anything moved; False when a thread does the work.
+        """
+        self._check()
+        if self._thread is not None:
+            return False
+        moved = False
+        with self._working():
+            while (limit is None or limit > 0) and self._pipeline.advance():
+                moved = True
+                limit = None if limit is None else limit - 1
+        return moved
+
+    def finish(self, handle: JobHandle) -> None:
+        """Block until a job is updated and its compute parameters are readable; serve it before all others.
+
+        On CUDA the current stream waits for the arithmetic; the host need not.
+
+        Raises:
+            PageIOError: a read or write failed. The updater is of no further use (I2).
+        """
+        self._check()
+        if self._thread is not None:
+            if not handle.done():
+                self.promote(handle)
+            self._await(handle.done, handle.block)
+        elif not handle.done():
+            with self._working():
+                self._pipeline.to_front(handle)
+                while not handle.done():
+                    if not self._pipeline.advance():
+                        self._wait(handle)
+        if handle.event is not None:
+            torch.cuda.current_stream().wait_event(handle.event)
+
+    def drain(self) -> None:
+        """Block until every job is done and every write has landed; what was read ahead is dropped.
+
+        Afterwards the pages are the truth and may be read, moved or written by others. Raises as `finish` does.
+        """
+        self._check()
+        self._command(self._pipeline.forget_ahead)
+        if self._thread is not None:
+            idle = threading.Event()
+            self._command(lambda: self._when_idle(idle))
+            self._await(idle.is_set, idle.wait)
+        else:
+            with self._working():
+                while self._pipeline.busy:
+                    if not self._pipeline.advance():
+                        self._wait(None)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def busy(self) -> bool:
+        """Whether any job is unfinished or any write in flight. Not meaningful while a thread does the work."""
+        return self._pipeline.busy
+
+    def run_in_thread(self) -> None:
+        """From now on a thread does the work, until `stop`.
+
+        Raises:
+            UsageError: it runs already.
+        """
+        self._check()
+        if self._thread is not None:
+            raise UsageError("the updater already runs in a thread; stop it before starting another")
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._work, name="lightning_ptm update", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stopping.set()
+        self._commands.put(_nothing)
+        thread.join()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def close(self) -> None:
+        """Stop, wait for transfers in flight whatever their outcome, release staging. Idempotent."""
+        self.stop()
+        if not self._closed:
+            self._closed = True
+            self._pipeline.close()
+
+    # The caller's side.
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise UsageError("the updater is closed; build another engine")
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if self._thread is not None:
+            self._commands.put(command)
+        else:
+            command()
+
+    def _await(self, done: Callable[[], bool], block: Callable[[float], bool]) -> None:
+        """Wait for the worker, with an eye on its life."""
+        while not done():
+            block(0.1)
+            thread = self._thread
+            if not done() and (thread is None or not thread.is_alive()):
+                self._check()
+                raise InternalError("the update thread ended with work left and without an error")
+        self._check()
+
+    # The side of whoever does the work.
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+                yield
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException as error:
+            # Ctrl-C, say: a chunk may be half updated, but whoever cleans up must not be interrupted once more.
+            self._failure = UsageError(f"the update was interrupted by {type(error).__name__}; master states are not valid")
+            self._failure.__cause__ = error
+            raise
+
+    def _wait(self, handle: JobHandle | None) -> None:
+        blocker = self._pipeline.blocker(handle)
+        if blocker is None:
+            what = handle.name if handle is not None else "the updater"
+            raise InternalError(f"{what} can neither go on nor names anything to wait for")
+        self._pipeline.wait(blocker)
+
+    def _work(self) -> None:
+        with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
+            while not self._stopping.is_set():
+                self._take_commands()
+                if self._pipeline.advance():
+                    continue
+                blocker = self._pipeline.blocker(None)
+                if blocker is None:
+                    self._commands.get()()
+                elif blocker.cause is Stall.GRADIENT:
+                    # Only polled: a gradient that never comes must not keep `stop` from ending this thread.
+                    with contextlib.suppress(queue.Empty):
+                        self._commands.get(timeout=_GRADIENT_WATCH_S)()
+                else:
+                    self._pipeline.wait(blocker)
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _when_idle(self, idle: threading.Event) -> None:
+        """Runs in the worker: finish all that is in hand, as drain does."""
+        while self._pipeline.busy and not self._stopping.is_set():
+            if self._pipeline.advance():
+                continue
+            blocker = self._pipeline.blocker(None)
+            if blocker is None:
+                raise InternalError("the updater can neither go on nor names anything to wait for")
+            if blocker.cause is Stall.GRADIENT:
+                self._stopping.wait(_GRADIENT_WATCH_S)
+            else:
+                self._pipeline.wait(blocker)
+        idle.set()
+
+    def _staged_dtypes(
+        self, states: FlatStates, target: PagedTensor, gradient: PagedTensor | None
+    ) -> tuple[Tier, list[torch.dtype]]:
+        tier = arithmetic_tier(states, target, self._pipeline.staging_tier)
+        homes = [*states.tensors(), target, *((gradient,) if gradient is not None else ())]
+        return tier, [home.dtype for home in homes if home.tier is not tier]
+
+
+def _nothing() -> None:
+    """Wakes the worker."""

@@ -1,0 +1,16 @@
+"""The main job from a checkout: `python main.py fit --config gpt.yaml`, the same as `lightning-ptm fit --config gpt.yaml`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import lightning_ptm
+from lightning_ptm.cli import main
+
+if importlib.util.find_spec("lightning_ptm.callbacks") is None:
+    # Run from a checkout that is not installed as editable, so nothing has mapped callbacks/ into the package.
+    lightning_ptm.__path__.append(str(Path(__file__).resolve().parent))
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""TextBytes: the same text everywhere, in two splits that share no file, in windows that cover it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptm.data import TextBytes
+from lightning_ptm.data.text import Windows, find_files, split_files
+from lightning_ptm.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """40 files of 100 bytes, each of one letter, in two folders; and some that must not be read."""
+    for index in range(40):
+        file = tmp_path / "text" / f"part{index % 2}" / f"{index:02}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes([33 + index]) * 100)
+    for skipped in ("part0/__pycache__/a.txt", "site-packages/b.txt", "part0/c.bin"):
+        file = tmp_path / "text" / skipped
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"~" * 1000)
+    return tmp_path / "text"
+
+
+def ready(path: Path, **settings: object) -> TextBytes:
+    data = TextBytes(str(path), **({"sequence_length": 16, "batch_size": 4} | settings))  # type: ignore[arg-type]
+    data.setup("fit")
+    return data
+
+
+def test_splits_share_no_file_and_lose_none(folder: Path) -> None:
+    files = find_files(folder, (".txt",))
+    train, validation = split_files(files, root=folder, validation_fraction=0.1)
+    assert len(validation) == 4
+    assert set(train).isdisjoint(validation)
+    assert sorted([*train, *validation]) == sorted(files)
+
+
+def test_text_is_each_file_of_its_split_once(folder: Path) -> None:
+    data = ready(folder)
+    counts = torch.bincount(data.train_text, minlength=256) + torch.bincount(data.validation_text, minlength=256)
+    assert counts[33 : 33 + 40].tolist() == [100] * 40
+    assert counts.sum() == 40 * 101  # and a zero byte after each
+    assert counts[ord("~")] == 0  # neither caches, nor installed packages, nor other suffixes
+    assert not set(data.train_text.tolist()) & set(data.validation_text.tolist()) - {0}
+
+
+def test_the_split_depends_on_names_inside_the_folder_only(folder: Path, tmp_path: Path) -> None:
+    first = ready(folder)
+    moved = folder.rename(tmp_path / "elsewhere")
+    torch.manual_seed(99)
+    second = ready(moved)
+    assert torch.equal(first.train_text, second.train_text)
+    assert torch.equal(first.validation_text, second.validation_text)
+
+
+def test_windows_cover_each_target_once_and_are_shifted_by_one() -> None:
+    text = torch.arange(1, 102, dtype=torch.uint8)
+    windows = Windows(text, 10)
+    assert len(windows) == 10
+    tokens, targets = zip(*(windows[index] for index in range(len(windows))), strict=True)
+    assert torch.equal(torch.cat(tokens), text[:100].long())
+    assert torch.equal(torch.cat(targets), text[1:].long())
+    with pytest.raises(IndexError):
+        windows[10]
+
+
+@pytest.mark.parametrize(("numel", "count"), [(10, 0), (11, 1), (20, 1), (21, 2)])
+def test_a_rest_shorter_than_a_window_is_left_out(numel: int, count: int) -> None:
+    assert len(Windows(torch.zeros(numel, dtype=torch.uint8), 10)) == count
+
+
+def test_training_order_follows_the_seed(folder: Path) -> None:
+    data = ready(folder)
+
+    def first_batch(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return next(iter(data.train_dataloader()))[0]
+
+    assert torch.equal(first_batch(1), first_batch(1))
+    assert not torch.equal(first_batch(1), first_batch(2))
+    assert first_batch(1).shape == (4, 16)
+    assert first_batch(1).dtype == torch.int64
+
+
+def test_validation_is_in_order(folder: Path) -> None:
+    data = ready(folder)
+    assert torch.equal(next(iter(data.val_dataloader()))[0].flatten(), data.validation_text[: 4 * 16].long())
+    assert len(data.test_dataloader()) == len(data.predict_dataloader()) == len(data.val_dataloader())
+
+
+def test_unigram_loss_of_a_uniform_text_is_log_of_its_alphabet(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 400)
+    assert ready(tmp_path / "a.txt").unigram_loss == pytest.approx(math.log(256), abs=1e-3)
+
+
+def test_unigram_loss_is_finite_for_bytes_that_training_text_lacks(folder: Path) -> None:
+    assert math.isfinite(ready(folder).unigram_loss)
+
+
+def test_one_file_is_cut_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * 900 + b"b" * 100)
+    data = ready(tmp_path / "a.txt", validation_fraction=0.1)
+    assert bytes(data.train_text.tolist()) == b"a" * 900
+    assert bytes(data.validation_text.tolist()) == b"b" * 100
+
+
+def test_the_standard_library_is_the_default() -> None:
+    files = find_files(TextBytes()._root(), (".py",))
+    names = {path.name for path in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert sum(path.stat().st_size for path in files) > 5_000_000
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.*data\.init_args\.path"):
+        ready(tmp_path / "nowhere")
+
+
+def test_a_folder_without_text_names_the_suffixes(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"a" * 1000)
+    with pytest.raises(ConfigError, match=r"\.md.*suffixes"):
+        ready(tmp_path)
+
+
+def test_a_folder_of_one_file_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * 1000)
+    with pytest.raises(ConfigError, match="give that file itself"):
+        ready(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b"a" * 30])
+def test_too_short_a_text_says_how_short(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(text)
+    with pytest.raises(ConfigError, match="one window takes 17"):
+        ready(tmp_path / "a.txt")
+
+
+def test_fewer_windows_than_a_batch_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * 400)
+    data = ready(tmp_path / "a.txt", batch_size=100)
+    with pytest.raises(ConfigError, match="a batch takes 100"):
+        data.train_dataloader()
+
+
+def test_impossible_settings_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        TextBytes(batch_size=0)
+    with pytest.raises(ConfigError, match=r"validation_fraction=1\.0"):
+        TextBytes(validation_fraction=1.0)

@@ -1,0 +1,1 @@
+"""Tests of lightning_ptm.planning; all pure, all fast."""

@@ -1,0 +1,222 @@
+"""Placement: who lives where, what a budget refuses, and in which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.planning import (
+    Budget,
+    Homes,
+    ModelLayout,
+    Placement,
+    Trace,
+    UnitSpec,
+    Wishes,
+    build_layout,
+    forward_trace,
+    place,
+    sequential_trace,
+)
+from lightning_ptm.terms import Tier
+
+from .models import PAGE, even_layout, spec
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+NO_WISHES = Wishes()
+
+
+def pages(device: int, host: int = 0, disk: int = 0) -> Budget:
+    return Budget(device * PAGE, host * PAGE, disk * PAGE)
+
+
+def placed(
+    layout: ModelLayout,
+    budget: Budget,
+    *,
+    trace: Trace | None = None,
+    wishes: Wishes = NO_WISHES,
+    unified: bool | None = None,
+    keep_gradients: bool = False,
+    staging_bytes: int = 0,
+    update_on_device: bool = True,
+) -> Placement:
+    """`place` with master states of 12 bytes per element: six pages for each page of parameters."""
+    return place(
+        layout,
+        [12] * len(layout.flats),
+        sequential_trace(layout) if trace is None else trace,
+        budget,
+        wishes=wishes,
+        unified=not budget.host_bytes if unified is None else unified,
+        keep_gradients=keep_gradients,
+        staging_bytes=staging_bytes,
+        update_on_device=update_on_device,
+    )
+
+
+def test_everything_lives_on_a_device_that_holds_it() -> None:
+    layout = even_layout([1, 2, 2])
+    placement = placed(layout, pages(1000))
+    assert set(placement.homes) == {Homes(DEVICE, DEVICE, DEVICE)}
+    assert placement.device_home_bytes == (5 + 30) * PAGE
+    assert (placement.host_home_bytes, placement.disk_home_bytes) == (0, 0)
+
+
+def test_master_states_leave_the_device_first_and_those_updated_last_stay() -> None:
+    layout = even_layout([1, 2, 2])
+    placement = placed(layout, pages(5 + 2 * 3 + 6 + 12, disk=12))
+    assert [homes.parameter for homes in placement.homes] == [DEVICE] * 3
+    assert [homes.master for homes in placement.homes] == [DEVICE, DEVICE, DISK]
+    assert placement.disk_home_bytes == 12 * PAGE
+
+
+def test_without_an_optimizer_on_the_device_master_states_live_on_the_host() -> None:
+    layout = even_layout([1, 2, 2])
+    budget = pages(1000, host=1000)
+    assert {homes.master for homes in placed(layout, budget, update_on_device=False).homes} == {HOST}
+    assert {homes.master for homes in placed(layout, budget, update_on_device=True).homes} == {DEVICE}
+
+
+def test_what_neither_device_nor_host_holds_goes_to_disk() -> None:
+    layout = even_layout([1, 4, 4, 4, 4, 4])
+    placement = placed(layout, pages(22, host=60, disk=1000), unified=False)
+    parameters = [homes.parameter for homes in placement.homes]
+    assert parameters[0] is DEVICE and set(parameters) == {DEVICE, HOST}
+    masters = [homes.master for homes in placement.homes]
+    assert HOST in masters and DISK in masters
+    assert placement.device_home_bytes + placement.gather_bytes <= 22 * PAGE
+    assert placement.host_home_bytes <= 60 * PAGE
+
+
+def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None:
+    layout = even_layout([1, 2])
+    wish = Wishes(parameter=HOST, master=DISK)
+    budget = pages(100, host=100, disk=100)
+    passing, kept = (placed(layout, budget, wishes=wish, unified=False, keep_gradients=keep) for keep in (False, True))
+    assert [homes.gradient for homes in passing.homes + kept.homes] == [HOST] * 4
+    assert passing.host_home_bytes == kept.host_home_bytes == 6 * PAGE
+    on_device = Wishes(parameter=DEVICE, master=DISK)
+    assert placed(layout, budget, wishes=on_device, unified=False).device_home_bytes == 3 * PAGE
+    assert placed(layout, budget, wishes=on_device, unified=False, keep_gradients=True).device_home_bytes == 6 * PAGE
+
+
+def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:
+    layout = even_layout([1, 2])
+    wish = Wishes(parameter=DISK, master=DISK)
+    assert {homes.gradient for homes in placed(layout, pages(100, disk=100), wishes=wish).homes} == {DEVICE}
+    kept = placed(layout, pages(100, disk=100), wishes=wish, keep_gradients=True)
+    assert {homes.gradient for homes in kept.homes} == {DISK}
+
+
+def test_frozen_parameters_have_parameters_only() -> None:
+    units = [UnitSpec("root", (spec("frozen", PAGE // 2, trainable=False), spec("weight", PAGE // 2)))]
+    layout = build_layout(units, page_size=PAGE, world_size=1)
+    assert placed(layout, pages(100), keep_gradients=True).device_home_bytes == (2 + 1 + 6) * PAGE
+
+
+def test_room_for_a_fetch_ahead_is_kept_while_everything_finds_a_home() -> None:
+    layout = even_layout([1, 4, 4, 4, 4, 4])
+    wish = Wishes(master=DISK)
+    # All on the device would take 21 pages, and 5 for the gradients of a block and of the root.
+    roomy = placed(layout, pages(22, disk=1000), wishes=wish)
+    assert [homes.parameter for homes in roomy.homes].count(DISK) == 3
+    # This disk holds master states and two blocks: the device has to take three, and copies arrive at their need.
+    tight = placed(layout, pages(22, disk=21 * 6 + 8), wishes=wish)
+    assert [homes.parameter for homes in tight.homes].count(DISK) == 2
+    with pytest.raises(CapacityError):
+        placed(layout, pages(21, disk=21 * 6 + 8), wishes=wish)
+
+
+def test_shards_of_several_ranks_cost_their_share() -> None:
+    layout = even_layout([4, 8, 8], world_size=4)
+    assert placed(layout, pages(1000)).device_home_bytes == (5 + 30) * PAGE
+
+
+def test_small_states_are_charged_what_they_cost_in_any_order() -> None:
+    units = [UnitSpec(f"unit{index}", (spec(f"{index}", 64),)) for index in range(4)]
+    layout = build_layout(units, page_size=PAGE, world_size=1)
+    # Alone in its page: parameters, and three tensors of master states.
+    assert placed(layout, pages(1000)).device_home_bytes == 4 * (1 + 3) * PAGE
+
+
+def test_homes_gathers_staging_and_activations_share_the_device() -> None:
+    layout = even_layout([1, 4, 4])
+    trace = sequential_trace(layout)
+    trace = Trace(tuple(replace(tick, non_model_bytes=3 * PAGE + 1) for tick in trace.ticks))
+    placement = placed(layout, pages(50, disk=1000), trace=trace, staging_bytes=PAGE + 1)
+    assert placement.staging_bytes == 2 * PAGE
+    assert placement.non_model_peak_bytes == 3 * PAGE + 1
+    total = placement.device_home_bytes + placement.gather_bytes + placement.staging_bytes
+    assert total + placement.non_model_peak_bytes <= 50 * PAGE
+
+
+def test_a_large_device_is_not_taken_whole() -> None:
+    layout = even_layout([1, 4, 4])
+    placement = placed(layout, pages(10**6))
+    assert placement.device_home_bytes + placement.gather_bytes < 200 * PAGE
+
+
+def test_evaluation_needs_no_gradients() -> None:
+    layout = even_layout([1, 4, 4])
+    budget = pages(5, disk=1000)
+    wish = Wishes(parameter=DISK, master=DISK)
+    assert placed(layout, budget, wishes=wish, trace=forward_trace(layout)).gather_bytes == 5 * PAGE
+    with pytest.raises(CapacityError):
+        placed(layout, budget, wishes=wish)
+
+
+def test_the_most_demanding_tick_is_named() -> None:
+    layout = even_layout([1, 2, 4, 3])
+    wish = Wishes(parameter=DISK, master=DISK)
+    # Backward of layers.1: it and the root, and the gradients of both.
+    assert placed(layout, pages(10, disk=1000), wishes=wish).gather_bytes == 10 * PAGE
+    with pytest.raises(
+        CapacityError,
+        match=r"tick 5 \(layers.1 backward\) needs 10 pages at once \(640 KiB\), the device tier has 9 of 64 KiB "
+        r".*raise device_memory",
+    ):
+        placed(layout, pages(9, disk=1000), wishes=wish)
+
+
+def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
+    layout = even_layout([1, 2, 2])
+    with pytest.raises(CapacityError, match=r"master states of 3 units \(root to layers.1\).*device_memory.*disk_path"):
+        placed(layout, pages(10), update_on_device=True)
+    with pytest.raises(CapacityError, match=r"host tier has .* left of 640 KiB; raise host_memory or give a disk_path"):
+        placed(layout, pages(100, host=10), update_on_device=False)
+    with pytest.raises(CapacityError, match="disk_memory"):
+        placed(layout, pages(10, disk=20))
+    with pytest.raises(CapacityError, match=r"parameters of .* raise disk_path and disk_memory"):
+        placed(layout, pages(100, disk=3), wishes=Wishes(parameter=DISK))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "budget", "unified", "message"),
+    [
+        (Wishes(parameter=DISK), pages(100), True, "set disk_path and disk_memory"),
+        (Wishes(master=HOST), pages(100, disk=100), True, "set host_memory"),
+        (Wishes(), pages(100, host=1), True, "the device tier is RAM"),
+        (Wishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot run"),
+    ],
+)
+def test_homes_that_do_not_exist_are_refused(wishes: Wishes, budget: Budget, unified: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(even_layout([1, 1]), budget, wishes=wishes, unified=unified, update_on_device=False)
+
+
+def test_each_flat_needs_the_size_of_its_master_states() -> None:
+    layout = even_layout([1, 1])
+    with pytest.raises(ConfigError, match="1 sizes of master states for 2 flats"):
+        place(
+            layout,
+            [12],
+            sequential_trace(layout),
+            pages(100),
+            unified=True,
+            keep_gradients=False,
+            staging_bytes=0,
+            update_on_device=True,
+        )

@@ -1,0 +1,35 @@
+"""Plans as text, against golden files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ptm.planning import Budget, Plan, Task, Wishes, render
+from lightning_ptm.terms import Kind, Operation
+
+from .models import even_layout
+from .test_placement import pages
+from .test_schedule import ON_DISK, ON_HOST, planned
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "budget", "wishes"),
+    [
+        ("one_rank_disk", 1, pages(18, disk=1000), ON_DISK),
+        ("two_ranks_host", 2, pages(36, host=1000), ON_HOST),
+        ("two_ranks_device", 2, pages(1000), Wishes()),
+    ],
+)
+def test_a_plan_reads_as_its_golden_file(name: str, world_size: int, budget: Budget, wishes: Wishes) -> None:
+    layout = even_layout([size * world_size for size in (1, 4, 4, 4, 4)], world_size)
+    text = render(planned(layout, budget, wishes), layout)
+    assert text == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_a_part_of_a_units_pages_is_shown() -> None:
+    plan = Plan((Task(Operation.FETCH, 1, Kind.PARAMETER, 0, 2, 0),), 0)
+    assert render(plan, even_layout([1, 4])).splitlines()[1] == " end  -        fetch layers.0[0:2]"

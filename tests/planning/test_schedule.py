@@ -1,0 +1,170 @@
+"""Schedule: Algorithm 1's orders on examples that can be checked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ptm.errors import CapacityError, UsageError
+from lightning_ptm.planning import (
+    Budget,
+    ModelLayout,
+    Plan,
+    Tick,
+    Trace,
+    Wishes,
+    forward_trace,
+    schedule,
+    sequential_trace,
+    simulate,
+)
+from lightning_ptm.terms import Operation, Phase, Tier
+
+from .models import PAGE, even_layout, plan_of
+from .test_placement import pages, placed
+
+ON_DISK = Wishes(parameter=Tier.DISK, master=Tier.DISK)
+ON_HOST = Wishes(parameter=Tier.HOST, master=Tier.HOST)
+
+
+def planned(
+    layout: ModelLayout, budget: Budget, wishes: Wishes, trace: Trace | None = None, *, keep_gradients: bool = False
+) -> Plan:
+    """Placed, scheduled and simulated."""
+    trace = sequential_trace(layout) if trace is None else trace
+    placement = placed(layout, budget, trace=trace, wishes=wishes, keep_gradients=keep_gradients)
+    plan = plan_of(layout, placement, trace, budget)
+    simulate(layout, placement, plan, trace, budget)
+    return plan
+
+
+def triggers(plan: Plan, operation: Operation, unit: int) -> list[int]:
+    return [task.trigger for task in plan.tasks if task.operation is operation and task.unit == unit]
+
+
+def test_what_lies_on_the_device_of_one_rank_needs_no_copies() -> None:
+    layout = even_layout([1, 2, 2])
+    plan = planned(layout, pages(1000), Wishes())
+    assert {task.operation for task in plan.tasks} == {Operation.COMPUTE, Operation.UPDATE}
+    assert [task.unit for task in plan.tasks_at(4)] == [2, 1]  # The last block's update, then the next backward.
+
+
+def test_fetches_are_issued_at_the_start_as_far_as_the_device_holds_them() -> None:
+    layout = even_layout([1, 4, 4, 4])
+    plan = planned(layout, pages(10, disk=1000), ON_DISK)
+    assert [triggers(plan, Operation.FETCH, unit)[0] for unit in range(4)] == [0, 0, 0, 2]
+    # The third block's pages come free when the first is released.
+    assert triggers(plan, Operation.RELEASE, 1)[0] == 2
+
+
+def test_kept_between_forward_and_backward_are_the_nearest_next_uses() -> None:
+    layout = even_layout([1, 4, 4, 4, 4, 4])
+    # In the middle: the root, three blocks, and the gradients of one block and of the root.
+    plan = planned(layout, pages(1 + 3 * 4 + 4 + 1, disk=1000), ON_DISK)
+    fetches = [len(triggers(plan, Operation.FETCH, unit)) for unit in range(6)]
+    assert fetches == [1, 2, 2, 1, 1, 1]
+    assert [len(triggers(plan, Operation.RELEASE, unit)) for unit in range(6)] == fetches
+
+
+def test_with_room_each_unit_is_fetched_once() -> None:
+    layout = even_layout([1, 4, 4, 4])
+    plan = planned(layout, pages(100, disk=1000), ON_DISK)
+    assert [triggers(plan, Operation.FETCH, unit) for unit in range(4)] == [[0]] * 4
+
+
+def test_copies_arrive_a_tick_ahead_when_the_budget_permits() -> None:
+    layout = even_layout([1, 4, 4, 4, 4, 4, 4])
+    plan = planned(layout, pages(1 + 2 * 4 + 2 * 4 + 1, disk=1000), ON_DISK)
+    for unit in range(1, 7):
+        for fetched in triggers(plan, Operation.FETCH, unit):
+            need = min(number for number in triggers(plan, Operation.COMPUTE, unit) if number >= fetched)
+            assert fetched < need
+
+
+def test_without_room_copies_arrive_at_their_need() -> None:
+    layout = even_layout([1, 4, 4])
+    plan = planned(layout, pages(1 + 4 + 4 + 1, disk=1000), ON_DISK)
+    assert triggers(plan, Operation.FETCH, 1) == [0, 4]
+    with pytest.raises(CapacityError):
+        planned(layout, pages(1 + 4 + 4, disk=1000), ON_DISK)
+
+
+def test_several_ranks_gather_from_fetched_pages_and_give_them_up() -> None:
+    layout = even_layout([2, 8, 8], world_size=2)
+    plan = planned(layout, pages(30, host=1000), ON_HOST)
+    for unit in range(3):
+        gathers, fetches = triggers(plan, Operation.GATHER, unit), triggers(plan, Operation.FETCH, unit)
+        assert fetches[0] <= gathers[0]
+        assert len(triggers(plan, Operation.EVICT, unit)) == len(fetches) <= len(gathers)
+        reduced = triggers(plan, Operation.REDUCE, unit)
+        assert reduced == triggers(plan, Operation.OFFLOAD, unit) == triggers(plan, Operation.UPDATE, unit)
+
+
+def test_pages_at_home_on_the_device_are_gathered_without_a_fetch() -> None:
+    layout = even_layout([2, 8, 8], world_size=2)
+    plan = planned(layout, pages(1000), Wishes())
+    assert {task.operation for task in plan.tasks} == {
+        Operation.GATHER,
+        Operation.COMPUTE,
+        Operation.RELEASE,
+        Operation.REDUCE,
+        Operation.UPDATE,
+    }
+    assert [triggers(plan, Operation.GATHER, unit) for unit in range(3)] == [[0], [0], [0]]
+
+
+def test_gathers_move_to_the_earliest_tick_that_holds_them() -> None:
+    layout = even_layout([2, 8, 8, 8, 8], world_size=2)
+    wish = Wishes(parameter=Tier.DEVICE, master=Tier.DISK)
+    plan = planned(layout, pages(17 + 2 + 3 * 8 + 2 + 8, disk=1000), wish)
+    assert [triggers(plan, Operation.GATHER, unit)[0] for unit in range(5)] == [0, 0, 0, 0, 0]
+    tight = planned(layout, pages(17 + 2 + 2 * 8 + 2 + 4, disk=1000), wish)
+    assert [triggers(tight, Operation.GATHER, unit)[0] for unit in range(5)] == [0, 0, 0, 2, 3]
+
+
+def test_a_unit_that_is_used_after_its_backward_is_updated_after_that_use() -> None:
+    layout = even_layout([1, 1])
+    trace = Trace(
+        (
+            Tick(1, Phase.FORWARD, (0, 1)),
+            Tick(1, Phase.BACKWARD, (0, 1)),
+            Tick(0, Phase.FORWARD, (0,)),
+            Tick(1, Phase.FORWARD, (1,)),
+        )
+    )
+    plan = planned(layout, pages(100, disk=100), ON_DISK, trace)
+    assert triggers(plan, Operation.UPDATE, 1) == [4]
+    assert triggers(plan, Operation.UPDATE, 0) == [3]
+
+
+def test_evaluation_moves_parameters_only() -> None:
+    layout = even_layout([1, 4, 4])
+    plan = planned(layout, pages(9, disk=1000), ON_DISK, forward_trace(layout))
+    assert {task.operation for task in plan.tasks} == {Operation.FETCH, Operation.COMPUTE, Operation.RELEASE}
+
+
+def test_updates_can_wait_for_the_end_when_gradients_are_kept() -> None:
+    layout = even_layout([1, 2])
+    trace, budget = sequential_trace(layout), pages(100)
+    kept = placed(layout, budget, keep_gradients=True)
+    plan = schedule(layout, kept, trace, budget, update_in_backward=False)
+    simulate(layout, kept, plan, trace, budget)
+    assert [task.operation for task in plan.tasks_at(4)] == [Operation.UPDATE, Operation.UPDATE]
+    with pytest.raises(UsageError, match="keep_gradients=True"):
+        schedule(layout, placed(layout, budget), trace, budget, update_in_backward=False)
+
+
+def test_a_trace_that_takes_more_than_placement_saw_is_refused_by_tick() -> None:
+    layout = even_layout([1, 4, 4])
+    budget = pages(10, disk=1000)
+    placement = placed(layout, budget, wishes=ON_DISK)
+    trace = sequential_trace(layout)
+    grown = Trace((Tick(0, Phase.FORWARD, (0,), PAGE), *trace.ticks[1:]))
+    with pytest.raises(CapacityError, match=r"tick 3 \(layers.1 backward\) needs 10 pages .* has 9 of"):
+        plan_of(layout, placement, grown, budget)
+
+
+def test_equal_inputs_give_equal_digests_and_other_plans_other_ones() -> None:
+    layout = even_layout([1, 4, 4])
+    digests = [planned(layout, pages(count, disk=1000), ON_DISK).digest() for count in (10, 10, 14)]
+    assert digests[0] == digests[1] != digests[2]
+    assert len(digests[0]) == 64

@@ -1,0 +1,259 @@
+"""Simulation: what placement and schedule make is clean; what is broken is found; bytes and seconds add up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.planning import (
+    Budget,
+    Hardware,
+    Link,
+    ModelLayout,
+    Placement,
+    Plan,
+    Task,
+    Tick,
+    Trace,
+    Wishes,
+    build_layout,
+    place,
+    schedule,
+    sequential_trace,
+    simulate,
+)
+from lightning_ptm.terms import Kind, Operation, Phase, Tier
+
+from .models import PAGE, even_layout, plan_of, replanned, traces, unit_lists
+from .test_placement import pages, placed
+from .test_schedule import ON_DISK, ON_HOST
+
+SLOW = Hardware("one byte a second", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[ModelLayout, Trace]:
+    """A random model on one to four ranks, and a random iteration of it."""
+    units = draw(unit_lists())
+    layout = build_layout(units, page_size=PAGE, world_size=draw(st.sampled_from((1, 1, 2, 3, 4))))
+    return layout, draw(traces(len(units)))
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.data())
+def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Trace], data: st.DataObject) -> None:
+    layout, trace = problem
+    unified = data.draw(st.booleans())
+    budget = Budget(
+        data.draw(st.integers(0, 120)) * PAGE + data.draw(st.integers(0, 5)),
+        0 if unified else data.draw(st.sampled_from((0, 20, 1000))) * PAGE,
+        data.draw(st.sampled_from((0, 100, 10_000))) * PAGE,
+    )
+    tiers = [tier for tier in Tier if budget.of(tier) and tier is not Tier.DEVICE]
+    wish = st.sampled_from((None, None, Tier.DEVICE, *tiers))
+    keep_gradients = data.draw(st.booleans())
+    try:
+        placement = place(
+            layout,
+            [12 if flat.trainable else 0 for flat in layout.flats],
+            trace,
+            budget,
+            wishes=Wishes(data.draw(wish), data.draw(wish)),
+            unified=unified,
+            keep_gradients=keep_gradients,
+            staging_bytes=data.draw(st.sampled_from((0, PAGE))),
+            update_on_device=True,
+        )
+    except CapacityError as error:
+        assert re.search("raise .*(device|host|disk)_(memory|path)", str(error))
+        assume(False)
+        raise
+    update_in_backward = not keep_gradients or data.draw(st.booleans())
+    # What placement accepts, schedule can plan and the simulator finds nothing in.
+    plan = schedule(layout, placement, trace, budget, update_in_backward=update_in_backward)
+    simulation = simulate(layout, placement, plan, trace, budget, SLOW)
+    for use in simulation.tiers:
+        assert use.peak_bytes <= use.budget_bytes
+        assert use.bytes_per_tick[use.peak_tick] == use.peak_bytes == max(use.bytes_per_tick)
+    assert simulation.timing is not None
+    stalled_s = sum(stall.seconds for stall in simulation.timing.stalls)
+    assert simulation.timing.seconds == pytest.approx(simulation.timing.compute_s + stalled_s)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems())
+def test_a_budget_one_page_too_small_is_refused_at_the_right_tick(problem: tuple[ModelLayout, Trace]) -> None:
+    layout, trace = problem
+    assume(layout.world_size == 1)
+    needs = [_least_pages(layout, trace, number) for number in range(len(trace.ticks))]
+    assume(max(needs, default=0) > 0)
+    non_model_bytes = trace.non_model_peak_bytes
+
+    def attempt(device_pages: int) -> Placement:
+        return place(
+            layout,
+            [12] * len(layout.flats),
+            trace,
+            Budget(device_pages * PAGE + non_model_bytes, 0, 10**12),
+            wishes=ON_DISK,
+            unified=True,
+            keep_gradients=False,
+            staging_bytes=0,
+            update_on_device=True,
+        )
+
+    assert attempt(max(needs)).gather_bytes == max(needs) * PAGE
+    with pytest.raises(CapacityError, match=rf"^tick {needs.index(max(needs))} \(.* needs {max(needs)} pages"):
+        attempt(max(needs) - 1)
+
+
+def _least_pages(layout: ModelLayout, trace: Trace, number: int) -> int:
+    """Pages of one rank at one tick when everything lives on disk, counted by looking at the whole trace each time."""
+    count = 0
+    for unit in range(len(layout.units)):
+        live = [at for at, tick in enumerate(trace.ticks) if unit in tick.live]
+        backward = [at for at in live if trace.ticks[at].phase is Phase.BACKWARD]
+        sizes = [(flat.trainable, -(-flat.padded_bytes // PAGE)) for flat in layout.flats_of(unit)]
+        if number in live:
+            count += sum(size for _, size in sizes)
+        # Passing gradients stay until the update, which follows the unit's last use.
+        if backward and backward[0] <= number <= live[-1]:
+            count += sum(size for trainable, size in sizes if trainable)
+    return count
+
+
+def _valid(world_size: int, wishes: Wishes, budget: Budget) -> tuple[ModelLayout, Placement, Plan, Trace, Budget]:
+    layout = even_layout([size * world_size for size in (1, 3, 3, 3)], world_size)
+    trace = sequential_trace(layout)
+    placement = placed(layout, budget, wishes=wishes)
+    return layout, placement, plan_of(layout, placement, trace, budget), trace, budget
+
+
+VALID = {
+    "one rank, tight": _valid(1, ON_DISK, pages(9, disk=1000)),
+    "one rank, roomy": _valid(1, ON_DISK, pages(100, disk=1000)),
+    "two ranks, tight": _valid(2, ON_HOST, pages(22, host=1000)),
+    "two ranks, roomy": _valid(2, ON_HOST, pages(40, host=1000)),
+    "two ranks, resident": _valid(2, Wishes(), pages(1000)),
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_each_dropped_task_is_found(name: str) -> None:
+    layout, placement, plan, trace, budget = VALID[name]
+    simulate(layout, placement, plan, trace, budget)
+    for task in plan.tasks:
+        broken = replace(plan, tasks=tuple(other for other in plan.tasks if other is not task))
+        with pytest.raises((InternalError, CapacityError)):
+            simulate(layout, placement, broken, trace, budget)
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_each_doubled_task_is_found(name: str) -> None:
+    layout, placement, plan, trace, budget = VALID[name]
+    for task in plan.tasks:
+        with pytest.raises((InternalError, CapacityError)):
+            simulate(layout, placement, replanned(plan, [*plan.tasks, task]), trace, budget)
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_each_task_delayed_beyond_its_need_is_found(name: str) -> None:
+    layout, placement, plan, trace, budget = VALID[name]
+    for task in plan.tasks:
+        for delay in range(1, plan.tick_count):
+            late = replace(task, trigger=task.trigger + delay)
+            if _may_wait(task, late, trace):
+                continue
+            tasks = [late if other is task else other for other in plan.tasks]
+            with pytest.raises((InternalError, CapacityError)):
+                simulate(layout, placement, replanned(plan, tasks), trace, budget)
+
+
+def _may_wait(task: Task, late: Task, trace: Trace) -> bool:
+    """Copies may arrive as late as their first use; an update may wait for the end."""
+    if task.operation is Operation.UPDATE:
+        return late.trigger == len(trace.ticks)
+    if task.operation in (Operation.FETCH, Operation.GATHER):
+        return not any(task.unit in tick.live for tick in trace.ticks[task.trigger : late.trigger])
+    return False
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_each_task_that_misses_a_page_is_found(name: str) -> None:
+    layout, placement, plan, trace, budget = VALID[name]
+    for task in plan.tasks:
+        if task.operation is Operation.COMPUTE:
+            continue
+        for less in (replace(task, last_page=task.last_page - 1), replace(task, first_page=1)):
+            tasks = tuple(less if other is task else other for other in plan.tasks)
+            with pytest.raises(InternalError):
+                simulate(layout, placement, replace(plan, tasks=tasks), trace, budget)
+
+
+def test_a_plan_that_exceeds_the_device_is_refused_by_tick() -> None:
+    layout, placement, plan, trace, budget = VALID["one rank, roomy"]
+    smaller = replace(budget, device_bytes=12 * PAGE)
+    with pytest.raises(
+        CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*device_memory"
+    ):
+        simulate(layout, placement, plan, trace, smaller)
+    with pytest.raises(CapacityError, match=r"homes on the disk tier .* raise disk_memory"):
+        simulate(layout, placement, plan, trace, replace(budget, disk_bytes=PAGE))
+
+
+def test_homes_that_do_not_hold_the_states_are_found() -> None:
+    layout, placement, plan, trace, budget = VALID["one rank, roomy"]
+    with pytest.raises(InternalError, match="homes on the disk tier"):
+        simulate(layout, replace(placement, disk_home_bytes=PAGE), plan, trace, budget)
+
+
+def test_a_plan_for_another_trace_is_found() -> None:
+    layout, placement, plan, trace, budget = VALID["one rank, roomy"]
+    with pytest.raises(InternalError, match="the plan has 8 ticks, the trace 7"):
+        simulate(layout, placement, plan, Trace(trace.ticks[:-1]), budget)
+    with pytest.raises(InternalError, match="stands behind trigger"):
+        simulate(layout, placement, replace(plan, tasks=plan.tasks[::-1]), trace, budget)
+
+
+def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted() -> None:
+    layout = even_layout([1])
+    trace = Trace((Tick(0, Phase.FORWARD, (0,), PAGE, 3.0), Tick(0, Phase.BACKWARD, (0,), 2 * PAGE, 5.0)))
+    budget = pages(6, disk=100)
+    placement = placed(layout, budget, trace=trace, wishes=ON_DISK)
+    plan = Plan(
+        (
+            Task(Operation.FETCH, 0, Kind.FULL, 0, 1, 0),
+            Task(Operation.COMPUTE, 0, Kind.FULL, 0, 1, 0),
+            Task(Operation.COMPUTE, 0, Kind.FULL, 0, 1, 1),
+            Task(Operation.RELEASE, 0, Kind.FULL, 0, 1, 2),
+            Task(Operation.UPDATE, 0, Kind.MASTER, 0, 1, 2),
+        ),
+        2,
+    )
+    simulation = simulate(layout, placement, plan, trace, budget, SLOW)
+    device, disk = simulation.tier(Tier.DEVICE), simulation.tier(Tier.DISK)
+    assert device.bytes_per_tick == (2 * PAGE, 4 * PAGE, 2 * PAGE)
+    assert (device.peak_bytes, device.peak_tick) == (4 * PAGE, 1)
+    assert disk.bytes_per_tick == (7 * PAGE,) * 3
+    timing = simulation.timing
+    assert timing is not None
+    carried = {use.link: use.bytes for use in timing.links if use.bytes}
+    assert carried == {Link.DISK_READ: 7 * PAGE, Link.DISK_WRITE: 7 * PAGE, Link.UPDATE_DEVICE: 14 * PAGE}
+    assert {stall.cause: stall.seconds for stall in timing.stalls} == {
+        Operation.FETCH: PAGE,
+        Operation.UPDATE: 14 * PAGE,
+    }
+    assert timing.seconds == 8.0 + 15 * PAGE
+
+
+def test_a_faster_link_never_makes_a_plan_slower() -> None:
+    layout, placement, plan, trace, budget = VALID["two ranks, tight"]
+    slow = simulate(layout, placement, plan, trace, budget, SLOW).timing
+    fast = simulate(layout, placement, plan, trace, budget, replace(SLOW, collective_bytes_per_s=10.0)).timing
+    assert slow is not None and fast is not None
+    assert fast.seconds < slow.seconds

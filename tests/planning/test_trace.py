@@ -1,0 +1,71 @@
+"""Traces and life times: the orders assumed before the first iteration, exchange, spans, next uses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning import LifeTime, Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
+from lightning_ptm.terms import Kind, Phase
+
+from .models import even_layout, traces
+
+
+def test_the_assumed_order_is_forward_then_backward_under_a_live_root() -> None:
+    trace = sequential_trace(even_layout([1, 1, 1]))
+    assert [(tick.unit, tick.phase, tick.live) for tick in trace.ticks] == [
+        (0, Phase.FORWARD, (0,)),
+        (1, Phase.FORWARD, (0, 1)),
+        (2, Phase.FORWARD, (0, 2)),
+        (2, Phase.BACKWARD, (0, 2)),
+        (1, Phase.BACKWARD, (0, 1)),
+        (0, Phase.BACKWARD, (0,)),
+    ]
+    assert forward_trace(even_layout([1, 1, 1])).ticks == trace.ticks[:3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(4))
+def test_a_trace_survives_its_exchange(trace: Trace) -> None:
+    table = Trace(trace.ticks, (TensorUse(3, "weight", 0, 7, 0.5, 0.25),))
+    assert Trace.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+
+
+@pytest.mark.parametrize(
+    ("unit", "live", "non_model_bytes"), [(1, (0,), 0), (0, (1, 0), 0), (0, (0, 0), 0), (0, (0,), -1), (-1, (-1,), 0)]
+)
+def test_ticks_that_cannot_be_are_refused(unit: int, live: tuple[int, ...], non_model_bytes: int) -> None:
+    with pytest.raises(ConfigError):
+        Tick(unit, Phase.FORWARD, live, non_model_bytes)
+
+
+def test_a_unit_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="uses unit 1, the model has 1"):
+        uses_of(Trace((Tick(1, Phase.FORWARD, (1,)),)), 1)
+
+
+def test_spans_and_life_times_of_the_assumed_order() -> None:
+    uses = uses_of(sequential_trace(even_layout([1, 1, 1])), 3)
+    assert [use.spans() for use in uses.units] == [(Span(0, 5),), (Span(1, 1), Span(4, 4)), (Span(2, 3),)]
+    assert uses.life_times()[:4] == (
+        LifeTime(0, Kind.FULL, 0, 5),
+        LifeTime(0, Kind.GRADIENT, 3, 5),
+        LifeTime(1, Kind.FULL, 1, 4),
+        LifeTime(1, Kind.GRADIENT, 4, 4),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(3))
+def test_the_next_use_is_the_first_live_tick_after(trace: Trace) -> None:
+    uses = uses_of(trace, 3)
+    for unit in range(3):
+        for tick in range(-1, len(trace.ticks)):
+            later = [number for number in range(tick + 1, len(trace.ticks)) if unit in trace.ticks[number].live]
+            assert uses.next_use(unit, tick) == min(later, default=len(trace.ticks))
+        live = [number for number, tick in enumerate(trace.ticks) if unit in tick.live]
+        covered = [number for span in uses.units[unit].spans() for number in range(span.first, span.end + 1)]
+        assert covered == live

@@ -1,0 +1,105 @@
+"""The command line: which file a config name means, what a wrong one says, and what `fit` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptm.cli import CONFIG_FOLDERS, command_line, main, resolve_config_names
+from lightning_ptm.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """One folder of configs with `known.yaml`, and an empty working directory."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "known.yaml").touch()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return [tmp_path / "configs"]
+
+
+@pytest.mark.parametrize("name", ["known.yaml", "known"])
+def test_a_bare_name_is_found_among_the_configs(folders: list[Path], name: str) -> None:
+    found = str(folders[0] / "known.yaml")
+    assert resolve_config_names(["fit", "--config", name, "--x=1"], folders) == ["fit", "--config", found, "--x=1"]
+    assert resolve_config_names(["fit", "-c", name], folders) == ["fit", "-c", found]
+    assert resolve_config_names([f"--config={name}"], folders) == [f"--config={found}"]
+
+
+def test_a_file_in_the_working_directory_comes_first(folders: list[Path]) -> None:
+    Path("known.yaml").touch()
+    assert resolve_config_names(["--config", "known.yaml"], folders) == ["--config", "known.yaml"]
+
+
+def test_paths_and_other_options_are_left_alone(folders: list[Path]) -> None:
+    arguments = ["fit", "--config", "./known.yaml", "--config=/a/known.yaml", "--data.path=known.yaml", "known.yaml"]
+    assert resolve_config_names(arguments, folders) == arguments
+
+
+def test_several_configs_are_each_resolved(folders: list[Path]) -> None:
+    found = str(folders[0] / "known.yaml")
+    assert resolve_config_names(["-c", "known", "-c", "known"], folders) == ["-c", found, "-c", found]
+
+
+def test_an_unknown_name_lists_the_known_ones(folders: list[Path]) -> None:
+    with pytest.raises(ConfigError, match=r"'unknown\.yaml'.*known\.yaml"):
+        resolve_config_names(["--config", "unknown.yaml"], folders)
+
+
+def test_an_unknown_name_on_the_command_line_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "no-such-config.yaml"])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "no-such-config.yaml" in message
+    assert "gpt.yaml" in message
+
+
+def test_the_main_config_is_found_from_here() -> None:
+    assert any((folder / "gpt.yaml").samefile(CONFIGS / "gpt.yaml") for folder in CONFIG_FOLDERS if folder.is_dir())
+
+
+def test_a_misspelt_setting_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "gpt.yaml", "--trainer.max_stepz=3"])
+    assert "max_stepz" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_bytes(b"to be or not to be, that is the question. " * 200)
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 4,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+        },
+        "model": {
+            "class_path": "lightning_ptm.models.GPT",
+            "init_args": {"width": 16, "layers": 1, "heads": 2, "sequence_length": 32},
+        },
+        "data": {
+            "class_path": "lightning_ptm.data.TextBytes",
+            "init_args": {"path": str(tmp_path / "text.txt"), "sequence_length": 32, "batch_size": 4},
+        },
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    for _ in range(2):  # the second run writes its config over that of the first
+        run = command_line(["fit", "--config", str(tmp_path / "tiny.yaml"), "--trainer.val_check_interval=4"])
+        printed = capsys.readouterr().out
+    metrics = run.trainer.callback_metrics
+    assert f"training loss of the last batch: {metrics['train_loss'].item():.9g} nats/token" in printed
+    assert f"validation loss: {metrics['val_loss'].item():.9g} nats/byte" in printed
+    assert f"unigram model of the same text: {run.datamodule.unigram_loss:.4f} nats/byte" in printed
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["model"]["init_args"]["width"] == 16
