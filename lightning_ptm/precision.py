@@ -82,10 +82,10 @@ class AngelPTMPrecision(Precision):
         self._device_type = "cpu"
 
     @classmethod
-    def replacing(cls, plugin: Precision | None) -> AngelPTMPrecision:
+    def replacing(cls, plugin: Precision) -> AngelPTMPrecision:
         """The plugin that does under angel_ptm what `plugin` does elsewhere."""
-        if plugin is None or isinstance(plugin, AngelPTMPrecision):
-            return plugin or cls()
+        if isinstance(plugin, AngelPTMPrecision):
+            return plugin
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
             raise ConfigError(
                 f"the precision plugin {type(plugin).__name__} keeps parameters in a form that pages cannot hold; pass "

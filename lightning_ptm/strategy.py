@@ -107,14 +107,15 @@ class AngelPTMStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> AngelPTMPrecision:
-        plugin = self._precision_plugin
-        assert isinstance(plugin, AngelPTMPrecision)
-        return plugin
+        if not isinstance(self._precision_plugin, AngelPTMPrecision):
+            self._precision_plugin = AngelPTMPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
-        self._precision_plugin = AngelPTMPrecision.replacing(precision_plugin)
+        # None must stay None: the connector takes any other for the user's choice and ignores the string.
+        self._precision_plugin = None if precision_plugin is None else AngelPTMPrecision.replacing(precision_plugin)
 
     @property
     @override
