@@ -1,4 +1,4 @@
-"""The main job from a checkout: `python main.py fit --config gpt.yaml`, the same as `lightning-ptm fit --config gpt.yaml`."""
+"""The command line from a checkout: `python main.py fit --config gpt.yaml` is `lightning-ptm fit --config gpt.yaml`."""
 
 from __future__ import annotations
 

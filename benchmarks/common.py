@@ -108,7 +108,9 @@ def _commit() -> str:
 def argument_parser(description: str | None, *, disk: bool = False) -> argparse.ArgumentParser:
     """The options that all benchmarks have; a script adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that the script works, measures nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that the script works, measures nothing"
+    )
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     parser.add_argument("--log", action="store_true", help=f"also append the ratios to {LOG.name}")
     parser.add_argument("--repeats", type=int, default=7, help="turns of each side")
@@ -121,7 +123,9 @@ def argument_parser(description: str | None, *, disk: bool = False) -> argparse.
     )
     parser.add_argument("--keep-freed-memory", action="store_true", help="glibc keeps freed memory, on every side")
     if disk:
-        parser.add_argument("--disk-path", type=Path, help="folder on the disk to measure (default: beside the checkout)")
+        parser.add_argument(
+            "--disk-path", type=Path, help="folder on the disk to measure (default: beside the checkout)"
+        )
         parser.add_argument("--page-size", type=int, default=4, help="MiB of a page and of a disk transfer")
     return parser
 
@@ -160,7 +164,14 @@ def disk_folder(path: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def ours(options: Mapping[str, object], args: argparse.Namespace, *, devices: int = 1, **settings: object) -> Side:
+def ours(
+    options: Mapping[str, object],
+    args: argparse.Namespace,
+    *,
+    devices: int = 1,
+    memory_group: str | None = None,
+    **settings: object,
+) -> Side:
     """The side of this project's strategy: `settings` and then `--set` are the arguments of AngelPTMStrategy."""
     arguments = {**settings, **dict(args.set), "restore_weights": False}
     return Side(
@@ -170,6 +181,7 @@ def ours(options: Mapping[str, object], args: argparse.Namespace, *, devices: in
         ranks=devices,
         threads=args.threads,
         environment=side_environment(args),
+        memory_group=memory_group,
     )
 
 
@@ -199,9 +211,7 @@ def show_scores(scores: Mapping[str, Score], *, tokens_per_step: int) -> None:
     show_table(head, rows)
 
 
-def speed_bars(
-    what: str, scores: Mapping[str, Score], limits: Mapping[str, float], tokens_per_step: int
-) -> list[Bar]:
+def speed_bars(what: str, scores: Mapping[str, Score], limits: Mapping[str, float], tokens_per_step: int) -> list[Bar]:
     """One bar for each side in `limits` that took part with ours: tokens/s, ours over that side's, at least its limit."""
     bars = []
     for other, limit in limits.items():

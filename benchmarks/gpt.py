@@ -41,6 +41,10 @@ class GPTShape:
         """Parameters of the model, the tied head counted once."""
         return self.layers * self.block_numel + (self.vocabulary + self.sequence + 2) * self.width
 
+    def with_sequence(self, sequence: int) -> GPTShape:
+        """The same model for samples of another length."""
+        return replace(self, sequence=sequence)
+
 
 SHAPES = {
     "tiny": GPTShape(layers=2, width=64, heads=2, vocabulary=256, sequence=64),

@@ -117,6 +117,11 @@ def peak_rss_bytes() -> int:
     return _proc_numbers("status")["VmHWM"] * 1024
 
 
+def current_rss_bytes() -> int:
+    """Memory that this process has resident now."""
+    return _proc_numbers("status")["VmRSS"] * 1024
+
+
 def disk_bytes() -> tuple[int, int]:
     """Bytes that this process has (read from, written to) disk so far, page cache hits left out."""
     counters = _proc_numbers("io")
@@ -176,14 +181,14 @@ class Baton:
         self._reports.flush()
 
 
-def take_turns(baton: Baton, step: Callable[[], float]) -> None:
-    """Run `step`, which returns the loss, as often as the baton says, until the race is over."""
+def take_turns(baton: Baton, step: Callable[[], float], extra: Mapping[str, float] | None = None) -> None:
+    """Run `step`, which returns the loss, as often as the baton says, until the race is over. Reports `extra` too."""
     baton.ready()
     while steps := baton.wait():
         loss = 0.0
         for _ in range(steps):
             loss = step()
-        baton.report(loss)
+        baton.report(loss, extra)
 
 
 # --- The race's end -------------------------------------------------------------------------------------------------

@@ -11,8 +11,18 @@ from __future__ import annotations
 
 import argparse
 
-from common import Bar, argument_parser, base_options, chosen, ours, publish, quicken, show_scores, side_environment
-from common import speed_bars
+from common import (
+    Bar,
+    argument_parser,
+    base_options,
+    chosen,
+    ours,
+    publish,
+    quicken,
+    show_scores,
+    side_environment,
+    speed_bars,
+)
 from gpt import SHAPES
 from race import Race, Score, Side
 

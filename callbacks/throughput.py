@@ -1,7 +1,7 @@
 """Tokens per second in the progress bar and in the logs.
 
-Owns a few (time, tokens) pairs and nothing on a device. I1: it never waits for a device and never communicates: it reads
-shapes and the clock. I2: time spent outside training (validation, checkpoints between epochs) is not counted.
+Owns a few (time, tokens) pairs and nothing on a device. I1: it never waits for a device and never communicates: it
+reads shapes and the clock. I2: time spent outside training (validation, checkpoints between epochs) is not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 class Throughput(Callback):
     """Logs `speed/tokens_per_s`, over all ranks, and shows it in the progress bar.
 
-    The tokens of a batch are the elements of its first tensor, and every rank is taken to have as many. For a model of
-    images or tables the number reads as elements per second.
+    The tokens of a batch are the elements of its first tensor, and every rank is taken to have as many. For a model
+    of images or tables the number reads as elements per second.
 
     Args:
         window: Batches that the speed is averaged over. On CUDA, batches are launched ahead of the device, so a window
@@ -29,7 +29,7 @@ class Throughput(Callback):
     def __init__(self, window: int = 20) -> None:
         if window < 1:
             raise ValueError(f"Throughput got window={window}; it averages over at least 1 batch")
-        # (end of a batch in seconds of the monotonic clock, tokens of that batch); the first pair only starts the clock.
+        # (end of a batch in seconds of the monotonic clock, its tokens); the first pair only starts the clock.
         self._ends: deque[tuple[float, int]] = deque(maxlen=window + 1)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,7 +53,7 @@ class Throughput(Callback):
         seconds = self._ends[-1][0] - self._ends[0][0]
         window_tokens = sum(tokens for _, tokens in self._ends) - self._ends[0][1]
         if seconds > 0:
-            self.log("speed/tokens_per_s", window_tokens / seconds, prog_bar=True, batch_size=1)
+            pl_module.log("speed/tokens_per_s", window_tokens / seconds, prog_bar=True, batch_size=1)
 
 
 def _first_tensor_numel(batch: Any) -> int | None:

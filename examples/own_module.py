@@ -42,7 +42,7 @@ def main() -> None:
     pixels = torch.randn(2048, 64, generator=generator)
     labels = (pixels @ torch.randn(64, 10, generator=generator)).argmax(dim=1)
     trainer = Trainer(
-        # The short name has default settings. With settings: strategy=lightning_ptm.AngelPTMStrategy(disk_path="/my/disk").
+        # With settings: strategy=lightning_ptm.AngelPTMStrategy(disk_path="/my/disk").
         strategy="angel_ptm",
         # 16-bit compute parameters and gradients, fp32 master states.
         precision="bf16-mixed",

@@ -1,7 +1,7 @@
 """The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
 
-LightningCLI with three additions: a bare name of a config file is also looked up in `configs/`, the config of a run may be
-written over the one of an earlier run in the same folder, and `fit` ends by printing its losses.
+LightningCLI with three additions: a bare name of a config file is also looked up in `configs/`, the config of a run may
+be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class PTMCommandLine(LightningCLI):
 def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
     """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
 
-    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it is
-    taken as it is.
+    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it
+    is taken as it is.
 
     Raises:
         ConfigError: a bare name that is no file.

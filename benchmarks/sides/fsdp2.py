@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from gpt import GPTShape, batches, build
 from race import Baton, take_turns
-from sides.plain import LEARNING_RATE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from sides.plain import LEARNING_RATE
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:

@@ -15,9 +15,10 @@ from gpt import GPT, GPTShape, batches, build, init_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from race import Baton
-from sides.plain import LEARNING_RATE
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+from sides.plain import LEARNING_RATE
 
 
 class GPTModule(LightningModule):
@@ -61,11 +62,14 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 class Pacer(Callback):
     """Makes the training loop stop at its turn's end until the next turn, and end with the race."""
 
-    def __init__(self, baton: Baton) -> None:
+    def __init__(self, baton: Baton, *, count_disk: bool) -> None:
         self.baton = baton
+        self.count_disk = count_disk
         self.left = 0
+        self.before: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.before = disk_numbers(trainer.strategy) if self.count_disk else {}
         self.baton.ready()
         self._wait(trainer)
 
@@ -74,7 +78,10 @@ class Pacer(Callback):
     ) -> None:
         self.left -= 1
         if self.left == 0:
-            self.baton.report(float(outputs["loss"]), link_numbers(trainer.strategy))
+            now = disk_numbers(trainer.strategy) if self.count_disk else {}
+            spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
+            self.baton.report(float(outputs["loss"]), spent)
+            self.before = now
             self._wait(trainer)
 
     def _wait(self, trainer: Trainer) -> None:
@@ -82,17 +89,21 @@ class Pacer(Callback):
         trainer.should_stop = self.left == 0
 
 
-def link_numbers(strategy: Strategy) -> dict[str, float]:
-    """What the strategy itself counted on its links to and from the disk, since the start; empty for Lightning's own.
+def disk_numbers(strategy: Strategy) -> dict[str, float]:
+    """What this project's strategy counted on its links to and from the disk since the run began.
 
-    Keys: `<source>-><target> bytes` and `<source>-><target> seconds`.
+    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight.
     """
-    if not hasattr(strategy, "stats"):
-        return {}
-    numbers = {}
-    for (source, target), link in strategy.stats().links.items():
-        numbers[f"{source}->{target} bytes"] = float(link.bytes)
-        numbers[f"{source}->{target} seconds"] = float(link.seconds)
+    import lightning_ptm
+    from lightning_ptm.terms import Tier
+
+    assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
+    numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
+    for (source, target), link in strategy.engine.allocator.stats().items():
+        if (source is Tier.DISK) != (target is Tier.DISK):
+            verb = "read" if source is Tier.DISK else "written"
+            numbers[f"{verb}_page_bytes"] += link.bytes
+            numbers[f"{verb}_busy_s"] += link.busy_s
     return numbers
 
 
@@ -115,7 +126,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         strategy=make_strategy(options.get("settings")),
         precision=options["precision"],
         max_epochs=1,
-        callbacks=[Pacer(baton)],
+        callbacks=[Pacer(baton, count_disk="settings" in options)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

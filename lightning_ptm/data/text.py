@@ -1,7 +1,7 @@
 """Text as bytes, without a download: the Python standard library's own sources, or any folder of text files.
 
 Which file belongs to which split depends on the names of the files and on nothing else: not on the machine, the seed or
-the rank. I1: a file's bytes are in one split only. I2: the windows of a split cover each of its tokens' successors at most once.
+the rank. I1: a file's bytes are in one split only, unless the text is one file. I2: no byte is a target in two windows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Successive windows of a text, for a shuffling sampler to pick from.
 
-    Item i is (tokens, targets), both int64 of shape (sequence_length,): the bytes from `i * sequence_length`, and the same
-    moved on by one. What is left at the end, shorter than a window, is not used.
+    Item i is (tokens, targets), both int64 of shape (sequence_length,): the bytes from `i * sequence_length`, and the
+    same moved on by one. What is left at the end, shorter than a window, is not used.
 
     Args:
         text: uint8, 1-D, longer than `sequence_length`. Not copied.
@@ -56,7 +56,7 @@ class TextBytes(LightningDataModule):
 
     Args:
         path: A folder, searched with its subfolders, or one file, whose end is then the validation text. By default the
-            sources of the running Python's standard library (about 30 MB; the text is another in another Python version).
+            sources of the running Python's standard library (about 30 MB; another text in another Python version).
         suffixes: Endings of the files to read in a folder.
         sequence_length: Bytes of a window; at most the model's own.
         batch_size: Windows of a batch, per rank.
@@ -103,7 +103,8 @@ class TextBytes(LightningDataModule):
             if text.numel() <= self.sequence_length:
                 raise ConfigError(
                     f"{self._root()} has {text.numel()} bytes of {split} text, one window takes "
-                    f"{self.sequence_length + 1}; give more text, a shorter sequence_length or another validation_fraction"
+                    f"{self.sequence_length + 1}; give more text, a shorter sequence_length or another "
+                    "validation_fraction"
                 )
         self.train_text, self.validation_text = train_text, validation_text
 
@@ -186,8 +187,8 @@ def find_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
 def split_files(files: Sequence[Path], *, root: Path, validation_fraction: float) -> tuple[list[Path], list[Path]]:
     """Divides files into training and validation files by a hash of their names relative to `root`.
 
-    Both lists are in the order of that hash, so that neighbours in a text are not neighbours in the folder and the first
-    part of the validation text is a fair sample of it.
+    Both lists are in the order of that hash: neighbours in a text are not neighbours in the folder, and the first part
+    of the validation text is a fair sample of it.
 
     Raises:
         ConfigError: fewer than two files.

@@ -1,8 +1,8 @@
 """Turns a copy between two paged tensors into holds on pages and pieces of work. Decides; touches no byte and no table.
 
 Disk ranges begin on a block. Their end may be ragged: where the target's elements end there, the last block is
-transferred whole (behind the elements there is only padding); elsewhere it bounces through staging, so that the target's
-next elements keep their values.
+transferred whole (behind the elements there is only padding); elsewhere it bounces through staging, so that the
+target's next elements keep their values.
 """
 
 from __future__ import annotations

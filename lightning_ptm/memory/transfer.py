@@ -66,7 +66,7 @@ class Transfer:
             raise self._error
 
     def piece_finished(self, error: BaseException | None = None) -> None:
-        """One piece has ended (called by I/O threads). The first error wins; the other pieces still run to their end."""
+        """One piece has ended (called by I/O threads). The first error wins; the other pieces still run."""
         with self._lock:
             self._pieces_left -= 1
             if error is not None and self._error is None:

@@ -1,8 +1,8 @@
 """A GPT: the model of the main job, of the examples and of the benchmarks.
 
-Plain PyTorch with pre-norm blocks, learned positions and GPT-2's initialisation. It knows nothing of pages: any strategy
-trains it. I1: parameters exist only after `configure_model`, which builds once. I2: every parameter is owned by exactly one of the module
-types that `init_weights` handles, so initialising module by module, in any order, initialises the model.
+Plain PyTorch with pre-norm blocks, learned positions and GPT-2's initialisation. It knows nothing of pages: any
+strategy trains it. I1: parameters exist only after `configure_model`, which builds once. I2: every parameter is owned
+by a module of a type that `init_weights` handles, so initialising module by module, in any order, does the whole model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ResidualLinear(nn.Linear):
-    """A linear layer that adds to the residual stream: there are two a block, and their sum must not grow with depth."""
+    """A linear layer that adds to the residual stream: two a block, whose sum must not grow with depth."""
 
 
 class Attention(nn.Module):
@@ -128,7 +128,8 @@ class GPT(LightningModule):
             )
         if width % heads:
             raise ConfigError(
-                f"GPT got width={width} and heads={heads}: heads of equal width are impossible; choose a multiple of {heads}"
+                f"GPT got width={width} and heads={heads}: heads of equal width are impossible; "
+                f"choose a width that is a multiple of {heads}"
             )
         self.save_hyperparameters()
         self.vocab_size = vocab_size
@@ -173,8 +174,8 @@ class GPT(LightningModule):
     def init_weights(self, module: nn.Module) -> None:
         """Initialises, in place, the parameters that `module` itself owns (not those of its children), as GPT-2 does.
 
-        Weights are normal with a standard deviation of 0.02, divided by sqrt(2 * layers) in residual projections; biases are
-        0, norms 1 and 0. Draws from PyTorch's default generator.
+        Weights are normal with a standard deviation of 0.02, divided by sqrt(2 * layers) in residual projections;
+        biases are 0, norms 1 and 0. Draws from PyTorch's default generator.
         """
         if isinstance(module, nn.Linear):
             depth_scale = math.sqrt(2 * self.layers) if isinstance(module, ResidualLinear) else 1.0
@@ -207,8 +208,8 @@ class GPT(LightningModule):
     def flops_per_token(self) -> int:
         """Floating-point operations that training spends on one token, without recomputation.
 
-        6 per weight of a matrix multiplication (2 forward, 4 backward), and 12 * layers * width * sequence for attention
-        (the count of PaLM, appendix B, which takes no advantage of the causal mask).
+        6 per weight of a matrix multiplication (2 forward, 4 backward), and 12 * layers * width * sequence for
+        attention (the count of PaLM, appendix B, which takes no advantage of the causal mask).
         """
         matrix_numel = self.layers * 12 * self.width**2 + self.vocab_size * self.width
         return 6 * matrix_numel + 12 * self.layers * self.width * self.sequence_length
@@ -264,7 +265,8 @@ class GPT(LightningModule):
         total_steps = self.trainer.estimated_stepping_batches
         if math.isinf(total_steps):
             raise ConfigError(
-                "The Trainer has neither max_steps nor max_epochs, so the cosine of the learning rate has no end; set one of them"
+                "The Trainer has neither max_steps nor max_epochs, so the cosine of the learning rate has no end; "
+                "set one of them"
             )
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         groups = [

@@ -1,7 +1,7 @@
 """Loss and perplexity over an evaluation, summed over ranks by torchmetrics.
 
-torchmetrics' own MeanMetric either looks for NaN, for which the device has to wait at each batch (and then drops them), or,
-with nan_strategy="disable", forgets the weights (seen in 1.9). Its Perplexity takes logits and pays for another softmax.
+torchmetrics' own MeanMetric either looks for NaN, for which the host has to wait at each batch (and then drops them),
+or, with nan_strategy="disable", forgets the weights (seen in 1.9). Its Perplexity pays for another softmax.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def parameter_demands(
         yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
         if layout.world_size > 1 and parameter_home is not Tier.DEVICE:
             fetched = max(trigger - 1, 0) if comfortable else trigger
-            yield Demand(compute_instant(fetched), compute_instant(trigger), shard_pages)
+            # Until the need, though the gather may be done before: so the least demand is covered (I2).
+            yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
 def gradient_demands(

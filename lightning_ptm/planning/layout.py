@@ -101,7 +101,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A unit's trainable (or frozen) parameters of one dtype, laid end to end and cut into stripes.
+    """A unit's parameters of one dtype, all of one optimizer or all frozen, laid end to end and cut into stripes.
 
     Args:
         unit: index of the unit.
@@ -299,13 +299,13 @@ def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
                 raise ConfigError(f"parameter {parameter.name} has shape {parameter.shape}; sizes must be at least 0")
             if parameter.itemsize not in (1, 2, 4, 8, 16):
                 raise ConfigError(
-                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per element, which "
-                    "do not tile a page; use a dtype of 1, 2, 4, 8 or 16 bytes"
+                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per "
+                    "element, which do not tile a page; use a dtype of 1, 2, 4, 8 or 16 bytes"
                 )
             if itemsizes.setdefault(parameter.dtype, parameter.itemsize) != parameter.itemsize:
                 raise ConfigError(
-                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per element; "
-                    f"others of that dtype have {itemsizes[parameter.dtype]}; give each dtype one size"
+                    f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per "
+                    f"element; others of that dtype have {itemsizes[parameter.dtype]}; give each dtype one size"
                 )
 
 

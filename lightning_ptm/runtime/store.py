@@ -71,6 +71,7 @@ class FlatStore:
         self._shard: PagedTensor | None = None
         self._pending: Transfer | Work | None = None
         self._shard_pending: Transfer | None = None
+        self._evict_when_live = False
 
     @property
     def full_bytes(self) -> int:
@@ -128,6 +129,9 @@ class FlatStore:
         self._pending = None
         self.binding.bind(self._taken().tensor())
         self.state = FullState.LIVE
+        if self._evict_when_live:
+            self._evict_when_live = False
+            self.evict_shard()
 
     def release(self) -> None:
         """Lets go of the full flat; parameters read as NaN from now on. A resident flat stays."""
@@ -141,9 +145,15 @@ class FlatStore:
         self._allocator.release(self._taken())
         self._full = None
         self.state = FullState.RELEASED
+        if self._evict_when_live:
+            self._evict_when_live = False
+            self.evict_shard()
 
     def evict_shard(self) -> None:
-        """Gives the device copy of the shard up."""
+        """Gives the device copy of the shard up; while an all-gather reads it, as soon as that is done."""
+        if self.state is FullState.FETCHING:
+            self._evict_when_live = True
+            return
         if self._shard is not None:
             if self._shard_pending is not None:
                 self._shard_pending.wait()

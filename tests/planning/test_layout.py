@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,6 +94,22 @@ def test_table_4_has_the_sizes_it_names() -> None:
     assert sizes["GPT3-175B"] == pytest.approx(175e9, rel=0.05)
     assert sizes["T5-1.4B"] == pytest.approx(1.4e9, rel=0.1)
     assert sizes["T5-MoE-1.2T"] == pytest.approx(1.2e12, rel=0.1)
+
+
+def test_each_optimizer_has_a_flat_of_its_own_and_frozen_parameters_share_one() -> None:
+    parameters = [
+        replace(spec("generator", 10), optimizer=0),
+        replace(spec("critic", 10), optimizer=1),
+        replace(spec("generator.bias", 10, group=1), optimizer=0),
+        replace(spec("frozen", 10, trainable=False), optimizer=1),
+        replace(spec("frozen.too", 10, trainable=False), optimizer=0),
+    ]
+    flats = build_layout([UnitSpec("root", tuple(parameters))], page_size=PAGE, world_size=1).flats
+    assert [[slot.spec.name for slot in flat.slots] for flat in flats] == [
+        ["generator", "generator.bias"],
+        ["critic"],
+        ["frozen", "frozen.too"],
+    ]
 
 
 def test_a_tail_is_one_stripe_of_small_equal_pieces() -> None:

@@ -1,0 +1,82 @@
+"""Compute parameters in RAM, masters on disk: how much memory does the process take beyond what it must?
+
+Sides:
+  ours         AngelPTMStrategy; the model is built on the meta device, so that building it is no peak
+  activations  forward and backward of the bf16 model alone, freed memory returned at once: its peak less what was
+               resident before the first step and less 2 bytes a parameter of gradients is the activations
+Ratio: peak resident memory of ours, from start to end, over 4 bytes a parameter + activations + 600 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from common import (
+    MIB,
+    RETURN_FREED_MEMORY,
+    Bar,
+    argument_parser,
+    base_options,
+    chosen,
+    disk_folder,
+    ours,
+    publish,
+    quicken,
+    show_scores,
+)
+from gpt import SHAPES
+from race import Race, Score, Side
+
+ALLOWANCE_BYTES = 600 * 10**6
+MODEL_BYTES_PER_PARAMETER = 4  # p16 and g16
+GRADIENT_BYTES_PER_PARAMETER = 2
+BATCH = {"tiny": 2, "25M": 4, "124M": 2, "355M": 2}
+
+
+def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
+    options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
+    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": args.recompute}
+    alone = {**options, "update": False, "recompute": args.recompute == "all"}
+    return [
+        ours({**options, "meta": True}, args, parameter_home="device", master_home="disk", **settings),
+        Side("activations", "plain", alone, threads=args.threads, environment=RETURN_FREED_MEMORY),
+    ]
+
+
+def bars(size: str, scores: dict[str, Score]) -> list[Bar]:
+    numel = SHAPES[size].numel
+    made = []
+    if alone := scores.get("activations"):
+        idle = alone.turns[0].extra["idle_rss_bytes"]
+        activations = alone.peak_rss_bytes - idle - GRADIENT_BYTES_PER_PARAMETER * numel
+        print(f"{size}: activations of a step are {activations / MIB:,.0f} MiB")
+        if mine := scores.get("ours"):
+            allowed = MODEL_BYTES_PER_PARAMETER * numel + activations + ALLOWANCE_BYTES
+            ratio = mine.peak_rss_bytes / allowed
+            sizes = mine.peak_rss_bytes / MIB, allowed / MIB
+            made.append(Bar(f"{size} peak memory over what is allowed", *sizes, "MiB", ratio, 1.0, at_least=False))
+    return made
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, disk=True)
+    parser.add_argument("--sizes", default="124M,355M", help=f"by comma, of {', '.join(BATCH)}")
+    parser.add_argument("--batch", type=int, help=f"samples a step (default: {BATCH})")
+    parser.add_argument("--recompute", default="none", choices=("none", "all"))
+    parser.set_defaults(repeats=3)
+    args = quicken(parser.parse_args())
+    all_bars: list[Bar] = []
+    all_scores: dict[str, Score] = {}
+    for size in ["tiny"] if args.quick else args.sizes.split(","):
+        print(f"GPT {size}, {SHAPES[size].numel:,} parameters")
+        with disk_folder(args.disk_path) as folder, Race(chosen(sides(size, args, folder), args)) as race:
+            scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
+        show_scores(scores, tokens_per_step=(args.batch or BATCH[size]) * SHAPES[size].sequence)
+        all_bars += bars(size, scores)
+        all_scores |= {f"{size} {name}": score for name, score in scores.items()}
+    publish("memory.py", args, all_bars, all_scores)
+
+
+if __name__ == "__main__":
+    main()
