@@ -65,8 +65,8 @@ def _limit(group: Path, version: int, cap_bytes: int) -> None:
             (group / "memory.swap.max").write_text("0")
     except OSError as error:
         raise SkipBenchmark(
-            f"no memory cap: {error.filename} cannot be written ({error.strerror}); start the benchmark in a group of its "
-            f"own, e.g. systemd-run --scope -p MemoryMax={cap_bytes}, or as root"
+            f"no memory cap: {error.filename} cannot be written ({error.strerror}); start the benchmark in a "
+            f"group of its own, e.g. systemd-run --scope -p MemoryMax={cap_bytes}, or as root"
         ) from error
 
 

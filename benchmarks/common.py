@@ -78,6 +78,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
+    """What LOG.md and JSON say about where a number comes from."""
     return Machine(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
@@ -154,6 +155,7 @@ def chosen(sides: Sequence[Side], args: argparse.Namespace) -> list[Side]:
 
 
 def side_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Environment variables that every side gets."""
     return dict(KEEP_FREED_MEMORY) if args.keep_freed_memory else {}
 
 
@@ -167,13 +169,13 @@ def disk_folder(path: Path | None) -> Iterator[Path]:
 def ours(
     options: Mapping[str, object],
     args: argparse.Namespace,
+    settings: Mapping[str, object] | None = None,
     *,
     devices: int = 1,
     memory_group: str | None = None,
-    **settings: object,
 ) -> Side:
     """The side of this project's strategy: `settings` and then `--set` are the arguments of AngelPTMStrategy."""
-    arguments = {**settings, **dict(args.set), "restore_weights": False}
+    arguments = {**(settings or {}), **dict(args.set), "restore_weights": False}
     return Side(
         "ours",
         "trainer",
@@ -212,7 +214,7 @@ def show_scores(scores: Mapping[str, Score], *, tokens_per_step: int) -> None:
 
 
 def speed_bars(what: str, scores: Mapping[str, Score], limits: Mapping[str, float], tokens_per_step: int) -> list[Bar]:
-    """One bar for each side in `limits` that took part with ours: tokens/s, ours over that side's, at least its limit."""
+    """One bar for each side in `limits` that took part with ours: tokens/s over that side's, at least its limit."""
     bars = []
     for other, limit in limits.items():
         if "ours" not in scores or other not in scores:

@@ -77,10 +77,12 @@ def _imports(python: Path, package: str) -> bool:
 
 
 def sides(size: str, args: argparse.Namespace, python: str, folder: Path) -> list[Side]:
+    """The contestants, with what each is asked to train."""
     options = base_options(SHAPES[size], batch=args.batch)
     environment = side_environment(args)
-    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "master_home": "disk"}
-    racing = [ours(options, args, parameter_home="device", **settings)]
+    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder)}
+    homes = {"parameter_home": "device", "master_home": "disk"}
+    racing = [ours(options, args, settings | homes)]
     own_environment = {
         **environment,
         "DS_ACCELERATOR": "cpu",
@@ -96,6 +98,7 @@ def sides(size: str, args: argparse.Namespace, python: str, folder: Path) -> lis
 
 
 def bars(size: str, scores: dict[str, Score]) -> list[Bar]:
+    """The bar against the faster DeepSpeed; prints how DeepSpeed stands to the plain loop."""
     theirs = [scores[name] for name in DEEPSPEED_SIDES if name in scores]
     if not theirs:
         return []
@@ -112,6 +115,7 @@ def bars(size: str, scores: dict[str, Score]) -> list[Bar]:
 
 
 def main() -> None:
+    """Race, print, and write what the command line asked for."""
     parser = argument_parser(__doc__, disk=True)
     parser.add_argument("--size", default="124M", choices=tuple(SHAPES))
     parser.add_argument("--batch", type=int, default=2, help="samples a step")

@@ -39,21 +39,25 @@ SPEED_LIMIT = 0.85
 
 
 def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
+    """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=args.batch)
-    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "master_home": "disk"}
+    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder)}
+    homes = {"parameter_home": "device", "master_home": "disk"}
     return [
-        ours(options, args, parameter_home="device", **settings),
+        ours(options, args, settings | homes),
         disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),
         compute_side(options, args),
     ]
 
 
 def disk_side(args: argparse.Namespace, folder: Path, *, step_bytes: int, file_bytes: int) -> Side:
+    """The disk alone, moving `step_bytes` a step over a file of `file_bytes`."""
     sizes = {"block_bytes": args.page_size * MIB, "step_bytes": step_bytes, "file_bytes": file_bytes}
     return Side("disk", "disk", {"folder": str(folder), **sizes})
 
 
 def compute_side(options: Mapping[str, object], args: argparse.Namespace, *, recompute: bool = False) -> Side:
+    """Forward and backward alone, everything in RAM."""
     alone = {**options, "update": False, "recompute": recompute}
     return Side("compute", "plain", alone, threads=args.threads, environment=side_environment(args))
 
@@ -65,6 +69,7 @@ def page_speed(turn: Turn) -> float:
 
 
 def bars(size: str, shape: GPTShape, scores: dict[str, Score]) -> list[Bar]:
+    """The bars of step time and of page bandwidth, when all sides took part."""
     if not {"ours", "disk", "compute"} <= scores.keys():
         return []
     mine, disk_s = scores["ours"], scores["disk"].step_s
@@ -81,6 +86,7 @@ def bars(size: str, shape: GPTShape, scores: dict[str, Score]) -> list[Bar]:
 
 
 def main() -> None:
+    """Race, print, and write what the command line asked for."""
     parser = argument_parser(__doc__, disk=True)
     parser.add_argument("--size", default="124M", choices=tuple(SHAPES))
     parser.add_argument("--batch", type=int, default=1, help="samples a step")

@@ -31,6 +31,7 @@ LIMITS = {"plain": 1.0, "single": 1.0}
 
 
 def sides(size: str, args: argparse.Namespace) -> list[Side]:
+    """The contestants, with what each is asked to train."""
     options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
     environment = side_environment(args)
     single = {**options, "precision": "bf16-mixed"}
@@ -42,6 +43,7 @@ def sides(size: str, args: argparse.Namespace) -> list[Side]:
 
 
 def main() -> None:
+    """Race, print, and write what the command line asked for."""
     parser = argument_parser(__doc__)
     parser.add_argument("--sizes", default="25M,124M", help=f"by comma, of {', '.join(BATCH)}")
     parser.add_argument("--batch", type=int, help=f"samples a step (default: {BATCH})")

@@ -35,16 +35,19 @@ BATCH = {"tiny": 2, "25M": 4, "124M": 2, "355M": 2}
 
 
 def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
+    """The contestants, with what each is asked to train."""
     options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": args.recompute}
+    homes = {"parameter_home": "device", "master_home": "disk"}
     alone = {**options, "update": False, "recompute": args.recompute == "all"}
     return [
-        ours({**options, "meta": True}, args, parameter_home="device", master_home="disk", **settings),
+        ours({**options, "meta": True}, args, settings | homes),
         Side("activations", "plain", alone, threads=args.threads, environment=RETURN_FREED_MEMORY),
     ]
 
 
 def bars(size: str, scores: dict[str, Score]) -> list[Bar]:
+    """The bar of one size; prints the activations that it allows."""
     numel = SHAPES[size].numel
     made = []
     if alone := scores.get("activations"):
@@ -60,6 +63,7 @@ def bars(size: str, scores: dict[str, Score]) -> list[Bar]:
 
 
 def main() -> None:
+    """Race, print, and write what the command line asked for."""
     parser = argument_parser(__doc__, disk=True)
     parser.add_argument("--sizes", default="124M,355M", help=f"by comma, of {', '.join(BATCH)}")
     parser.add_argument("--batch", type=int, help=f"samples a step (default: {BATCH})")

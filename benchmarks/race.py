@@ -199,7 +199,7 @@ class _Worker:
 
     def __init__(self, side: Side, rank: int, port: int) -> None:
         self.title = side.name if side.ranks == 1 else f"{side.name} (rank {rank})"
-        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  lives as long as the process
         order_read, order_write = os.pipe()
         report_read, report_write = os.pipe()
         environment = {

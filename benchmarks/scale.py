@@ -41,10 +41,11 @@ COMPUTE_SLACK_BYTES = 3 * GIB
 
 
 def sides(shape: GPTShape, args: argparse.Namespace, folder: Path, group: str) -> list[Side]:
+    """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=1)
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": "all"}
     homes = {"parameter_home": "disk", "master_home": "disk"}
-    capped = ours({**options, "meta": True}, args, memory_group=group, **settings, **homes)
+    capped = ours({**options, "meta": True}, args, settings | homes, memory_group=group)
     step_bytes = 64 * MIB if args.quick else DISK_STEP_BYTES
     racing = [capped, disk_side(args, folder, step_bytes=step_bytes, file_bytes=step_bytes)]
     needed, free = COMPUTE_BYTES_PER_PARAMETER * shape.numel + COMPUTE_SLACK_BYTES, available_bytes()
@@ -56,6 +57,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path, group: str) -
 
 
 def available_bytes() -> int:
+    """Memory that a new process could take without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -63,6 +65,7 @@ def available_bytes() -> int:
 
 
 def bars(shape: GPTShape, scores: dict[str, Score], args: argparse.Namespace) -> list[Bar]:
+    """The bars of one size that trained; prints what its step was made of."""
     billions, largest = shape.numel / 1e9, args.largest / 1e9
     made = []
     if "ours" in scores and shape.numel >= args.largest:
@@ -73,8 +76,9 @@ def bars(shape: GPTShape, scores: dict[str, Score], args: argparse.Namespace) ->
         traffic_s = mine.traffic_bytes / (disk.traffic_bytes / disk.step_s)
         floor_s = max(scores["compute"].step_s, traffic_s)
         print(
-            f"{billions:.2f}B: ours moved {mine.traffic_bytes / shape.numel:.1f} bytes a parameter and step, {traffic_s:.2f} s "
-            f"at the disk's {disk.traffic_bytes / disk.step_s / 1e9:.2f} GB/s; compute alone {scores['compute'].step_s:.2f} s"
+            f"{billions:.2f}B: ours moved {mine.traffic_bytes / shape.numel:.1f} bytes a parameter and step, "
+            f"{traffic_s:.2f} s at the disk's {disk.traffic_bytes / disk.step_s / 1e9:.2f} GB/s; "
+            f"compute alone {scores['compute'].step_s:.2f} s"
         )
         if shape.numel <= 1.1 * args.fast:
             what = f"{billions:.2f}B in {args.cap_gib:g} GiB, step over max(compute, its disk traffic)"
@@ -89,6 +93,7 @@ def failed(shape: GPTShape, args: argparse.Namespace) -> Bar:
 
 
 def main() -> None:
+    """Race, print, and write what the command line asked for."""
     parser = argument_parser(__doc__, disk=True)
     parser.add_argument("--params", default="1.2e9,3.0e9", help="parameters of the models, by comma")
     parser.add_argument("--largest", type=float, default=3.0e9, help="parameters that must train")
@@ -107,9 +112,12 @@ def main() -> None:
         shape = shape_of_numel(float(numel))
         print(f"GPT {shape.numel:,} parameters, {shape.layers} blocks, cap {args.cap_gib:g} GiB")
         try:
-            with disk_folder(args.disk_path) as folder, memory_cap(int(args.cap_gib * GIB)) as group:
-                with Race(chosen(sides(shape, args, folder, group), args)) as race:
-                    scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
+            with (
+                disk_folder(args.disk_path) as folder,
+                memory_cap(int(args.cap_gib * GIB)) as group,
+                Race(chosen(sides(shape, args, folder, group), args)) as race,
+            ):
+                scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
         except SkipBenchmark as reason:
             print(f"SKIPPED: {reason}")
             sys.exit(0)

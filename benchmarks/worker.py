@@ -15,6 +15,7 @@ from race import Baton
 
 
 def main() -> int:
+    """Run the side named on the command line; what it raises goes to the race, too."""
     module, options, orders_fd, reports_fd, memory_group = sys.argv[1:]
     if memory_group:  # before torch is imported, so that all it takes is counted
         (Path(memory_group) / "cgroup.procs").write_text(str(os.getpid()))

@@ -6,6 +6,7 @@ reads shapes and the clock. I2: time spent outside training (validation, checkpo
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+
+LOG_INTERVAL_S = 0.5
+"""Least time between two looks at the speed: logging costs a few hundred microseconds, too much for steps of a few
+milliseconds. In between, Lightning goes on showing and logging the last value."""
 
 
 class Throughput(Callback):
@@ -31,10 +36,12 @@ class Throughput(Callback):
             raise ValueError(f"Throughput got window={window}; it averages over at least 1 batch")
         # (end of a batch in seconds of the monotonic clock, its tokens); the first pair only starts the clock.
         self._ends: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._logged_at_s = -math.inf
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts a new window."""
+        """Starts a new window; Lightning has dropped the last epoch's value."""
         self._ends.clear()
+        self._logged_at_s = -math.inf
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts a new window: the validation was no training time."""
@@ -43,16 +50,18 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the batch, and logs the speed from the second batch of a window on."""
+        """Notes the batch, and now and then logs the speed, from the second batch of a window on."""
         tokens = _first_tensor_numel(batch)
         if tokens is None:
             return
-        self._ends.append((time.monotonic(), tokens * trainer.world_size))
-        if len(self._ends) < 2:
+        now_s = time.monotonic()
+        self._ends.append((now_s, tokens * trainer.world_size))
+        if len(self._ends) < 2 or now_s - self._logged_at_s < LOG_INTERVAL_S:
             return
         seconds = self._ends[-1][0] - self._ends[0][0]
         window_tokens = sum(tokens for _, tokens in self._ends) - self._ends[0][1]
         if seconds > 0:
+            self._logged_at_s = now_s
             pl_module.log("speed/tokens_per_s", window_tokens / seconds, prog_bar=True, batch_size=1)
 
 

@@ -25,6 +25,7 @@ BUFFERS = 4
 
 
 def configuration(options: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration; what is not named stays at its default."""
     pipeline = options["pipeline"]
     return {
         "train_micro_batch_size_per_gpu": options["batch"],
@@ -54,6 +55,7 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -89,6 +89,7 @@ def best_depth(file: DirectFile) -> int:
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
     block_bytes, step_bytes = options["block_bytes"], options["step_bytes"]
     with DirectFile(options["folder"], file_bytes=options["file_bytes"], block_bytes=block_bytes) as file:
         file.fill()

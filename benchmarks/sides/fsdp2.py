@@ -20,6 +20,7 @@ from sides.plain import LEARNING_RATE
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
     dist.init_process_group("gloo")
     try:
         _race(options, baton)

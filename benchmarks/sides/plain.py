@@ -20,10 +20,11 @@ LEARNING_RATE = 3e-4
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
     shape = GPTShape(**options["shape"])
     model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=options.get("recompute", False))
     data = batches(shape, batch=options["batch"], seed=options["seed"])
-    parameters = list(model.parameters())
+    parameters: list[torch.Tensor] = list(model.parameters())
 
     def compute() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
@@ -39,15 +40,15 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         return
 
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    gradients = [master.grad for master in masters]
+    gradients = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
         loss = compute()
         with torch.no_grad():
-            torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters])
+            torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters if parameter.grad is not None])
             optimizer.step()
             torch._foreach_copy_(parameters, masters)
         return loss.item()

@@ -108,6 +108,7 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
 
 
 def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
+    """This project's strategy with `settings`, or Lightning's own for None."""
     if settings is None:
         return "auto"
     import lightning_ptm
@@ -117,6 +118,7 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
     shape = GPTShape(**options["shape"])
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
     data = Batches(shape, batch=options["batch"], seed=options["seed"])

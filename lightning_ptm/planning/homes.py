@@ -55,7 +55,8 @@ class Placement:
         device_home_bytes: device bytes of homes; host_home_bytes and disk_home_bytes likewise.
         gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
             than they could all use at once.
-        staging_bytes: bytes through which updates stream, on the device, and once more on the host where there is one.
+        staging_bytes: bytes through which updates stream between the disk and the CPU, in `staging_tier`: RAM, which is
+            the device tier where there is no host tier.
         non_model_peak_bytes: device bytes left to activations and everything else that is no page.
     """
 
@@ -67,7 +68,12 @@ class Placement:
     disk_home_bytes: int
     gather_bytes: int
     staging_bytes: int
+    staging_tier: Tier
     non_model_peak_bytes: int
+
+    def staged_bytes(self, tier: Tier) -> int:
+        """Bytes of staging in one tier."""
+        return self.staging_bytes if tier is self.staging_tier else 0
 
     def home_bytes(self, tier: Tier) -> int:
         """Bytes of homes in one tier."""

@@ -118,7 +118,7 @@ class _Problem:
         self._caches_masters = caches_masters
         self._units = range(len(layout.units))
         self._pool_bytes = _whole_pages(
-            budget.device_bytes - trace.non_model_peak_bytes - staging_bytes, layout.page_size
+            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if unified else 0), layout.page_size
         )
         # State, renewed by each attempt.
         self._comfortable = False
@@ -178,6 +178,7 @@ class _Problem:
             disk_home_bytes=capacity[Tier.DISK] - self._left[Tier.DISK],
             gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
             staging_bytes=self._staging_bytes,
+            staging_tier=Tier.DEVICE if self._unified else Tier.HOST,
             non_model_peak_bytes=self._trace.non_model_peak_bytes,
         )
 

@@ -84,7 +84,7 @@ class _Scheduler:
         reserved_bytes = (
             max(trace.non_model_peak_bytes, placement.non_model_peak_bytes)
             + placement.device_home_bytes
-            + placement.staging_bytes
+            + placement.staged_bytes(Tier.DEVICE)
         )
         self._reserved_bytes = reserved_bytes
         self._limit = min(placement.gather_bytes, budget.device_bytes - reserved_bytes) // layout.page_size

@@ -100,7 +100,7 @@ class _Replay:
         self._clock = clock
         self._one_rank = layout.world_size == 1
         non_model_bytes = max([placement.non_model_peak_bytes] + [tick.non_model_bytes for tick in trace.ticks])
-        self._reserved_bytes = placement.device_home_bytes + placement.staging_bytes + non_model_bytes
+        self._reserved_bytes = placement.device_home_bytes + placement.staged_bytes(Tier.DEVICE) + non_model_bytes
         self._limit = min(budget.device_bytes - self._reserved_bytes, placement.gather_bytes) // layout.page_size
         self._last_use: dict[int, int] = {}
         self._last_backward: dict[int, int] = {}
@@ -314,7 +314,7 @@ class _Replay:
                 raise InternalError(
                     f"homes on the {tier.name.lower()} tier take {size} bytes, {home_bytes} are set off"
                 )
-            if tier is not Tier.DEVICE and home_bytes + self._staging_bytes(tier) > self._budget.of(tier):
+            if tier is not Tier.DEVICE and home_bytes + self._placement.staged_bytes(tier) > self._budget.of(tier):
                 raise CapacityError(
                     f"homes on the {tier.name.lower()} tier take {format_bytes(home_bytes)}, it has "
                     f"{format_bytes(self._budget.of(tier))}; raise {tier.name.lower()}_memory"
@@ -368,17 +368,13 @@ class _Replay:
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not gradient]
         return sum(-(-flat.padded_bytes // self._layout.page_size) for flat in flats)
 
-    def _staging_bytes(self, tier: Tier) -> int:
-        return self._placement.staging_bytes if tier is Tier.HOST and self._budget.host_bytes else 0
-
     def _tier_uses(self, peaks: list[int]) -> tuple[TierUse, ...]:
         uses: list[TierUse] = []
         non_model = [tick.non_model_bytes for tick in self._trace.ticks] + [0]
         for tier in Tier:
-            fixed = self._placement.home_bytes(tier) + self._staging_bytes(tier)
+            fixed = self._placement.home_bytes(tier) + self._placement.staged_bytes(tier)
             per_tick = [fixed] * len(peaks)
             if tier is Tier.DEVICE:
-                fixed += self._placement.staging_bytes
                 page = self._layout.page_size
                 per_tick = [fixed + more + pages * page for more, pages in zip(non_model, peaks, strict=True)]
             peak_bytes = max(per_tick)

@@ -17,7 +17,8 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.planning.placement import Budget, Placement, Wishes, place
+from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.machine import free_device_bytes, free_disk_bytes, free_host_bytes
 from lightning_ptm.runtime.units import Unit, discover

@@ -25,7 +25,8 @@ from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.planning.render import render
-from lightning_ptm.planning.schedule import Plan, schedule
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import Trace, forward_trace
 from lightning_ptm.runtime.binding import FlatBinding

@@ -16,7 +16,7 @@ from functools import partial
 
 from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.schedule import Plan
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer

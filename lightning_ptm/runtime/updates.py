@@ -120,6 +120,8 @@ class UpdateScheduler:
         """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass."""
         armed, self._armed = self._armed, None
         hyper = armed.hyper if armed is not None else None
+        # Learning rate schedulers warn unless they see that a step was taken; the user's own step() is never called.
+        self._optimizers[optimizer]._opt_called = True  # type: ignore[attr-defined]
         # First unit first: the next forward wants it first.
         for unit, flat in reversed(self.flats_of(optimizer)):
             if flat.done_this_step:

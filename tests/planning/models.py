@@ -110,7 +110,7 @@ def unit_lists(draw: st.DrawFn, max_units: int = 5) -> list[UnitSpec]:
         parameters = [
             spec(
                 f"{index}.{number}",
-                draw(st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 200_000))),
+                draw(st.one_of(st.integers(0, 200), st.integers(20_000, 200_000), st.integers(20_000, 200_000))),
                 dtype=draw(st.sampled_from(("bfloat16", "bfloat16", "float32"))),
                 trainable=draw(st.sampled_from((True, True, True, False))),
                 group=draw(st.integers(-1, 2)),

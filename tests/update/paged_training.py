@@ -186,14 +186,12 @@ def make_twin(
     plain_optimizer = make(parameter_groups(plain, groups, second or {}))
     users = [torch.nn.Parameter(value.to(compute)) for value in values]
     optimizer = make(parameter_groups(users, groups, second or {}))
-    for group in plain_optimizer.param_groups:
-        # What the shadow chooses when the user leaves it open.
-        if group.get("fused", False) is None and not group.get("foreach"):
-            group["fused"] = True
-
     flat = make_flat(shapes, groups, compute)
     order = [int(slot.spec.name[1:]) for slot in flat.slots]
     traits = probe(optimizer, dtype=master_dtype)
+    for group, known in zip(plain_optimizer.param_groups, traits.groups, strict=True):
+        if known.fused:
+            group["fused"] = True
     states = FlatStates.allocate(allocator, flat, 0, traits, home, master_dtype=torch.float32 if mixed else None)
     target = allocator.allocate("p16", flat.shard_numel, compute, target_home)
     gradient = allocator.allocate("g16", flat.shard_numel, compute, gradient_home) if gradient_home is not None else None

@@ -1,0 +1,103 @@
+"""Fixtures that all tests share: where model states live, and a check that a test cleans up after itself.
+
+I1: every strategy made here poisons released pages (a stale read shows as NaN) and has the smallest pages there are, so
+that tiny models take several. I2: a test that leaves a thread, a file, an open deleted file or an environment variable
+behind fails.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning_ptm import AngelPTMStrategy
+
+TIERS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "masters_on_disk": {"master_home": "disk"},
+    "all_on_disk": {"master_home": "disk", "parameter_home": "disk"},
+    "three_tiers": {
+        "device_memory": "1MiB",
+        "host_memory": "64MiB",
+        "parameter_home": "host",
+        "master_home": "disk",
+    },
+}
+"""Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has."""
+
+_OTHERS_THREADS = ("pytest_timeout", "tqdm_monitor", "ThreadPoolExecutor", "QueueFeederThread")
+_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+# What Lightning's launcher sets for every parallel strategy and never takes back; its own tests allow the same.
+_OTHERS_VARIABLES |= {"LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PL_GLOBAL_SEED"}
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(_OTHERS_THREADS)}
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OTHERS_VARIABLES}
+
+
+def _deleted_open_files() -> set[str]:
+    found: set[str] = set()
+    folder = Path("/proc/self/fd")
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue  # the descriptor of the listing itself
+        if target.endswith("(deleted)") and target.startswith("/") and not target.startswith("/memfd:"):
+            found.add(target)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaves a thread, a file in the working folder, an unlinked file or a variable behind."""
+    threads, variables, files, deleted = _threads(), _variables(), set(os.listdir()), _deleted_open_files()
+    environment = dict(os.environ)
+    yield
+    for thread in _threads() - threads:
+        thread.join(5)  # one that is about to end may do so
+    changed = _variables()
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    assert {thread.name for thread in _threads() - threads} == set(), "threads were left behind"
+    assert _deleted_open_files() - deleted == set(), "unlinked files were left open"
+    assert set(os.listdir()) - files - {".pytest_cache"} == set(), "files were left in the working folder"
+    assert changed == variables, "environment variables were changed"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the disk tier, which must be empty again in the end."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+MakeStrategy = Callable[..., AngelPTMStrategy]
+
+
+@pytest.fixture
+def strategy_at(disk: Path) -> MakeStrategy:
+    """`strategy_at("three_tiers", recompute="all")`: a strategy with model states where the name of TIERS says."""
+
+    def make(tier: str, **settings: Any) -> AngelPTMStrategy:
+        chosen = {"page_size": "64KiB", "poison": True, "disk_path": disk, **TIERS[tier], **settings}
+        return AngelPTMStrategy(**chosen)
+
+    return make
+
+
+@pytest.fixture(params=list(TIERS))
+def tier(request: pytest.FixtureRequest) -> str:
+    """Each of TIERS in turn."""
+    return str(request.param)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptm.memory import Allocator, FileOps
+
+PAGE = 64 * 1024
+MakeAllocator = Callable[..., Allocator]
+
+
+@pytest.fixture
+def make_allocator(tmp_path: Path) -> Iterator[MakeAllocator]:
+    """Makes allocators with `pages` pages of 64 KiB in each tier of a CPU machine; no thread may outlive the test."""
+    made: list[Allocator] = []
+
+    def make(
+        pages: int = 16, *, paths: int = 1, files: FileOps | None = None, poison: bool = True, threads: int = 2
+    ) -> Allocator:
+        folders = [tmp_path / f"disk{index}" for index in range(paths)]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        allocator = Allocator(
+            page_size=PAGE,
+            device=torch.device("cpu"),
+            device_bytes=pages * PAGE,
+            host_bytes=pages * PAGE,
+            disk_bytes=pages * PAGE,
+            disk_paths=folders,
+            poison=poison,
+            io_threads_per_path=threads,
+            file_ops=files,
+        )
+        made.append(allocator)
+        return allocator
+
+    yield make
+    for allocator in made:
+        allocator.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ptm-io")] == []

@@ -1,0 +1,320 @@
+"""The same training twice: as a plain PyTorch loop, and by the strategy. Both yield an `Outcome` to be compared bitwise.
+
+The plain side knows nothing of the strategy. Under bf16-mixed it keeps a bf16 copy of the parameters that computes, fp32
+masters that a stock optimizer updates, and gradients in bf16 which become fp32 before clipping and update; the true
+precisions cast the module and update it directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning_ptm import AngelPTMStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "32-true": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "64-true": torch.float64,
+}
+
+
+class TrainModule(L.LightningModule):
+    """Base of the tests' modules: a subclass defines `loss`, which may return None; losses are recorded.
+
+    Class attributes say what `configure_optimizers` returns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def make_optimizer(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def make_schedule(self, optimizer: Optimizer) -> Any:
+        """A scheduler that steps after each optimizer step, or None."""
+        return None
+
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, index: int) -> Tensor | None:
+        loss = self.loss(batch, index)
+        if loss is not None:
+            self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer()
+        schedule = self.make_schedule(optimizer)
+        if schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a training leaves: the loss of every micro-batch, and weights and buffers by name."""
+
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+
+    def assert_equal(self, other: Outcome) -> None:
+        assert len(self.losses) == len(other.losses)
+        assert all(torch.isfinite(loss) for loss in self.losses), self.losses
+        for index, (ours, theirs) in enumerate(zip(self.losses, other.losses, strict=True)):
+            assert torch.equal(ours, theirs), f"losses differ from step {index} on: {self.losses} {other.losses}"
+        assert self.weights.keys() == other.weights.keys()
+        differing = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
+        assert not differing, f"weights differ: {differing}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches(Dataset[Any]):
+    """A list of ready batches as a data set that the loader does not batch again."""
+
+    items: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self, batch_size=None)
+
+
+def tokens(count: int, *, vocabulary: int = 97, shape: tuple[int, int] = (4, 17), seed: int = 1) -> Batches:
+    """`count` batches of token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return Batches([torch.randint(0, vocabulary, shape, generator=generator) for _ in range(count)])
+
+
+def vectors(count: int, *shape: int, seed: int = 1) -> Batches:
+    """`count` batches of normal numbers of a shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return Batches([torch.randn(*shape, generator=generator) for _ in range(count)])
+
+
+# -- the plain side ---------------------------------------------------------------------------------------------------
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    return type(batch)(_cast(item, dtype) for item in batch)
+
+
+class PlainOptimizer:
+    """A stock optimizer over masters: `step` and `zero_grad` in the words of Lightning's manual optimization."""
+
+    def __init__(self, optimizer: Optimizer, precision: str, kept_whole: set[int]) -> None:
+        self.optimizer = optimizer
+        self.clip: Callable[[list[Tensor]], object] | None = None
+        self.pairs: list[tuple[nn.Parameter, Tensor]] = []
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if not precision.endswith("mixed") or id(parameter) in kept_whole:
+                    self.pairs.append((parameter, parameter))
+                    continue
+                master = parameter.detach().clone().requires_grad_()
+                self.pairs.append((parameter, master))
+                group["params"][place] = master
+
+    def step(self) -> None:
+        for parameter, master in self.pairs:
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        # Clipping must not change the 16-bit gradients that a later step may add to.
+        if self.clip is not None:
+            self.clip([master for _, master in self.pairs])
+            self.clip = None
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self.pairs:
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter, _ in self.pairs:
+            parameter.grad = None
+
+    def toggle(self, others: Sequence[PlainOptimizer], on: bool) -> None:
+        mine = {id(parameter) for parameter, _ in self.pairs}
+        for other in others:
+            for parameter, _ in other.pairs:
+                if id(parameter) not in mine:
+                    parameter.requires_grad_(not on)
+
+
+@dataclasses.dataclass
+class PlainLoop:
+    """A plain loop over a module made by `build`.
+
+    Args:
+        clip: max norm, or bound when `clip_by_value`.
+        on_step: called with the module and the masters by name after each optimizer step.
+    """
+
+    build: Callable[[], TrainModule]
+    precision: str = "bf16-mixed"
+    accumulate: int = 1
+    clip: float | None = None
+    clip_by_value: bool = False
+    on_step: Callable[[int, dict[str, Tensor]], None] | None = None
+
+    def run(self, batches: Batches, *, steps: int | None = None) -> Outcome:
+        """Trains on the batches in order; `steps` optimizer steps at most."""
+        torch.manual_seed(0)
+        module = self.build()
+        module.configure_model()
+        module.train()
+        dtype = DTYPES[self.precision]
+        kept_whole = {id(p) for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) for p in m.parameters()}
+        made = module.configure_optimizers()
+        optimizers, schedule = _unpacked(made)
+        plain = [PlainOptimizer(optimizer, self.precision, kept_whole) for optimizer in optimizers]
+        frozen = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self._cast_module(module, dtype, kept_whole)
+        precise = {id(parameter): master for optimizer in plain for parameter, master in optimizer.pairs}
+        masters = {name: precise.get(id(p), frozen[name]) for name, p in module.named_parameters()}
+        if not module.automatic_optimization:
+            _by_hand(module, plain)
+        taken = 0
+        for index, batch in enumerate(batches.items):
+            if steps is not None and taken == steps:
+                break
+            batch = batch if self.precision.endswith("mixed") or dtype is torch.float32 else _cast(batch, dtype)
+            if not module.automatic_optimization:
+                with self._context(dtype):
+                    module.training_step(batch, index)
+                taken += 1
+                continue
+            with self._context(dtype):
+                loss = module.training_step(batch, index)
+            if index % self.accumulate == 0:
+                plain[0].zero_grad()
+            if loss is not None:
+                (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+            if (index + 1) % self.accumulate == 0:
+                plain[0].clip = self._clipping()
+                plain[0].step()
+                if schedule is not None:
+                    schedule.step()
+                if self.on_step is not None:
+                    self.on_step(taken, masters)
+                    plain[0].optimizer.zero_grad()
+                    with torch.no_grad():
+                        for parameter, master in plain[0].pairs:
+                            parameter.copy_(master)
+                taken += 1
+        weights = {name: value.detach().clone() for name, value in masters.items()}
+        weights |= {name: value.clone() for name, value in module.named_buffers()}
+        return Outcome(module.losses, weights)
+
+    def _cast_module(self, module: nn.Module, dtype: torch.dtype, kept_whole: set[int]) -> None:
+        if not self.precision.endswith("mixed"):
+            module.to(dtype)
+            return
+        for parameter in module.parameters():
+            if id(parameter) not in kept_whole:
+                parameter.data = parameter.data.to(dtype)
+
+    @contextmanager
+    def _context(self, dtype: torch.dtype) -> Iterator[None]:
+        if self.precision.endswith("mixed"):
+            with torch.autocast("cpu", dtype):
+                yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _clipping(self) -> Callable[[list[Tensor]], object] | None:
+        bound = self.clip
+        if bound is None:
+            return None
+        if self.clip_by_value:
+            return lambda masters: nn.utils.clip_grad_value_(masters, bound)
+        return lambda masters: nn.utils.clip_grad_norm_(masters, bound)
+
+
+def _unpacked(made: Any) -> tuple[list[Optimizer], Any]:
+    if isinstance(made, Optimizer):
+        return [made], None
+    if isinstance(made, dict):
+        return [made["optimizer"]], made["lr_scheduler"]["scheduler"]
+    return list(made), None
+
+
+def _by_hand(module: Any, plain: list[PlainOptimizer]) -> None:
+    """Gives a module outside a Trainer what manual optimization calls."""
+    module.optimizers = lambda: plain if len(plain) > 1 else plain[0]
+    module.manual_backward = lambda loss, **options: loss.backward(**options)
+    module.toggle_optimizer = lambda optimizer: optimizer.toggle(plain, True)
+    module.untoggle_optimizer = lambda optimizer: optimizer.toggle(plain, False)
+
+    def clip_gradients(optimizer: PlainOptimizer, gradient_clip_val: float, gradient_clip_algorithm: str) -> None:
+        by_value = gradient_clip_algorithm == "value"
+        optimizer.clip = lambda masters: (nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_)(
+            masters, gradient_clip_val
+        )
+
+    module.clip_gradients = clip_gradients
+
+
+# -- the strategy's side ----------------------------------------------------------------------------------------------
+
+
+def make_trainer(strategy: AngelPTMStrategy, precision: str = "bf16-mixed", **options: Any) -> L.Trainer:
+    """A quiet Trainer on one CPU rank."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, **{**quiet, **options})  # type: ignore[arg-type]
+
+
+def outcome_of(module: TrainModule) -> Outcome:
+    """After a fit: its losses, weights and buffers; weights must be ordinary tensors again."""
+    weights = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.is_contiguous() or parameter.numel() == 0, name
+        assert parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize, name
+        weights[name] = parameter.detach().clone()
+    weights |= {name: value.clone() for name, value in module.named_buffers()}
+    return Outcome(module.losses, weights)
+
+
+def fit(
+    build: Callable[[], TrainModule],
+    batches: Batches,
+    strategy: AngelPTMStrategy,
+    precision: str = "bf16-mixed",
+    **options: Any,
+) -> Outcome:
+    """Trains a freshly built module with the strategy."""
+    torch.manual_seed(0)
+    module = build()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*`training_step` returned `None`.*")
+        make_trainer(strategy, precision, **options).fit(module, batches.loader())
+    return outcome_of(module)

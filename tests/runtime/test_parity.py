@@ -1,0 +1,86 @@
+"""Losses and weights are those of a plain PyTorch loop, bit for bit, wherever the model states live (promise 1)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from plain_loop import Batches, Outcome, PlainLoop, fit, tokens
+from tiny_models import ScheduledStack, Stack
+
+BATCHES = tokens(8)
+
+
+@cache
+def plain(precision: str, accumulate: int = 1, clip: float | None = None, by_value: bool = False) -> Outcome:
+    loop = PlainLoop(ScheduledStack, precision, accumulate=accumulate, clip=clip, clip_by_value=by_value)
+    return loop.run(BATCHES)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "bf16-true", "64-true"])
+def test_precisions(strategy_at, tier, precision) -> None:
+    fit(ScheduledStack, BATCHES, strategy_at(tier), precision).assert_equal(plain(precision))
+
+
+@pytest.mark.parametrize("recompute", ["all", "every 2nd"])
+def test_recompute(strategy_at, tier, recompute) -> None:
+    fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute)).assert_equal(plain("bf16-mixed"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_accumulation(strategy_at, tier, recompute) -> None:
+    ours = fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute), accumulate_grad_batches=4)
+    ours.assert_equal(plain("bf16-mixed", accumulate=4))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
+    bound = 0.5 if algorithm == "norm" else 0.002
+    ours = fit(
+        ScheduledStack,
+        BATCHES,
+        strategy_at(tier),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=bound,
+        gradient_clip_algorithm=algorithm,
+    )
+    expected = plain("bf16-mixed", accumulate, bound, algorithm == "value")
+    ours.assert_equal(expected)
+    # The bound is one that matters.
+    unclipped = plain("bf16-mixed", accumulate)
+    assert not torch.equal(expected.weights["head.weight"], unclipped.weights["head.weight"])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_clipping_and_accumulation_in_true_precisions(strategy_at, tier, precision) -> None:
+    ours = fit(
+        ScheduledStack, BATCHES, strategy_at(tier), precision, accumulate_grad_batches=4, gradient_clip_val=0.5
+    )
+    ours.assert_equal(plain(precision, 4, 0.5))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_update_after_backward(strategy_at, tier, precision) -> None:
+    ours = fit(ScheduledStack, BATCHES, strategy_at(tier, update_in_backward=False), precision)
+    ours.assert_equal(plain(precision))
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_accumulation_that_ends_in_the_middle(strategy_at, tier, recompute) -> None:
+    """Lightning steps at the end of an epoch with what there is; the next epoch starts afresh."""
+    batches = tokens(6)
+    ours = fit(Stack, batches, strategy_at(tier, recompute=recompute), accumulate_grad_batches=4, max_epochs=2)
+    loop = PlainLoop(Stack, accumulate=4)
+    del loop
+    ram = fit(Stack, batches, strategy_at("ram"), accumulate_grad_batches=4, max_epochs=2)
+    ours.assert_equal(ram)
+
+
+def test_no_step_at_all(strategy_at, tier) -> None:
+    """A fit without a batch changes nothing, and the weights come back in fp32."""
+    ours = fit(Stack, Batches([]), strategy_at(tier))
+    torch.manual_seed(0)
+    fresh = Stack()
+    assert all(torch.equal(ours.weights[name], parameter) for name, parameter in fresh.named_parameters())

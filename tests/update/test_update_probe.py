@@ -1,0 +1,215 @@
+"""What the probe finds out, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.update import HyperParameters, Initial, RunViews, Shadow, probe, snapshot
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(2, 3))]
+
+
+class LikeLAMB(optim.Optimizer):
+    """Adam-like, but the step is scaled by a norm of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad, 0.1)
+                    p.sub_(average * p.norm() / average.norm().clamp(min=1e-6), alpha=group["lr"])
+
+
+class HiddenCounter(optim.Optimizer):
+    """Keeps its step on the object, where several pieces of one step would each advance it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+        self.steps_done = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps_done += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.steps_done)
+
+
+class NeedsClosure(optim.Optimizer):
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class FillsStateInConstructor(optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.ones_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.addcdiv_(p.grad, self.state[p]["sum"].addcmul_(p.grad, p.grad).sqrt(), value=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: optim.LBFGS(parameters()), "closure"),
+        (lambda: NeedsClosure(parameters()), "closure"),
+        (lambda: optim.Adafactor(parameters()), "row_var"),
+        (lambda: optim.SparseAdam(parameters()), "dense gradients"),
+        (lambda: LikeLAMB(parameters()), "changes its value"),
+        (lambda: HiddenCounter(parameters()), "changes its value"),
+        pytest.param(
+            lambda: optim.Muon(parameters()),
+            "2D",
+            marks=pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon"),
+        ),
+    ],
+)
+def test_refused_with_class_and_reason_and_remedy(make: Any, reason: str) -> None:
+    optimizer = make()
+    with pytest.raises(ConfigError, match=type(optimizer).__name__) as caught:
+        probe(optimizer)
+    assert reason in str(caught.value)
+    assert "what works" in str(caught.value)
+
+
+def test_slots_and_scalars_of_each_group() -> None:
+    groups = [{"params": parameters()}, {"params": parameters(), "amsgrad": True}]
+    traits = probe(optim.AdamW(groups, lr=1e-3))
+    assert [slot.name for slot in traits.groups[0].slots] == ["exp_avg", "exp_avg_sq"]
+    assert [slot.name for slot in traits.slots] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    assert traits.groups[0].scalars == ("step",)
+    assert traits.bytes_per_element() == 12
+    assert traits.initial is Initial.LAZY
+
+
+def test_cuts_are_limited_for_fused_kernels_only() -> None:
+    assert probe(optim.AdamW(parameters())).granularity == 64
+    assert probe(optim.AdamW(parameters(), fused=False)).granularity == 1
+
+
+def test_fused_is_chosen_only_when_left_open() -> None:
+    assert probe(optim.AdamW(parameters())).groups[0].fused
+    assert not probe(optim.AdamW(parameters(), fused=False)).groups[0].fused
+    assert not probe(optim.AdamW(parameters(), foreach=True)).groups[0].fused
+    assert not probe(optim.RMSprop(parameters())).groups[0].fused
+
+
+def test_a_fused_kernel_that_computes_something_else_is_not_chosen() -> None:
+    optimizer = optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    assert probe(optimizer, dtype=torch.float32).groups[0].fused
+    fused = optim.SGD([torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))], lr=0.1, momentum=0.9, fused=True)
+    parameter = fused.param_groups[0]["params"][0]
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        fused.step()
+    is_right = bool((fused.state[parameter]["momentum_buffer"] == 2.71875).all())
+    assert probe(optimizer, dtype=torch.bfloat16).groups[0].fused <= is_right
+
+
+def test_state_from_the_constructor_only() -> None:
+    assert probe(FillsStateInConstructor(parameters())).initial is Initial.CONSTRUCTED
+
+
+def test_probing_leaves_the_optimizer_alone() -> None:
+    parameter = parameters()[0]
+    optimizer = optim.AdamW([parameter], lr=torch.tensor(1e-3))
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    before = {key: value for key, value in optimizer.param_groups[0].items()}
+    random = torch.random.get_rng_state()
+    probe(optimizer)
+    assert optimizer.param_groups[0] == before
+    assert not optimizer.state
+    assert parameter.grad is None
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert scheduler.last_epoch == 0
+
+
+def test_parameters_on_meta() -> None:
+    parameter = torch.nn.Parameter(torch.empty(1000, 1000, device="meta"))
+    assert len(probe(optim.AdamW([parameter])).slots) == 2
+
+
+def test_snapshot_is_a_copy() -> None:
+    lr = torch.tensor(1.0)
+    optimizer = optim.AdamW(parameters(), lr=lr)
+    hyper = snapshot(optimizer, probe(optimizer))
+    lr.fill_(2.0)
+    optimizer.param_groups[0]["weight_decay"] = 9.0
+    assert hyper.groups[0]["lr"] == 1.0
+    assert hyper.groups[0]["weight_decay"] == 0.01
+    assert "params" not in hyper.groups[0]
+    with pytest.raises(TypeError):
+        hyper.groups[0]["lr"] = 3.0  # type: ignore[index]
+
+
+def test_a_group_that_came_later_is_an_error() -> None:
+    optimizer = optim.AdamW(parameters())
+    traits = probe(optimizer)
+    optimizer.add_param_group({"params": parameters()})
+    with pytest.raises(ConfigError, match="parameter groups"):
+        snapshot(optimizer, traits)
+
+
+def test_a_state_that_appears_later_is_an_error() -> None:
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    traits = probe(optimizer)
+    shadow = Shadow(optimizer, traits)
+    group = {**snapshot(optimizer, traits).groups[0], "momentum": 0.9}
+    run = RunViews(0, torch.ones(64), torch.ones(64), {}, None)
+    with pytest.raises(UsageError, match="momentum_buffer"):
+        shadow.step(HyperParameters((group,)), [run])
+
+
+def test_the_shadow_lets_go_of_views() -> None:
+    optimizer = optim.AdamW(parameters())
+    traits = probe(optimizer)
+    shadow = Shadow(optimizer, traits)
+    value = torch.ones(64)
+    slots = {slot.name: torch.zeros(64) for slot in traits.slots}
+    shadow.step(snapshot(optimizer, traits), [RunViews(0, value, torch.ones(64), slots, None)])
+    assert value.grad is None
+    assert not optimizer.state
+    assert (value != 1).all()
+    assert (slots["exp_avg"] != 0).all()
+
+
+def test_hooks_of_the_users_object_are_not_run_for_every_page() -> None:
+    optimizer = optim.AdamW(parameters())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    traits = probe(optimizer)
+    shadow = Shadow(optimizer, traits)
+    slots = {slot.name: torch.zeros(64) for slot in traits.slots}
+    shadow.step(snapshot(optimizer, traits), [RunViews(0, torch.ones(64), torch.ones(64), slots, None)])
+    assert not calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda() -> None:
+    traits = probe(optim.AdamW(parameters()), device="cuda")
+    assert traits.groups[0].fused
+    assert [slot.name for slot in traits.slots] == ["exp_avg", "exp_avg_sq"]
