@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -57,7 +57,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one process did in one turn. The peak is since the process began; the bytes are those of this turn."""
+    """What a side did in one turn. The peak is since the process began; the bytes are those of this turn.
+
+    Of several ranks: the slowest one's seconds, the largest peak, the sum of the bytes, rank 0's loss.
+    """
 
     steps: int
     seconds: float
@@ -308,7 +311,13 @@ class Race:
         for worker in workers:
             worker.order(steps)
         turns = [Turn(**worker.receive(self._timeout_s)) for worker in workers]  # type: ignore[arg-type]
-        return max(turns, key=lambda turn: turn.seconds)
+        return replace(
+            turns[0],
+            seconds=max(turn.seconds for turn in turns),
+            peak_rss_bytes=max(turn.peak_rss_bytes for turn in turns),
+            read_bytes=sum(turn.read_bytes for turn in turns),
+            written_bytes=sum(turn.written_bytes for turn in turns),
+        )
 
     def _stop(self) -> None:
         for workers in self._workers.values():

@@ -165,6 +165,8 @@ class AngelPTMPrecision(Precision):
         if self.loss_scale is not None and model.automatic_optimization and result is None:
             return result  # the batch was skipped: Lightning's own plugin leaves optimizer and scale alone too
         engine.step(optimizer, self.loss_scale)
+        # torch's schedulers look for this mark of `Optimizer.step` and warn without it.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
     @override

@@ -100,6 +100,11 @@ class AngelPTMStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning's connector to give each rank its own part of the data."""
+        return True
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}

@@ -42,8 +42,8 @@ class _MallInfo2(ctypes.Structure):
 def set_malloc_thresholds() -> bool:
     """Make glibc give freed activations back to the system; True when it took the settings.
 
-    Blocks of 512 KiB and more get memory of their own, and the threshold no longer grows; a heap keeps at most 16 MiB of
-    free memory at its end. Settings are the process's: call once, before the model runs; they cannot be undone.
+    Blocks of 512 KiB and more get memory of their own, and the threshold no longer grows; a heap keeps at most 16 MiB
+    of free memory at its end. Settings are the process's: call once, before the model runs; they cannot be undone.
     """
     libc = _glibc()
     if libc is None:
@@ -77,20 +77,3 @@ def _glibc() -> ctypes.CDLL | None:
     except (OSError, TypeError):
         return None
     return libc if hasattr(libc, "gnu_get_libc_version") else None
-
-
-def malloc_in_use_bytes() -> int | None:
-    """Bytes that this process holds from malloc, in heaps and mappings; None where the C library does not tell."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        return None
-    mallinfo2.restype = _MallInfo2
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
-
-
-class _MallInfo2(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]

@@ -106,14 +106,16 @@ class PageTable:
         return self.page_size - sum(part.stop_bytes - part.start_bytes for part in self.parts(frame))
 
     def state(self, frame: int, start_bytes: int, stop_bytes: int) -> PageState:
-        """State of the bytes [start_bytes, stop_bytes): ABSENT unless they lie in one tensor's part."""
+        """State of bytes [start_bytes, stop_bytes): ABSENT unless in one tensor's part, ARRIVING if any of them is."""
+        if not any(part.start_bytes <= start_bytes and stop_bytes <= part.stop_bytes for part in self.parts(frame)):
+            return PageState.ABSENT
+        state = PageState.RESIDENT
         for flight in self._flights.get(frame, ()):
             if flight.start_bytes < stop_bytes and start_bytes < flight.stop_bytes:
-                return flight.state
-        for part in self.parts(frame):
-            if part.start_bytes <= start_bytes and stop_bytes <= part.stop_bytes:
-                return PageState.RESIDENT
-        return PageState.ABSENT
+                if flight.state is PageState.ARRIVING:
+                    return PageState.ARRIVING
+                state = flight.state
+        return state
 
     def take(self, frame: int, tensor_id: int, start_bytes: int, stop_bytes: int) -> None:
         """Give bytes of a page to a tensor."""

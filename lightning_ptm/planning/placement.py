@@ -73,6 +73,12 @@ def place(
             raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {_setting(tier)}")
     if wishes.master is Tier.DEVICE and not (update_on_device or unified):
         raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
+    staging_bytes = round_up(staging_bytes, layout.page_size)
+    if budget.host_bytes and staging_bytes > budget.host_bytes:
+        raise CapacityError(
+            f"updates stream through {format_bytes(staging_bytes)} of host memory, which has "
+            f"{format_bytes(budget.host_bytes)}; raise host_memory or lower staging_memory"
+        )
     problem = _Problem(
         layout,
         tuple(master_bytes_per_element),
@@ -82,7 +88,7 @@ def place(
         wishes,
         keep_gradients,
         unified,
-        round_up(staging_bytes, layout.page_size),
+        staging_bytes,
         caches_masters=update_on_device or unified,
     )
     return problem.solve()
@@ -114,11 +120,12 @@ class _Problem:
         self._wishes = wishes
         self._keep_gradients = keep_gradients
         self._unified = unified
+        self._staging_tier = Tier.HOST if budget.host_bytes else Tier.DEVICE
         self._staging_bytes = staging_bytes
         self._caches_masters = caches_masters
         self._units = range(len(layout.units))
         self._pool_bytes = _whole_pages(
-            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if unified else 0), layout.page_size
+            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if not budget.host_bytes else 0), layout.page_size
         )
         # State, renewed by each attempt.
         self._comfortable = False
@@ -147,7 +154,7 @@ class _Problem:
         self._demand = Occupancy(self._uses.tick_count)
         self._left = {
             Tier.DEVICE: self._pool_bytes,
-            Tier.HOST: max(self._budget.host_bytes - self._staging_bytes, 0),
+            Tier.HOST: max(self._budget.host_bytes - self._staging_bytes, 0) if self._budget.host_bytes else 0,
             Tier.DISK: self._budget.disk_bytes,
         }
         capacity = dict(self._left)
@@ -178,7 +185,7 @@ class _Problem:
             disk_home_bytes=capacity[Tier.DISK] - self._left[Tier.DISK],
             gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
             staging_bytes=self._staging_bytes,
-            staging_tier=Tier.DEVICE if self._unified else Tier.HOST,
+            staging_tier=self._staging_tier,
             non_model_peak_bytes=self._trace.non_model_peak_bytes,
         )
 

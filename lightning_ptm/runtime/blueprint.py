@@ -29,8 +29,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SHARE = 0.8
 _DEVICE_SHARE = 0.9
 _DISK_SHARE = 0.95
-_STAGING_SETS = 6
-"""Chunks in flight between disk and update: two being read, two computed, two written keep a disk busy."""
+_STAGING_CHUNKS = 12
+"""Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
+_STAGING_SHARE = 1 / 8
+"""Share of the RAM budget that staging takes at most by itself."""
 
 root_norms = (nn.modules.batchnorm._BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
@@ -58,7 +60,7 @@ class Blueprint:
     placement: Placement
     trace: Trace
     pool_bytes: dict[Tier, int]
-    staging_sets: int
+    staging_chunks: int
     keep_gradients: bool
 
     def gradient_home(self, unit: int) -> Tier:
@@ -120,8 +122,8 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
         raise ConfigError("parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'")
-    staging = _staging_bytes(settings, per_element) if disk and any(per_element) else 0
     budget = _agreed(_budget(request, unified), communicator)
+    chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
     keep = request.keep_gradients or not settings.update_in_backward
     placement = place(
         layout,
@@ -146,7 +148,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         placement=placement,
         trace=trace,
         pool_bytes=_pool_bytes(placement, layout, unified, staging),
-        staging_sets=_STAGING_SETS,
+        staging_chunks=chunks,
         keep_gradients=keep,
     )
 
@@ -225,10 +227,21 @@ def _wishes(settings: Settings, unified: bool) -> Wishes:
     return Wishes(parameter=tier(settings.parameter_home), master=tier(settings.master_home))
 
 
-def _staging_bytes(settings: Settings, per_element: Sequence[int]) -> int:
+def _staging(settings: Settings, per_element: Sequence[int], budget: Budget) -> tuple[int, int]:
+    """(chunks in flight, bytes that they take): one page of fp32 of each master state, a compute copy, a gradient."""
     page = settings.page_bytes
-    columns = -(-max(per_element) // 4) + 2  # master states, the compute copy, a gradient
-    return settings.staging_bytes or _STAGING_SETS * columns * page
+    chunk_bytes = (-(-max(per_element) // 4) + 2) * page
+    if settings.staging_bytes is not None:
+        chunks = settings.staging_bytes // chunk_bytes
+        if chunks < 1:
+            raise ConfigError(
+                f"staging_memory is {format_bytes(settings.staging_bytes)} and one chunk of this optimizer's states takes "
+                f"{format_bytes(chunk_bytes)}; raise staging_memory or lower page_size"
+            )
+        return chunks, chunks * chunk_bytes
+    ram = budget.host_bytes or budget.device_bytes
+    chunks = min(_STAGING_CHUNKS, max(2, int(ram * _STAGING_SHARE) // chunk_bytes))
+    return chunks, chunks * chunk_bytes
 
 
 def _budget(request: Request, unified: bool) -> Budget:

@@ -103,8 +103,8 @@ class Engine:
         self.stores = tuple(self._unit_store(index) for index in range(len(drawn.units)))
         self.updater = Updater(
             self.allocator,
-            staging=drawn.staging_sets,
-            staging_tier=Tier.DEVICE if drawn.unified else Tier.HOST,
+            staging=drawn.staging_chunks,
+            staging_tier=drawn.placement.staging_tier,
             device=self.device,
         )
         self.flats = tuple(tuple(self._flat_updates(store)) for store in self.stores)
@@ -112,9 +112,9 @@ class Engine:
         self._first_values()
         for flats in self.flats:
             for flat in flats:
-                self.updater.reserve(flat.states, target=flat.store.home, gradient=None)
                 if drawn.keep_gradients:
                     flat.gradient.reserve()
+                self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
         self.updates = UpdateScheduler(self.stores, self.flats, self._optimizers, self.updater)
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         self._agreement = (
@@ -253,7 +253,8 @@ class Engine:
             self._update_ready(self._behind.pop(0))
         for flats in self.flats:
             for flat in flats:
-                flat.gradient.settle()
+                if not self.updates.armed:
+                    flat.gradient.settle()
         self.stores[0].held = False
 
     def progress(self) -> None:

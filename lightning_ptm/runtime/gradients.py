@@ -112,24 +112,37 @@ class FlatGradient:
             self._communicator.reduce_scatter(full.tensor(), part.tensor(), layout), full, part
         )
 
+    @property
+    def pages(self) -> PagedTensor | None:
+        """The gradient pages, if this flat has any."""
+        return self._pages
+
+    def leaving(self) -> Sequence[Transfer]:
+        """What is still on its way into the pages; whoever reads them waits for it."""
+        return [transfer for transfer, _ in self._leaving]
+
     def settle(self) -> None:
         """Waits until the gradient pages may be read."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.work.wait()
-            self._allocator.release(arriving.full)
-            self._add(arriving.part)
+        self._land()
         leaving, self._leaving = self._leaving, []
         for transfer, buffer in leaving:
             transfer.wait(host=True)
             self._allocator.release(buffer)
 
+    def _land(self) -> None:
+        """Ends the reduction in flight."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.work.wait()
+            self._allocator.release(arriving.full)
+            self._add(arriving.part)
+
     def source(self) -> GradientSource:
-        """What the update reads."""
+        """What the update reads, once `leaving` has left."""
         if self.in_place:
             parameters = self.store.binding.parameters
             return ParameterGradients([parameter.grad for parameter in parameters])
-        self.settle()
+        self._land()
         if self._pages is None or not self._filled:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
         return ShardGradient(self._pages, tuple(self._present))

@@ -143,7 +143,7 @@ class UpdateScheduler:
         shadow = self._shadows.get(key)
         if shadow is None:
             shadow = self._shadows[key] = Shadow(self._optimizers[flat.optimizer], flat.states.traits)
-        job = UpdateJob(flat.states, shadow, source, store.home, hyper, transform)
+        job = UpdateJob(flat.states, shadow, source, store.home, hyper, transform, flat.gradient.leaving())
         self._pending.setdefault(unit, []).append(self._updater.submit(job))
         flat.done_this_step = True
 

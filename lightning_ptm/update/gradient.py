@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.update.states import Run, Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.planning.layout import FlatLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,9 +91,11 @@ class ShardGradient:
         self.paged = paged
         self._present = present
 
-    def present(self, parameters: int) -> Sequence[bool]:
-        """One bool for each of the flat's `parameters`."""
-        return self._present if self._present is not None else (True,) * parameters
+    def present(self, flat: FlatLayout) -> Sequence[bool]:
+        """For each parameter of the flat, whether it has a gradient."""
+        if self.paged.numel != flat.shard_numel:
+            raise InternalError(f"{self.paged.name} has {self.paged.numel} elements, its shard {flat.shard_numel}")
+        return self._present if self._present is not None else (True,) * len(flat.slots)
 
 
 class ParameterGradients:
@@ -116,10 +119,20 @@ class ParameterGradients:
                 )
             self._flat.append(gradient.detach().reshape(-1) if gradient is not None else None)
 
-    def present(self, parameters: int) -> Sequence[bool]:
-        """One bool for each of the flat's `parameters`."""
-        if parameters != len(self._flat):
-            raise UsageError(f"the flat has {parameters} parameters, gradients were given for {len(self._flat)}")
+    def present(self, flat: FlatLayout) -> Sequence[bool]:
+        """For each parameter of the flat, whether it has a gradient.
+
+        Raises:
+            UsageError: a gradient has another number of elements than its parameter had when it was laid out.
+        """
+        if len(flat.slots) != len(self._flat):
+            raise InternalError(f"the flat has {len(flat.slots)} parameters, gradients came for {len(self._flat)}")
+        for slot, gradient in zip(flat.slots, self._flat, strict=True):
+            if gradient is not None and gradient.numel() != slot.numel:
+                raise UsageError(
+                    f"the gradient of {slot.spec.name} has {gradient.numel()} elements, its pages {slot.numel}; "
+                    "parameters must keep their shape during a fit"
+                )
         return tuple(gradient is not None for gradient in self._flat)
 
     def view(self, run: Run) -> torch.Tensor | None:

@@ -150,12 +150,14 @@ class Progress:
 
     def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
         flat = job.states.flat
+        if job.target.numel != flat.shard_numel:
+            raise InternalError(f"{job.target.name} has {job.target.numel} elements, its shard {flat.shard_numel}")
         self.job = job
         self.handle = handle
         self.tier = arithmetic_tier(job.states, job.target, staging_tier)
         self.columns = job_columns(job)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
-        self.present: Sequence[bool] = job.gradient.present(len(flat.slots))
+        self.present: Sequence[bool] = job.gradient.present(flat)
 
         starts = range(0, flat.shard_numel, chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.

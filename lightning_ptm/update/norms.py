@@ -78,7 +78,7 @@ def shard_power(
         if not present[segment.parameter] or states.groups[segment.parameter] is None:
             continue
         for run in _pieces(segment):
-            norm = torch.linalg.vector_norm(_values(reader, run, dtype, transform), norm_type).double()
+            norm = torch.linalg.vector_norm(_values(reader, run, dtype, transform), norm_type, dtype=torch.float64)
             part = norm if math.isinf(norm_type) else norm**norm_type
             if total is None:
                 total = part

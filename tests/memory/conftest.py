@@ -13,6 +13,15 @@ PAGE = 64 * 1024
 MakeAllocator = Callable[..., Allocator]
 
 
+@pytest.fixture(autouse=True, scope="package")
+def one_compute_thread() -> Iterator[None]:
+    """Tensors are tiny here: handing their loops to a thread pool costs more than running them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_allocator(tmp_path: Path) -> Iterator[MakeAllocator]:
     """Makes allocators with `pages` pages of 64 KiB in each tier of a CPU machine; no thread may outlive the test."""

@@ -84,7 +84,7 @@ def test_pages_are_counted_per_tier(make_allocator: MakeAllocator) -> None:
 
 def test_too_large_is_refused_with_the_setting_to_raise(make_allocator: MakeAllocator) -> None:
     allocator = make_allocator(pages=4)
-    with pytest.raises(CapacityError, match="layers.0 gathered needs 5 pages.*raise device_memory"):
+    with pytest.raises(CapacityError, match=r"layers.0 gathered needs 5 pages.*raise device_memory"):
         allocator.allocate("layers.0 gathered", 4 * FLOATS_PER_PAGE + 1, torch.float32, Tier.DEVICE)
     assert allocator.free_bytes(Tier.DEVICE) == 4 * PAGE
     assert allocator.live_tensors() == ()
@@ -110,7 +110,7 @@ def test_scattered_tensor_has_no_view_until_merged(make_allocator: MakeAllocator
         tensor.tensor()
     source = filled(allocator, "source", values, Tier.DEVICE)
     allocator.copy(source, tensor).wait()
-    with pytest.raises(CapacityError, match="1 of them side by side|needs 3 pages"):
+    with pytest.raises(CapacityError, match="x needs 3 pages"):
         allocator.merge(tensor)
     for other in allocator.live_tensors():
         if other.name.startswith("page "):
@@ -153,7 +153,9 @@ def test_shared_tail_begins_where_the_last_one_ended(make_allocator: MakeAllocat
     assert allocator.free_bytes(tier) == 5 * PAGE
     values = [torch.full((FLOATS_PER_PAGE + 10,), 1.0), torch.full((FLOATS_PER_PAGE,), 2.0)]
     for tensor, value in zip((first, second), values, strict=True):
-        allocator.copy(filled(allocator, "v", value, Tier.HOST if tier is not Tier.HOST else Tier.DEVICE), tensor).wait()
+        allocator.copy(
+            filled(allocator, "v", value, Tier.HOST if tier is not Tier.HOST else Tier.DEVICE), tensor
+        ).wait()
     for tensor, value in zip((first, second), values, strict=True):
         assert torch.equal(read(allocator, tensor), value)
 
@@ -199,9 +201,7 @@ def test_released_tail_is_not_continued(make_allocator: MakeAllocator) -> None:
 
 @pytest.mark.parametrize(("source_tier", "target_tier"), EVERY_LINK)
 @pytest.mark.parametrize("numel", [1, BLOCK_FLOATS, FLOATS_PER_PAGE, 3 * FLOATS_PER_PAGE + 77])
-def test_copy_over_every_link(
-    make_allocator: MakeAllocator, source_tier: Tier, target_tier: Tier, numel: int
-) -> None:
+def test_copy_over_every_link(make_allocator: MakeAllocator, source_tier: Tier, target_tier: Tier, numel: int) -> None:
     allocator = make_allocator(pages=16, paths=2)
     values = torch.randn(numel)
     source = filled(allocator, "source", values, source_tier)
@@ -458,7 +458,7 @@ def test_copy_within_a_tensor_must_not_overlap_itself(make_allocator: MakeAlloca
     allocator = make_allocator()
     tensor = allocator.allocate("a", 100, torch.float32, Tier.HOST)
     with pytest.raises(UsageError, match="overlaps itself"):
-        allocator.copy(tensor, tensor, target_start=50, numel=51)
+        allocator.copy(tensor, tensor, source_start=10, target_start=50, numel=50)
     tensor.tensor().copy_(torch.arange(100.0))
     allocator.copy(tensor, tensor, target_start=50, numel=50).wait()
     assert tensor.tensor().tolist() == [*range(50), *range(50)]

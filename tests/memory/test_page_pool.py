@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -133,4 +134,5 @@ class PoolAgainstASet(RuleBasedStateMachine):
         assert list(self.pool.take_run(FRAMES)) == list(range(FRAMES))
 
 
+PoolAgainstASet.TestCase.settings = settings(max_examples=50, deadline=None)
 TestPoolAgainstASet = PoolAgainstASet.TestCase

@@ -152,7 +152,9 @@ def test_random_sequences_agree_with_a_map_of_every_block(steps: list[tuple[str,
         before = (dict(table._parts), {frame: list(flights) for frame, flights in table._flights.items()})
         try:
             if action == "take":
-                legal = all(owner[cell] is None for cell in cells) and tensor not in owner and len(set(owner) - {None}) < 2
+                legal = (
+                    all(owner[cell] is None for cell in cells) and tensor not in owner and len(set(owner) - {None}) < 2
+                )
                 table.take(0, tensor, start * CELL, stop * CELL)
                 for cell in cells:
                     owner[cell] = tensor

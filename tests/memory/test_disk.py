@@ -1,0 +1,257 @@
+"""Disks that are missing, full, slow, broken or no disks at all; each by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptm.errors import ConfigError, InternalError, PageIOError
+from lightning_ptm.memory import Allocator, DiskRegion, PagedTensor
+from lightning_ptm.memory.disk import _file_system
+from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.terms import Tier
+
+from .conftest import PAGE, MakeAllocator
+from .files import SHORT, ScriptedFiles
+
+
+def region(path: Path, *, frames: int = 2, files: ScriptedFiles | None = None) -> DiskRegion:
+    return DiskRegion([path], page_size=PAGE, total_frames=frames, file_ops=files)
+
+
+Running = tuple[Allocator, ScriptedFiles, PagedTensor, PagedTensor]
+
+
+@pytest.fixture
+def running(make_allocator: MakeAllocator) -> Running:
+    """A tensor of three pages in RAM and one on a disk that fails on demand."""
+    files = ScriptedFiles()
+    allocator = make_allocator(paths=2, files=files, threads=1, poison=False)
+    ram = allocator.allocate("ram", 3 * PAGE // 4, torch.float32, Tier.HOST)
+    return allocator, files, ram, allocator.allocate("disk", ram.numel, torch.float32, Tier.DISK)
+
+
+# At the start.
+
+
+def test_missing_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; create the folder"):
+        region(tmp_path / "nowhere")
+
+
+def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        region(file)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_read_only_path_is_refused(tmp_path: Path, number: int) -> None:
+    files = ScriptedFiles()
+    files.open_errno = number
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written.*may write to"):
+        region(tmp_path, files=files)
+
+
+def test_disk_that_is_too_small_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(PageIOError, match="free some space, lower disk_memory") as caught:
+        region(tmp_path, frames=2**40)
+    assert (caught.value.errno, caught.value.path, caught.value.page) == (errno.ENOSPC, str(tmp_path), None)
+    assert str(2**40 * PAGE) in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_that_fills_up_while_space_is_reserved_is_refused(tmp_path: Path, number: int) -> None:
+    files = ScriptedFiles()
+    files.fallocate_errno = number
+    with pytest.raises(PageIOError, match=f"needs {2 * PAGE} bytes") as caught:
+        region(tmp_path, files=files)
+    assert caught.value.errno == number
+    assert files.opened == files.closed, "the file of a refused disk stayed open"
+
+
+def test_every_file_is_closed_when_the_second_path_is_refused(tmp_path: Path) -> None:
+    files = ScriptedFiles()
+    with pytest.raises(ConfigError):
+        DiskRegion([tmp_path, tmp_path / "nowhere"], page_size=PAGE, total_frames=4, file_ops=files)
+    assert len(files.opened) == 1
+    assert files.opened == files.closed
+
+
+def test_refused_disk_leaves_no_thread_or_file(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError):
+        Allocator(
+            page_size=PAGE,
+            device=torch.device("cpu"),
+            device_bytes=PAGE,
+            host_bytes=0,
+            disk_bytes=PAGE,
+            disk_paths=[tmp_path / "nowhere"],
+        )
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_files_have_no_name_and_are_private_and_whole(tmp_path: Path) -> None:
+    disk = region(tmp_path, frames=3)
+    status = os.fstat(disk._files[0])
+    assert os.listdir(tmp_path) == []
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == 3 * PAGE
+    assert status.st_blocks * 512 >= 3 * PAGE, "the space is not reserved"
+    disk.close()
+    disk.close()
+
+
+def test_two_jobs_share_a_path(tmp_path: Path) -> None:
+    first, second = region(tmp_path), region(tmp_path)
+    memory = HostRegion(PAGE)
+    for disk, value in ((first, 1), (second, 2)):
+        memory.tensor.fill_(value)
+        disk.write(0, 0, [memory.memory])
+    first.read(0, 0, [memory.memory])
+    assert memory.tensor.unique().tolist() == [1]
+    first.close()
+    second.close()
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/dev/shm") or _file_system(Path("/dev/shm")) != "tmpfs", reason="needs a tmpfs at /dev/shm"
+)
+def test_tmpfs_is_allowed_with_one_warning() -> None:
+    with pytest.warns(UserWarning, match="/dev/shm is on tmpfs, which is memory") as caught:
+        disk = region(Path("/dev/shm"))
+    assert len(caught) == 1
+    memory = HostRegion(PAGE)
+    memory.tensor.fill_(7)
+    disk.write(1, 0, [memory.memory])
+    memory.tensor.fill_(0)
+    disk.read(1, 0, [memory.memory])
+    assert memory.tensor.unique().tolist() == [7]
+    disk.close()
+
+
+class NoDirectIo(ScriptedFiles):
+    """A file system that refuses O_DIRECT, but only after it has made the file."""
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        if flags & os.O_DIRECT:
+            os.close(os.open(path, flags & ~os.O_DIRECT, mode))
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return super().open(path, flags, mode)
+
+
+def test_file_system_without_direct_io_is_allowed_with_one_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="has no O_DIRECT") as caught:
+        disk = region(tmp_path, files=NoDirectIo())
+    assert len(caught) == 1
+    assert os.listdir(tmp_path) == []
+    disk.close()
+
+
+def test_ordinary_disk_gives_no_warning(tmp_path: Path) -> None:
+    if _file_system(tmp_path) == "tmpfs":
+        pytest.skip("the temporary folder is on tmpfs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        region(tmp_path).close()
+
+
+# In mid-run.
+
+
+def test_read_error_names_path_page_and_errno(running: Running) -> None:
+    allocator, files, ram, disk = running
+    files.reads.append(errno.EIO)
+    transfer = allocator.copy(disk, ram, numel=10)
+    with pytest.raises(PageIOError, match=r"reading page 0 in .*disk0 failed: EIO.*resume from a checkpoint") as caught:
+        transfer.wait()
+    assert (caught.value.errno, caught.value.page) == (errno.EIO, disk.pages[0].frame)
+    assert caught.value.path.endswith("disk0")
+    assert transfer.done()
+    with pytest.raises(PageIOError):
+        transfer.wait()
+
+
+def test_write_error_names_path_page_and_errno(running: Running) -> None:
+    allocator, files, ram, disk = running
+    files.writes.append(errno.ENOSPC)
+    with pytest.raises(PageIOError, match=r"writing page 1 in .*disk1") as caught:
+        allocator.copy(ram, disk, source_start=PAGE // 4, target_start=PAGE // 4, numel=10).wait()
+    assert (caught.value.errno, caught.value.page) == (errno.ENOSPC, 1)
+
+
+@pytest.mark.parametrize("moved_bytes", [SHORT, 0])
+def test_short_read_has_no_errno(running: Running, moved_bytes: int) -> None:
+    allocator, files, ram, disk = running
+    files.reads.append(moved_bytes)
+    with pytest.raises(PageIOError, match=rf"ended after \d+ of {PAGE} bytes") as caught:
+        allocator.copy(disk, ram, numel=PAGE // 4).wait()
+    assert caught.value.errno is None
+    assert caught.value.page == 0
+
+
+def test_short_write_has_no_errno(running: Running) -> None:
+    allocator, files, ram, disk = running
+    files.writes.append(SHORT)
+    with pytest.raises(PageIOError, match="ended after") as caught:
+        allocator.copy(ram, disk).wait()
+    assert caught.value.errno is None
+
+
+def test_partial_transfers_are_continued_from_a_block_and_interrupts_repeated(running: Running) -> None:
+    allocator, files, ram, disk = running
+    values = torch.randn(ram.numel)
+    ram.tensor().copy_(values)
+    files.writes.extend([4096, errno.EINTR, 8192])
+    allocator.copy(ram, disk).wait()
+    ram.tensor().zero_()
+    files.reads.extend([errno.EINTR, 16384, 4096])
+    allocator.copy(disk, ram).wait()
+    assert torch.equal(ram.tensor(), values)
+    assert not files.reads
+    assert not files.writes
+
+
+def test_failed_transfer_lets_its_pages_go_and_the_disk_goes_on(running: Running) -> None:
+    allocator, files, ram, disk = running
+    ram.tensor().fill_(3.0)
+    files.writes.append(errno.EIO)
+    with pytest.raises(PageIOError):
+        allocator.copy(ram, disk).wait()
+    allocator.copy(ram, disk).wait()
+    ram.tensor().zero_()
+    allocator.copy(disk, ram).wait()
+    assert ram.tensor().eq(3.0).all()
+    allocator.release(disk)
+
+
+def test_failed_move_leaves_the_tensor_where_it_was(running: Running) -> None:
+    allocator, files, ram, _ = running
+    ram.tensor().fill_(3.0)
+    free = allocator.free_bytes(Tier.DISK)
+    files.writes.append(errno.EIO)
+    with pytest.raises(PageIOError):
+        allocator.move(ram, Tier.DISK).wait()
+    assert ram.tier is Tier.HOST
+    assert ram.tensor().eq(3.0).all()
+    assert allocator.free_bytes(Tier.DISK) == free
+
+
+def test_dead_io_thread_fails_everything_and_nothing_hangs(running: Running) -> None:
+    allocator, files, ram, disk = running
+    files.death = SystemExit("the thread is killed")
+    first = allocator.copy(disk, ram)
+    with pytest.raises(InternalError, match=r"I/O thread ptm-io-.* died") as caught:
+        first.wait()
+    assert isinstance(caught.value.__cause__, SystemExit)
+    assert caught.value.__cause__.__traceback__ is not None
+    with pytest.raises(InternalError, match="died"):
+        allocator.copy(ram, disk).wait()
+    allocator.close()

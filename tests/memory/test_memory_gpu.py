@@ -1,0 +1,96 @@
+"""The allocator on a CUDA device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.terms import Tier
+
+from .conftest import PAGE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(params=[True, False], ids=["pinned", "pageable"])
+def allocator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Allocator]:
+    with Allocator(
+        page_size=PAGE,
+        device=torch.device("cuda", 0),
+        device_bytes=32 * PAGE,
+        host_bytes=32 * PAGE,
+        disk_bytes=32 * PAGE,
+        disk_paths=[tmp_path],
+        pin_host=request.param,
+        poison=True,
+    ) as made:
+        yield made
+
+
+def filled(allocator: Allocator, values: torch.Tensor, tier: Tier) -> PagedTensor:
+    tensor = allocator.allocate("x", values.numel(), values.dtype, Tier.HOST)
+    tensor.tensor().copy_(values)
+    allocator.move(tensor, tier).wait()
+    return tensor
+
+
+@pytest.mark.parametrize(("source_tier", "target_tier"), list(itertools.product(Tier, Tier)))
+@pytest.mark.parametrize("numel", [7, 3 * PAGE // 4 + 77])
+def test_copy_over_every_link(allocator: Allocator, source_tier: Tier, target_tier: Tier, numel: int) -> None:
+    values = torch.randn(numel)
+    source = filled(allocator, values, source_tier)
+    target = allocator.allocate("y", numel, torch.float32, target_tier)
+    allocator.copy(source, target).wait()
+    allocator.move(target, Tier.HOST).wait()
+    assert torch.equal(target.tensor(), values)
+
+
+def test_device_region_is_on_a_block(allocator: Allocator) -> None:
+    tensor = allocator.allocate("x", 8, torch.float32, Tier.DEVICE).tensor()
+    assert tensor.is_cuda
+    assert tensor.data_ptr() % 4096 == 0
+
+
+def test_host_region_is_page_locked_when_asked(allocator: Allocator) -> None:
+    pinned = allocator._machine.regions[Tier.HOST].pinned  # type: ignore[attr-defined]
+    assert allocator.allocate("x", 8, torch.float32, Tier.HOST).tensor().is_pinned() == pinned
+
+
+def test_kernels_are_ordered_behind_a_copy_without_blocking(allocator: Allocator) -> None:
+    source = filled(allocator, torch.full((PAGE // 4,), 3.0), Tier.HOST)
+    target = allocator.allocate("y", PAGE // 4, torch.float32, Tier.DEVICE)
+    for _ in range(50):
+        target.tensor().zero_()
+        allocator.copy(source, target).wait(host=False)
+        total = target.tensor().sum()
+    assert total.item() == 3.0 * PAGE / 4
+
+
+def test_copies_start_behind_the_kernels_that_make_their_source(allocator: Allocator) -> None:
+    device = allocator.allocate("x", PAGE // 4, torch.float32, Tier.DEVICE)
+    host = allocator.allocate("y", PAGE // 4, torch.float32, Tier.HOST)
+    disk = allocator.allocate("z", PAGE // 4, torch.float32, Tier.DISK)
+    torch.cuda._sleep(20_000_000)  # the kernel below starts late; a copy that did not wait would see the old bytes
+    device.tensor().fill_(5.0)
+    to_host, to_disk = allocator.copy(device, host), allocator.copy(device, disk)
+    to_host.wait()
+    assert host.tensor().eq(5).all()
+    to_disk.wait()
+    allocator.copy(disk, host).wait()
+    assert host.tensor().eq(5).all()
+
+
+def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
+    allocator.move(filled(allocator, torch.ones(4 * PAGE), Tier.DEVICE), Tier.HOST).wait()
+    assert allocator.stats()[Tier.HOST, Tier.DEVICE].busy_s > 0
+
+
+def test_device_without_room_says_what_to_lower() -> None:
+    with pytest.raises(CapacityError, match="lower device_memory"):
+        Allocator(page_size=PAGE, device=torch.device("cuda", 0), device_bytes=1 << 50, host_bytes=0, disk_bytes=0)
