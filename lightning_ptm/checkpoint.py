@@ -55,14 +55,13 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     engine.executor.release_all()
     named = module.state_dict(keep_vars=True)
     parameters = {id(parameter) for _, parameter in module.named_parameters()}
-    by_id = {
-        id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters
-    }
+    by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
     # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
     # as empty meta tensors of the right shape, so that it copies nothing into released storage.
     rest = {
-        name: (named[name] if name in named and id(named[name]) in parameters else value) for name, value in state.items()
+        name: (named[name] if name in named and id(named[name]) in parameters else value)
+        for name, value in state.items()
     }
     with _frozen_copies(module):
         module.load_state_dict(rest, strict=strict)

@@ -8,6 +8,7 @@ I2: after a run the module has ordinary parameters again, when RAM holds them.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import warnings
@@ -24,16 +25,15 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -72,7 +72,9 @@ class AngelPTMStrategy(ParallelStrategy):
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         **settings: Any,
     ) -> None:
-        self.settings = Settings(**settings) if set(settings) <= set(Settings.__dataclass_fields__) else Settings.of(settings)
+        self.settings = (
+            Settings(**settings) if set(settings) <= set(Settings.__dataclass_fields__) else Settings.of(settings)
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -131,7 +133,9 @@ class AngelPTMStrategy(ParallelStrategy):
     def engine(self) -> Engine:
         """The engine of the run in progress."""
         if self._engine is None:
-            raise UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
+            raise UsageError(
+                "no run is in progress: pages exist between the start and the end of fit/validate/test/predict"
+            )
         return self._engine
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class AngelPTMStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.cluster_environment.global_rank()
+        rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if self.world_size > 1 and not _distributed_is_initialized():
             backend = _get_default_process_group_backend_for_device(self.root_device)
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
@@ -199,8 +203,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
-        import dataclasses
-
         settings = self.settings
         if settings.disk_path is None and "disk" in (settings.parameter_home, settings.master_home):
             root = Path(trainer.default_root_dir)
@@ -210,9 +212,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _keeps_gradients(self, trainer: Trainer) -> bool:
         assert self.lightning_module is not None
-        return (
-            trainer.accumulate_grad_batches > 1
-            or not self.precision_plugin._nothing_waits_for_gradients(self.lightning_module)
+        return trainer.accumulate_grad_batches > 1 or not self.precision_plugin._nothing_waits_for_gradients(
+            self.lightning_module
         )
 
     def _make_communicator(self) -> Communicator:
@@ -322,7 +323,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             return obj
         box = [obj]
-        torch.distributed.broadcast_object_list(box, src, group=_group.WORLD)
+        torch.distributed.broadcast_object_list(box, src)
         return box[0]
 
     @override

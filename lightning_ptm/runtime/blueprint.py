@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.machine import free_device_bytes, free_disk_bytes, free_host_bytes
@@ -34,7 +34,7 @@ _STAGING_CHUNKS = 12
 _STAGING_SHARE = 1 / 8
 """Share of the RAM budget that staging takes at most by itself."""
 
-root_norms = (nn.modules.batchnorm._BatchNorm,)
+_FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
 
 
@@ -121,7 +121,9 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     wishes = _wishes(settings, unified)
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
-        raise ConfigError("parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'")
+        raise ConfigError(
+            "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
+        )
     budget = _agreed(_budget(request, unified), communicator)
     chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
     keep = request.keep_gradients or not settings.update_in_backward
@@ -155,9 +157,9 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
 
 def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
     group_of: dict[int, tuple[int, int]] = {}
-    for index, optimizer in enumerate(request.optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
+    for index, known in enumerate(request.optimizers):
+        for number, settings in enumerate(known.param_groups):
+            for parameter in settings["params"]:
                 if id(parameter) in group_of:
                     raise ConfigError(
                         f"a parameter of shape {tuple(parameter.shape)} is in two optimizers or parameter groups; its "
@@ -167,7 +169,7 @@ def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
     keep_fp32 = {
         id(parameter)
         for module in request.module.modules()
-        if isinstance(module, root_norms)
+        if isinstance(module, _FP32_MODULES)
         for parameter in module._parameters.values()
         if parameter is not None
     }

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.errors import InternalError
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import (
+    GradientReader,
     LossScale,
-    ShardGradient,
+    ParameterGradients,
     TensorGradient,
     Transform,
     all_finite,
@@ -38,7 +38,10 @@ class Clipping:
         self._communicator = communicator
         self._updates = updates
         self._orders = [
-            {id(parameter): place for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+            {
+                id(parameter): place
+                for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
+            }
             for optimizer in optimizers
         ]
         self._next: dict[int, Transform] = {}
@@ -106,15 +109,12 @@ class Clipping:
         self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, order: dict[int, int]
     ) -> list[tuple[int, Tensor]]:
         present = flat.gradient.present()
+        reader: GradientReader
         if flat.gradient.in_place:
-            reader = flat.gradient.source()
-            if isinstance(reader, ShardGradient):
-                raise InternalError("a gradient in place came as pages")
+            reader = ParameterGradients([parameter.grad for parameter in flat.store.binding.parameters])
         else:
             reader = TensorGradient(flat.gradient.on_device())
-        norms = parameter_norms(
-            flat.states, reader, present, norm_type=norm_type, dtype=_dtype(flat), unscale=unscale
-        )
+        norms = parameter_norms(flat.states, reader, present, norm_type=norm_type, dtype=_dtype(flat), unscale=unscale)
         if not flat.gradient.in_place:
             flat.gradient.done_reading()
         parameters = flat.store.binding.parameters

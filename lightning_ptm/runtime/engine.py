@@ -10,9 +10,10 @@ whatever failed before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
-from lightning_ptm.planning.render import render
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.render import render
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import Trace, forward_trace
@@ -66,7 +67,7 @@ class Engine:
         communicator: Communicator,
         device: torch.device,
         *,
-        disk_paths: Sequence[object] = (),
+        disk_paths: Sequence[Path] = (),
         recompute: int = 0,
         poison: bool = False,
     ) -> None:
@@ -81,6 +82,9 @@ class Engine:
         self._behind: list[int] = []
         self._accumulating = False
         self._unanimous = True
+        self._frozen = [
+            item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
+        ]
         pools = blueprint.pool_bytes
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
@@ -200,6 +204,8 @@ class Engine:
         self._iteration += 1
         self._backwards = 0
         self._accumulating = accumulating
+        if mode is Mode.TRAIN:
+            self._check_frozen()
         self.executor.begin(mode)
         self.hooks.begin_iteration()
         self._forward_root()
@@ -270,7 +276,8 @@ class Engine:
         if all(flat.gradient.in_place for flat in flats):
             return
         if self._agreement is None:
-            self._with_room(lambda: [flat.gradient.collect() for flat in flats])
+            for flat in flats:
+                self._with_room(flat.gradient.collect)
             return
         here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
         missing = not all(all(row) for row in here)
@@ -294,16 +301,16 @@ class Engine:
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
 
-    def _with_room(self, act: object) -> None:
+    def _with_room(self, act: Callable[[], None]) -> None:
         try:
-            act()  # type: ignore[operator]
+            act()
         except CapacityError:
             # Gradients of earlier units may still be on their way out, and units kept for later may give way.
             for flats in self.flats:
                 for flat in flats:
                     flat.gradient.settle()
             self.executor.release_all()
-            act()  # type: ignore[operator]
+            act()
 
     def _take_part(self, decision: Decision) -> None:
         if decision.request.operation is Operation.GATHER:
@@ -397,7 +404,11 @@ class Engine:
         pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
         in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
         plan = schedule(
-            drawn.layout, drawn.placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
+            drawn.layout,
+            drawn.placement,
+            pages_only,
+            drawn.budget,
+            update_in_backward=in_backward or mode is Mode.FORWARD,
         )
         simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
         self._same_on_all_ranks(plan)
@@ -440,6 +451,14 @@ class Engine:
             self.updater.close()
         finally:
             self.allocator.close()
+
+    def _check_frozen(self) -> None:
+        for item in self._frozen:
+            if item.parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
+                    f"master states, so it would not be trained; end this fit and start another one with it unfrozen"
+                )
 
     def _check_open(self) -> None:
         if self._closed:

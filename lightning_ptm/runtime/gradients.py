@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError

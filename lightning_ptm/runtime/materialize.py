@@ -37,7 +37,7 @@ def _initialiser(module: nn.Module, lineage: tuple[nn.Module, ...]) -> Callable[
         for name in ("init_weights", "_init_weights"):
             method = getattr(ancestor, name, None)
             if callable(method) and _takes_a_module(method):
-                return lambda method=method: method(module)  # type: ignore[misc]
+                return lambda method=method: method(module)
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         return reset  # type: ignore[no-any-return]
@@ -51,7 +51,8 @@ def _takes_a_module(method: Callable[..., object]) -> bool:
     required = [
         parameter
         for parameter in inspect.signature(method).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return len(required) == 1
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 class FullState(enum.Enum):
+    """Whether a full flat has pages, and whether they hold its bytes."""
+
     RELEASED = "released"
     FETCHING = "fetching"
     LIVE = "live"

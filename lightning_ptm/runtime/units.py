@@ -62,12 +62,12 @@ def _automatic(root: nn.Module) -> list[nn.Module]:
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, _CONTAINERS) and _numel(child) >= MIN_UNIT_NUMEL:
-                # An element that is itself most of the model (an encoder in a Sequential) is no block: look inside it.
-                if 2 * _numel(child) <= total or not _has_blocks(child):
-                    found.append(child)
-                    continue
-            walk(child)
+            candidate = isinstance(module, _CONTAINERS) and _numel(child) >= MIN_UNIT_NUMEL
+            # An element that is itself most of the model (an encoder in a Sequential) is no block: look inside it.
+            if candidate and (2 * _numel(child) <= total or not _has_blocks(child)):
+                found.append(child)
+            else:
+                walk(child)
 
     walk(root)
     return found if len(found) > 1 else []

@@ -1,6 +1,13 @@
 """The update: the user's optimizer, run page by page where the master states live (design.md section 7)."""
 
-from lightning_ptm.update.gradient import GradientSource, ParameterGradients, ShardGradient, TensorGradient, Transform
+from lightning_ptm.update.gradient import (
+    GradientReader,
+    GradientSource,
+    ParameterGradients,
+    ShardGradient,
+    TensorGradient,
+    Transform,
+)
 from lightning_ptm.update.job import JobHandle, Pending, UpdateJob
 from lightning_ptm.update.norms import (
     all_finite,
@@ -20,6 +27,7 @@ from lightning_ptm.update.updater import Updater
 
 __all__ = [
     "FlatStates",
+    "GradientReader",
     "GradientSource",
     "GroupTraits",
     "HyperParameters",

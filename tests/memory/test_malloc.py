@@ -44,7 +44,7 @@ def take(size):
 def resident_mib():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
 def step():
-    for activation in [(take(20 << 20), take(4000))[0] for _ in range(6)]:
+    for activation in [(take(20 << 20), take(100_000))[0] for _ in range(6)]:
         libc.free(ctypes.c_void_p(activation))
 step()
 before = resident_mib()
@@ -55,7 +55,7 @@ print(resident_mib() - before)
 
 @needs_glibc
 def test_freed_activations_leave_the_process() -> None:
-    """Small blocks that outlive a step keep the freed ones below them resident; processes of their own: settings stay."""
+    """Small blocks that live on keep the freed ones below them resident; in processes of their own: settings stay."""
     kept_mib = {}
     for mode in ("default", "set"):
         script = [sys.executable, "-c", KEEPS, mode, malloc.__file__]

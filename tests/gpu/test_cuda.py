@@ -1,0 +1,140 @@
+"""The engine on a CUDA device: streams, page-locked host memory, the three tiers; same numbers wherever bytes live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.memory import Allocator
+from lightning_ptm.terms import Tier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 256, layers: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = Model()
+    data = torch.randint(0, 256, (48, 65), generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
+        precision=precision,  # type: ignore[arg-type]
+        max_steps=6,
+        gradient_clip_val=clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=8))
+    return torch.stack(model.losses).cpu(), [p.detach().cpu() for p in model.parameters()]
+
+
+SMALL = {"device_memory": "24MiB", "host_memory": "256MiB"}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_homes_of_parameters_do_not_change_numbers(precision: str, clip: float | None, tmp_path: Path) -> None:
+    # Master states on the host are updated by the CPU in every run, so that only where bytes live differs.
+    host, weights = train(precision, clip, master_home="host")
+    for settings in (
+        {"parameter_home": "host", "master_home": "host", **SMALL},
+        {"parameter_home": "host", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
+        {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
+        {"parameter_home": "host", "master_home": "host", "recompute": "all", **SMALL},
+    ):
+        losses, after = train(precision, clip, **settings)
+        assert torch.equal(host, losses), settings
+        assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True)), settings
+
+
+def test_everything_on_the_device_equals_a_plain_loop() -> None:
+    losses, weights = train()
+    torch.manual_seed(0)
+    model = Model().cuda()
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    data = torch.randint(0, 256, (48, 65), generator=torch.Generator().manual_seed(1))
+    for batch in data.split(8):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model.training_step(batch.cuda(), 0)
+        loss.backward()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            parameter.data.copy_(master)
+    assert torch.equal(torch.stack(model.losses).cpu(), losses)
+    assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(masters, weights, strict=True))
+
+
+def test_fp16_with_a_dynamic_loss_scale_skips_overflowing_steps() -> None:
+    losses, weights = train("16-mixed")
+    assert torch.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+def test_host_pages_are_page_locked_and_copies_are_ordered_behind_compute() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Allocator(
+        page_size=1 << 20, device=device, device_bytes=64 << 20, host_bytes=64 << 20, disk_bytes=0, pin_host=True
+    ) as allocator:
+        host = allocator.allocate("host", 8 << 20, torch.float32, Tier.HOST)
+        assert host.tensor().is_pinned()
+        target = allocator.allocate("device", 8 << 20, torch.float32, Tier.DEVICE)
+        back = allocator.allocate("back", 8 << 20, torch.float32, Tier.HOST)
+        host.tensor().copy_(torch.arange(8 << 20, dtype=torch.float32))
+        allocator.copy(host, target).wait(host=False)
+        for _ in range(50):  # a queue of kernels that the copy back must wait for
+            target.tensor().add_(1.0)
+        allocator.copy(target, back).wait()
+        assert torch.equal(back.tensor(), torch.arange(8 << 20, dtype=torch.float32) + 50)
