@@ -4,25 +4,39 @@ Owns the scratch. Knows views, never transfers.
 I1: what a chunk reads and writes lies in the windows that it is given; nothing else is touched.
 I2: the compute copy of an element is the rounding of its master after the step, for updated elements, and for the
     whole chunk where the compute pages are staged (unchanged elements then get the same bytes again).
+I3: where a chunk is cut into optimizer calls depends on the flat alone, never on the tiers, so the tiers cannot change bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_ptm.update.gradient import GradientReader, TensorGradient
+from lightning_ptm.update.gradient import GradientReader, ShardGradient, TensorGradient
 from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, Progress
 from lightning_ptm.update.shadow import RunViews
 from lightning_ptm.update.states import Run
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk's windows: 1-D tensors of the shard's elements from `start` on."""
+
+    progress: Progress
+    start: int
+    parameter: torch.Tensor
+    slots: Mapping[str, torch.Tensor]
+    target: torch.Tensor | None
+    reader: GradientReader
+
+
 class Arithmetic:
-    """Updates chunks. One thread at a time.
+    """Updates chunks. One thread at a time, without autograd (the caller's no_grad).
 
     Args:
-        block_numel: elements per optimizer call, a multiple of ALIGN_NUMEL; what a call touches should fit the cache.
+        block_numel: most elements per optimizer call, a multiple of ALIGN_NUMEL; what a call touches should fit the cache.
     """
 
     def __init__(self, block_numel: int) -> None:
@@ -30,7 +44,6 @@ class Arithmetic:
 
         self._scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
-    @torch.no_grad()
     def update(
         self, progress: Progress, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
     ) -> None:
@@ -43,75 +56,111 @@ class Arithmetic:
             windows: for each column role a 1-D tensor of exactly these elements.
             whole_target: rewrite the compute copy of elements without a gradient too.
         """
-        reader: GradientReader
-        if GRADIENT in windows:
-            reader = TensorGradient(windows[GRADIENT], start)
-        else:
-            assert not hasattr(progress.job.gradient, "paged")
-            reader = progress.job.gradient  # type: ignore[assignment]
-        for begin in range(start, start + numel, self._block_numel):
-            count = min(self._block_numel, start + numel - begin)
-            self._update_block(progress, begin, count, start, windows, reader, whole_target)
-
-    def _update_block(
-        self,
-        progress: Progress,
-        begin: int,
-        count: int,
-        origin: int,
-        windows: Mapping[str, torch.Tensor],
-        reader: GradientReader,
-        whole_target: bool,
-    ) -> None:
-        job = progress.job
-        runs = job.states.runs(begin, count, progress.present)
-        parameter = windows[PARAMETER]
-        slots = {name: windows[name] for name in job.states.slots}
-        used = {index: self._slot_names(progress, index) for index in {run.group for run in runs}}
-        views = [
-            RunViews(
-                run.group,
-                parameter.narrow(0, run.start - origin, run.numel),
-                self._gradient(progress, reader, run, begin, parameter),
-                {name: slots[name].narrow(0, run.start - origin, run.numel) for name in used[run.group]},
-                run.scalars,
-            )
-            for run in runs
-        ]
-        if views:
-            job.shadow.step(job.hyper, views)
-        target = windows.get(TARGET)
-        if target is None:
-            return
+        states = progress.job.states
+        chunk = _Chunk(
+            progress,
+            start,
+            windows[PARAMETER],
+            {name: windows[name] for name in states.slots},
+            None if whole_target else windows.get(TARGET),
+            _reader(progress, start, windows),
+        )
+        small: list[Run] = []
+        small_numel = 0
+        for run in states.runs(start, numel, progress.present):
+            if run.numel > self._block_numel:
+                self._update_large(chunk, run)
+                continue
+            if small_numel + run.numel > self._block_numel:
+                self._update_small(chunk, small)
+                small, small_numel = [], 0
+            small.append(run)
+            small_numel += run.numel
+        if small:
+            self._update_small(chunk, small)
         if whole_target:
-            target.narrow(0, begin - origin, count).copy_(parameter.narrow(0, begin - origin, count))
-        else:
+            windows[TARGET].copy_(chunk.parameter)
+
+    def _update_small(self, chunk: _Chunk, runs: list[Run]) -> None:
+        """Several runs in one call."""
+        views: list[RunViews] = []
+        offset = 0
+        for run in runs:
+            start = run.start - chunk.start
+            parameter = chunk.parameter.narrow(0, start, run.numel)
+            gradient = self._direct(chunk, chunk.reader.view(run))
+            if gradient is None:
+                gradient = self._scratch_like(parameter).narrow(0, offset, run.numel)
+                chunk.reader.read_into(gradient, run)
+                chunk.progress.job.transform.apply_(gradient)
+            offset += run.numel
+            slots = {name: chunk.slots[name].narrow(0, start, run.numel) for name in self._slot_names(chunk, run)}
+            views.append(RunViews(run.group, parameter, gradient, slots, run.scalars))
+        job = chunk.progress.job
+        job.shadow.step(job.hyper, views)
+        if chunk.target is not None:
             for run, view in zip(runs, views, strict=True):
-                target.narrow(0, run.start - origin, run.numel).copy_(view.parameter)
+                chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
+
+    def _update_large(self, chunk: _Chunk, run: Run) -> None:
+        """One run in several calls."""
+        whole = chunk.reader.view(run)
+        if whole is None:
+            for part in self._cut(run):
+                self._update_small(chunk, [part])
+            return
+        # `split` makes all views at once: as many `narrow` calls would cost more than the optimizer's own dispatch.
+        start, block = run.start - chunk.start, self._block_numel
+        job = chunk.progress.job
+        names = self._slot_names(chunk, run)
+        slots = zip(*(chunk.slots[name].narrow(0, start, run.numel).split(block) for name in names), strict=True)
+        parameters = chunk.parameter.narrow(0, start, run.numel).split(block)
+        targets = chunk.target.narrow(0, start, run.numel).split(block) if chunk.target is not None else None
+        direct = self._direct(chunk, whole)
+        scratch = self._scratch_like(chunk.parameter)
+        for index, (parameter, given) in enumerate(zip(parameters, whole.split(block), strict=True)):
+            gradient = given
+            if direct is None:
+                gradient = scratch if parameter.numel() == block else scratch.narrow(0, 0, parameter.numel())
+                gradient.copy_(given)
+                job.transform.apply_(gradient)
+            state = dict(zip(names, next(slots), strict=True)) if names else {}
+            job.shadow.step(job.hyper, [RunViews(run.group, parameter, gradient, state, run.scalars)])
+            if targets is not None:
+                targets[index].copy_(parameter)
+
+    def _cut(self, run: Run) -> Iterator[Run]:
+        for start in range(run.start, run.stop, self._block_numel):
+            stop = min(start + self._block_numel, run.stop)
+            segments = tuple(
+                segment.cut(start, stop) for segment in run.segments if segment.start < stop and segment.stop > start
+            )
+            if segments:
+                yield Run(run.group, run.scalars, start, stop - start, segments)
 
     @staticmethod
-    def _slot_names(progress: Progress, group: int) -> tuple[str, ...]:
-        return tuple(slot.name for slot in progress.job.states.traits.groups[group].slots)
+    def _slot_names(chunk: _Chunk, run: Run) -> tuple[str, ...]:
+        return chunk.progress.job.states.slot_names[run.group]
 
-    def _gradient(
-        self, progress: Progress, reader: GradientReader, run: Run, begin: int, parameter: torch.Tensor
-    ) -> torch.Tensor:
-        transform = progress.job.transform
-        view = reader.view(run)
+    @staticmethod
+    def _direct(chunk: _Chunk, view: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient itself, where the optimizer can take it as it is."""
         if (
             view is not None
-            and view.dtype == parameter.dtype
-            and view.device == parameter.device
-            and transform.is_identity
+            and view.dtype == chunk.parameter.dtype
+            and view.device == chunk.parameter.device
+            and chunk.progress.job.transform.is_identity
         ):
             return view
-        scratch = self._scratch_like(parameter).narrow(0, run.start - begin, run.numel)
-        reader.read_into(scratch, run)
-        transform.apply_(scratch)
-        return scratch
+        return None
 
     def _scratch_like(self, parameter: torch.Tensor) -> torch.Tensor:
         key = (parameter.device, parameter.dtype)
         if key not in self._scratch:
             self._scratch[key] = torch.empty(self._block_numel, dtype=parameter.dtype, device=parameter.device)
         return self._scratch[key]
+
+
+def _reader(progress: Progress, start: int, windows: Mapping[str, torch.Tensor]) -> GradientReader:
+    gradient = progress.job.gradient
+    return TensorGradient(windows[GRADIENT], start) if isinstance(gradient, ShardGradient) else gradient

@@ -49,6 +49,9 @@ class Transform:
             gradient.clamp_(min=-self.clamp, max=self.clamp)
 
 
+NO_TRANSFORM = Transform()
+
+
 def _is_one(factor: torch.Tensor | None) -> bool:
     # Asking a device tensor for its value would stop the host: there, multiply by one.
     return factor is None or (factor.device.type == "cpu" and bool(factor == 1))
@@ -144,7 +147,11 @@ class ParameterGradients:
         _zero_gaps(target, run)
 
     def forget(self) -> None:
-        """Drop the gradients: the job has used them."""
+        """Drop the gradients: the job has used them, or has queued their use on the current CUDA stream."""
+        for gradient in self._flat:
+            if gradient is not None and gradient.is_cuda:
+                # Made by another stream: its memory must not be handed out again before this one has read it.
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
         self._flat.clear()
 
     def _piece(self, segment: Segment) -> torch.Tensor:

@@ -17,10 +17,9 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.gradient import GradientSource, ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
-from lightning_ptm.update.traits import ScalarState
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged import PagedTensor
@@ -61,7 +60,7 @@ class UpdateJob:
     gradient: GradientSource
     target: PagedTensor
     hyper: HyperParameters
-    transform: Transform = Transform()
+    transform: Transform = NO_TRANSFORM
     after: Sequence[Pending] = ()
 
 
@@ -171,7 +170,8 @@ class Progress:
         """Chunks whose reads were issued, in order of issue."""
         self.landing: list[Transfer] = []
         """Writes of compute parameters in flight."""
-        self.successors: dict[tuple[int, int], ScalarState] | None = None
+        self.submitted: torch.cuda.Event | None = None
+        """CUDA: what the submitting stream had queued; the gradient and the compute parameter are older than that."""
         self.predecessor: Progress | None = None
         """The job before this one on the same master states, until it is computed."""
 

@@ -40,12 +40,12 @@ def parameter_norms(
 
     Temporary memory: one parameter's gradient in `dtype`, when a cast or a factor is needed.
     """
-    transform = Transform(unscale=unscale)
-    norms = []
+    caster = _Caster(dtype, unscale)
+    norms: list[torch.Tensor] = []
     for segment in states.segments:
         if present[segment.parameter] and states.groups[segment.parameter] is not None:
             run = Run(0, None, segment.start, segment.numel, (segment,))
-            norms.extend(torch._foreach_norm([_values(reader, run, dtype, transform)], norm_type))
+            norms.extend(torch._foreach_norm([caster.values(reader, run)], norm_type))
     return norms
 
 
@@ -72,13 +72,13 @@ def shard_power(
 
     Ranks add these up (`inf`: take the greatest) and give the result to `norm_of_power`. Arguments as `parameter_norms`.
     """
-    transform = Transform(unscale=unscale)
+    caster = _Caster(dtype, unscale)
     total: torch.Tensor | None = None
     for segment in states.segments:
         if not present[segment.parameter] or states.groups[segment.parameter] is None:
             continue
         for run in _pieces(segment):
-            norm = torch.linalg.vector_norm(_values(reader, run, dtype, transform), norm_type, dtype=torch.float64)
+            norm = torch.linalg.vector_norm(caster.values(reader, run), norm_type, dtype=torch.float64)
             part = norm if math.isinf(norm_type) else norm**norm_type
             if total is None:
                 total = part
@@ -107,17 +107,27 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return True
 
 
-def _values(reader: GradientReader, run: Run, dtype: torch.dtype, transform: Transform) -> torch.Tensor:
-    view = reader.view(run)
-    if view is not None and view.dtype == dtype and transform.is_identity:
-        return view
-    if view is not None:
-        copy = view.to(dtype, copy=True)
-    else:
-        copy = torch.empty(run.numel, dtype=dtype)
+class _Caster:
+    """Gradients as the optimizer would get them, without a copy where possible, else all in one buffer that grows."""
+
+    def __init__(self, dtype: torch.dtype, unscale: torch.Tensor | None) -> None:
+        self._dtype = dtype
+        self._transform = Transform(unscale=unscale)
+
+        self._buffer = torch.empty(0, dtype=dtype)
+
+    def values(self, reader: GradientReader, run: Run) -> torch.Tensor:
+        """The run's elements, good until the next call."""
+        view = reader.view(run)
+        if view is not None and view.dtype == self._dtype and self._transform.is_identity:
+            return view
+        device = view.device if view is not None else self._buffer.device
+        if self._buffer.numel() < run.numel or self._buffer.device != device:
+            self._buffer = torch.empty(run.numel, dtype=self._dtype, device=device)
+        copy = self._buffer.narrow(0, 0, run.numel)
         reader.read_into(copy, run)
-    transform.apply_(copy)
-    return copy
+        self._transform.apply_(copy)
+        return copy
 
 
 def _pieces(segment: Segment) -> Iterator[Run]:

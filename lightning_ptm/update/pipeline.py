@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.job import (
@@ -165,7 +164,7 @@ class Pipeline:
         return moved
 
     def blocker(self, handle: JobHandle | None) -> Blocker | None:
-        """What to wait for, for the sake of a job (None: of the first), after `advance` did nothing; None: nothing is in hand.
+        """What to wait for after `advance` did nothing, for the sake of a job (None: the first); None: nothing is in hand.
 
         A job whose gradient is missing is the last thing to wait for, because others can go on meanwhile.
         """
@@ -358,7 +357,10 @@ class Pipeline:
                 return chunk
         return None
 
+    @torch.no_grad()
     def _compute(self, progress: Progress, chunk: Chunk) -> None:
+        if progress.submitted is not None:
+            torch.cuda.current_stream(self._device).wait_event(progress.submitted)
         for pending in progress.job.after:
             pending.wait()
         for transfer in chunk.reads.values():
@@ -370,9 +372,7 @@ class Pipeline:
             else column.home.tensor().narrow(0, chunk.start, chunk.numel)
             for column in progress.columns
         }
-        self._arithmetic.update(
-            progress, chunk.start, chunk.numel, windows, whole_target=TARGET in chunk.buffers
-        )
+        self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=TARGET in chunk.buffers)
         self.stats.arithmetic_s += time.perf_counter() - started
         self.stats.chunks += 1
         progress.active.remove(chunk)
@@ -391,13 +391,13 @@ class Pipeline:
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),
             device=self._device if progress.tier is Tier.DEVICE else "cpu",
         )
-        successors = {
+        clocks = {
             states.clock(index): states.scalars(index)
             for index, group in enumerate(states.groups)
             if group is not None and progress.present[index]
         }
         states.advance(
-            {clock: job.shadow.advance(job.hyper, clock[0], scalars, like) for clock, scalars in successors.items()},
+            {clock: job.shadow.advance(job.hyper, clock[0], scalars, like) for clock, scalars in clocks.items()},
             progress.present,
         )
         self._queue.remove(progress)

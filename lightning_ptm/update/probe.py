@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def probe(
         group_slots.update(dict.fromkeys(traits.group_slots))
         if traits.initial is Initial.CONSTRUCTED:
             initial = Initial.CONSTRUCTED
-    return OptimizerTraits(name, tuple(groups), granularity, initial, tuple(group_slots))
+    return OptimizerTraits(name, tuple(groups), granularity, initial, tuple(group_slots), device)
 
 
 def _probe_group(
@@ -117,7 +118,7 @@ def _try_group(
     group = GroupTraits(slots, scalars, chosen_fused)
     reason = "no reason recorded"
     for initial in Initial:
-        traits = OptimizerTraits(name, (group,), ALIGN_NUMEL, initial, group_slots)
+        traits = OptimizerTraits(name, (group,), ALIGN_NUMEL, initial, group_slots, device)
         failed = _difference(optimizer, traits, values, plain, _ALIGNED_CUTS)
         if failed is None:
             odd = _difference(optimizer, traits, values, plain, _ODD_CUTS)
@@ -249,12 +250,12 @@ def _difference(
         hyper = HyperParameters((group,))
         try:
             after = shadow.advance(hyper, 0, scalars, flat)
-            for begin, end in zip(cuts, cuts[1:], strict=False):
+            for begin, end in itertools.pairwise(cuts):
                 views = {key: slot[begin:end] for key, slot in slots.items()}
                 piece = gradient.reshape(-1)[begin:end].clone()
                 shadow.step(hyper, [RunViews(0, flat[begin:end], piece, views, scalars)])
             advanced = shadow.advanced_group(hyper, 0, traits.group_slots, flat)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign class raises on a piece is the reason to refuse it
+        except Exception as error:  # whatever a foreign class raises on a piece is the reason to refuse it
             return f"on a piece of a parameter, made 1-D, it raises {type(error).__name__}: {error}"
         scalars = after
         found = _first_difference(plain, step, flat, slots, scalars, advanced)

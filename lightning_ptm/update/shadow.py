@@ -80,8 +80,9 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits) -> HyperParameters:
     hyper = HyperParameters(tuple(groups))
     if traits.group_slots:
         shadow = Shadow(optimizer, traits)
+        like = torch.empty(0, device=traits.device)
         for index, group in enumerate(optimizer.param_groups):
-            group.update(shadow.advanced_group(hyper, index, traits.group_slots, _probe_like(group["params"])))
+            group.update(shadow.advanced_group(hyper, index, traits.group_slots, like))
     return hyper
 
 
@@ -91,12 +92,6 @@ def _copy_hyper(value: Any) -> Any:
     if isinstance(value, list | dict | set):
         return copy.deepcopy(value)
     return value
-
-
-def _probe_like(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Parameters may be on the meta device or released: a few zeros where they compute will do.
-    device = parameters[0].device if parameters and parameters[0].device.type != "meta" else torch.device("cpu")
-    return torch.zeros(_DUMMY_NUMEL, device=device)
 
 
 class Shadow:
@@ -114,9 +109,8 @@ class Shadow:
 
         self._clone = _clone(optimizer)
 
-    @torch.no_grad()
     def step(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> None:
-        """Update every run's parameter and slots in place, as one step of the optimizer.
+        """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.
 
         Scalars are not advanced here (one parameter has many runs): see `advance`.
 
@@ -156,7 +150,8 @@ class Shadow:
         self, hyper: HyperParameters, group: int, keys: Sequence[str], like: torch.Tensor
     ) -> dict[str, Any]:
         """The values under `keys` of a parameter group after one step."""
-        self._try_on_zeros(hyper, group, None, like, keep=(after := {}))
+        after: dict[str, Any] = {}
+        self._try_on_zeros(hyper, group, None, like, keep=after)
         return {key: copy_value(after[key]) for key in keys if key in after}
 
     @torch.no_grad()
@@ -228,8 +223,8 @@ class Shadow:
                     slot.copy_(value)
             elif _is_slot(value):
                 raise UsageError(
-                    f"{self.traits.name} now keeps {name!r}, for which no pages were taken: a hyper-parameter was switched on "
-                    "after training began. Give the optimizer this setting from the start (e.g. a tiny momentum)"
+                    f"{self.traits.name} now keeps {name!r}, for which no pages were taken: a hyper-parameter was "
+                    "switched on after training began. Give the optimizer this setting from the start (e.g. a tiny momentum)"
                 )
 
 
@@ -257,7 +252,7 @@ def _constructor(optimizer: Optimizer) -> Callable[[list[dict[str, Any]]], Optim
     defaults = {key: value for key, value in optimizer.defaults.items() if anything or key in accepted}
 
     def construct(groups: list[dict[str, Any]]) -> Optimizer:
-        return cls(groups, **defaults)  # type: ignore[arg-type]
+        return cls(groups, **defaults)
 
     return construct
 

@@ -70,7 +70,6 @@ class StagingPool:
 
     def _allocate(self, tier: Tier, dtype: torch.dtype) -> PagedTensor:
         buffer = self._allocator.allocate(f"update staging {dtype}", self._numel, dtype, tier, shared_tail=True)
-        if not buffer.is_contiguous:
-            self._allocator.merge(buffer)
         self._owned.setdefault((tier, dtype), []).append(buffer)
+        self._allocator.merge(buffer)
         return buffer

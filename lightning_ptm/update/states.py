@@ -49,6 +49,14 @@ class Segment:
     def stop(self) -> int:
         return self.start + self.numel
 
+    def cut(self, start: int, stop: int) -> Segment:
+        """The part of it in [start, stop) of the shard; itself when that is all of it."""
+        begin, end = max(start, self.start), min(stop, self.stop)
+        if begin == self.start and end == self.stop:
+            return self
+        ragged = self.ragged and end == self.stop
+        return Segment(self.parameter, begin, self.parameter_start + begin - self.start, end - begin, ragged)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
@@ -143,6 +151,8 @@ class FlatStates:
         self.slots = dict(slots)
         self.groups = tuple(groups) if groups is not None else _layout_groups(flat)
         self.segments = shard_segments(flat, rank)
+        self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
+        """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
 
         self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
@@ -271,14 +281,4 @@ class FlatStates:
             segment = self.segments[index]
             if segment.start >= stop:
                 return
-            begin, end = max(start, segment.start), min(stop, segment.stop)
-            if begin == segment.start and end == segment.stop:
-                yield segment
-            else:
-                yield Segment(
-                    segment.parameter,
-                    begin,
-                    segment.parameter_start + begin - segment.start,
-                    end - begin,
-                    segment.ragged and end == segment.stop,
-                )
+            yield segment.cut(start, stop)

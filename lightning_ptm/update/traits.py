@@ -54,6 +54,7 @@ class OptimizerTraits:
         granularity: 1 when any cut gives the bits of an uncut update, ALIGN_NUMEL when only cuts at its multiples do.
         initial: how a first state comes to be.
         group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
+        device: where it was tried, and where its updates run.
     """
 
     name: str
@@ -61,6 +62,7 @@ class OptimizerTraits:
     granularity: int
     initial: Initial
     group_slots: tuple[str, ...]
+    device: torch.device
 
     @property
     def slots(self) -> tuple[SlotTraits, ...]:

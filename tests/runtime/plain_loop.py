@@ -79,9 +79,13 @@ class Outcome:
         assert not differing, f"weights differ: {differing}"
 
 
+def _only(items: list[Any]) -> Any:
+    return items[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Batches(Dataset[Any]):
-    """A list of ready batches as a data set that the loader does not batch again."""
+    """A list of ready batches as a data set."""
 
     items: Sequence[Any]
 
@@ -92,7 +96,8 @@ class Batches(Dataset[Any]):
         return self.items[index]
 
     def loader(self) -> DataLoader[Any]:
-        return DataLoader(self, batch_size=None)
+        # Not batch_size=None: Lightning shuffles such a loader when it puts its distributed sampler in.
+        return DataLoader(self, batch_size=1, collate_fn=_only)
 
 
 def tokens(count: int, *, vocabulary: int = 97, shape: tuple[int, int] = (4, 17), seed: int = 1) -> Batches:

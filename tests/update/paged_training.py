@@ -36,7 +36,9 @@ GROUPS = (0, 1, 0, 1, 0, 0, 1, 0)
 Make = Callable[[list[dict[str, object]]], Optimizer]
 
 
-def make_flat(shapes: Sequence[tuple[int, ...]], groups: Sequence[int], dtype: torch.dtype, world_size: int = 1) -> FlatLayout:
+def make_flat(
+    shapes: Sequence[tuple[int, ...]], groups: Sequence[int], dtype: torch.dtype, world_size: int = 1
+) -> FlatLayout:
     specs = tuple(
         ParameterSpec(f"p{index}", shape, str(dtype).removeprefix("torch."), dtype.itemsize, True, group)
         for index, (shape, group) in enumerate(zip(shapes, groups, strict=True))
@@ -44,7 +46,9 @@ def make_flat(shapes: Sequence[tuple[int, ...]], groups: Sequence[int], dtype: t
     return build_layout([UnitSpec("root", specs)], page_size=PAGE_SIZE, world_size=world_size).flats[0]
 
 
-def make_allocator(disk: Path | None = None, *, device_mib: int = 6, host_mib: int = 0, disk_mib: int = 6, **settings: object) -> Allocator:
+def make_allocator(
+    disk: Path | None = None, *, device_mib: int = 6, host_mib: int = 0, disk_mib: int = 6, **settings: object
+) -> Allocator:
     mib = 1 << 20
     return Allocator(
         page_size=PAGE_SIZE,
@@ -76,7 +80,9 @@ def read(allocator: Allocator, source: PagedTensor) -> torch.Tensor:
     return values
 
 
-def parameter_groups(parameters: Sequence[torch.nn.Parameter], groups: Sequence[int], second: dict[str, object]) -> list[dict[str, object]]:
+def parameter_groups(
+    parameters: Sequence[torch.nn.Parameter], groups: Sequence[int], second: dict[str, object]
+) -> list[dict[str, object]]:
     """Group 0 with the optimizer's defaults, group 1 with `second` on top."""
     members = [[p for p, group in zip(parameters, groups, strict=True) if group == wanted] for wanted in (0, 1)]
     return [{"params": members[0]}, {"params": members[1], **second}]
@@ -118,7 +124,13 @@ class Twin:
             fill(self.allocator, self.gradient, full)
             source = ShardGradient(self.gradient, [gradient is not None for gradient in laid_out])
         return UpdateJob(
-            self.states, self.shadow, source, self.target, self.hyper(), transform or Transform(), **more  # type: ignore[arg-type]
+            self.states,
+            self.shadow,
+            source,
+            self.target,
+            self.hyper(),
+            transform or Transform(),
+            **more,  # type: ignore[arg-type]
         )
 
     def submit(self, gradients: Sequence[torch.Tensor | None], transform: Transform | None = None) -> JobHandle:
@@ -158,8 +170,10 @@ class Twin:
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert actual.shape == expected.shape, what
     assert actual.dtype == expected.dtype, what
-    same = torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)) if actual.dim() else (
-        actual == expected or (actual != actual and expected != expected)
+    same = (
+        torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        if actual.dim()
+        else (actual == expected or (actual != actual and expected != expected))
     )
     assert same, f"{what}: {(actual != expected).sum()} of {actual.numel()} elements differ"
 
@@ -194,7 +208,9 @@ def make_twin(
             group["fused"] = True
     states = FlatStates.allocate(allocator, flat, 0, traits, home, master_dtype=torch.float32 if mixed else None)
     target = allocator.allocate("p16", flat.shard_numel, compute, target_home)
-    gradient = allocator.allocate("g16", flat.shard_numel, compute, gradient_home) if gradient_home is not None else None
+    gradient = (
+        allocator.allocate("g16", flat.shard_numel, compute, gradient_home) if gradient_home is not None else None
+    )
     full = torch.zeros(flat.shard_numel, dtype=master_dtype)
     for slot, index in zip(flat.slots, order, strict=True):
         full[slot.start : slot.end] = values[index].reshape(-1)
@@ -205,7 +221,17 @@ def make_twin(
     paged = Updater(allocator, **settings)  # type: ignore[arg-type]
     paged.reserve(states, target=target, gradient=gradient)
     return Twin(
-        allocator, paged, optimizer, states, Shadow(optimizer, traits), target, gradient, plain, plain_optimizer, flat, order
+        allocator,
+        paged,
+        optimizer,
+        states,
+        Shadow(optimizer, traits),
+        target,
+        gradient,
+        plain,
+        plain_optimizer,
+        flat,
+        order,
     )
 
 
@@ -221,7 +247,11 @@ def random_gradients(
 
 def plain_step(twin: Twin, gradients: Sequence[torch.Tensor | None]) -> None:
     for parameter, gradient in zip(twin.plain, gradients, strict=True):
-        parameter.grad = gradient.to(parameter.dtype, memory_format=torch.contiguous_format, copy=True) if gradient is not None else None
+        parameter.grad = (
+            gradient.to(parameter.dtype, memory_format=torch.contiguous_format, copy=True)
+            if gradient is not None
+            else None
+        )
     twin.plain_optimizer.step()
 
 

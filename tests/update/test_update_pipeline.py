@@ -474,9 +474,7 @@ def test_shards_of_several_ranks_make_up_the_plain_update(world_size: int) -> No
                 for piece in flat.pieces(rank):
                     part = full[piece.full_start : piece.full_start + piece.numel]
                     shard.tensor()[piece.shard_start : piece.shard_start + piece.numel] = part
-                updater.finish(
-                    updater.submit(UpdateJob(states, shadow, ShardGradient(shard, present), target, hyper))
-                )
+                updater.finish(updater.submit(UpdateJob(states, shadow, ShardGradient(shard, present), target, hyper)))
         for rank, (states, target, _) in enumerate(ranks):
             # Every rank knows every parameter's scalars, even of those that it holds no element of.
             steps = [scalars.values["step"].item() for scalars in map(states.scalars, range(len(SHAPES))) if scalars]

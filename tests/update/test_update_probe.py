@@ -137,7 +137,7 @@ def test_probing_leaves_the_optimizer_alone() -> None:
     parameter = parameters()[0]
     optimizer = optim.AdamW([parameter], lr=torch.tensor(1e-3))
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    before = {key: value for key, value in optimizer.param_groups[0].items()}
+    before = dict(optimizer.param_groups[0])
     random = torch.random.get_rng_state()
     probe(optimizer)
     assert optimizer.param_groups[0] == before

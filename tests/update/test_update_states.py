@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -30,8 +31,6 @@ shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 
 def states_of(flat: object, granularity_is_one: bool) -> FlatStates:
     optimizer = optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(3)], lr=0.1)
-    import dataclasses
-
     traits = dataclasses.replace(probe(optimizer), granularity=1 if granularity_is_one else ALIGN_NUMEL)
     return FlatStates(flat, 0, traits, master=None, slots={})  # type: ignore[arg-type]
 

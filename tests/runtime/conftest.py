@@ -1,0 +1,32 @@
+"""Fixtures of the runtime's tests: a working folder that must stay empty, and one thread per test process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing may be written where the user happens to stand."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_and_no_banners() -> Iterator[None]:
+    """Tiny models are slower on several threads than on one (test_parity.py has a test with more)."""
+    logger = logging.getLogger("lightning.pytorch")
+    threads, level = torch.get_num_threads(), logger.level
+    torch.set_num_threads(1)
+    logger.setLevel(logging.ERROR)
+    yield
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
