@@ -122,6 +122,7 @@ def argument_parser(description: str | None, *, disk: bool = False) -> argparse.
     parser.add_argument(
         "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of the strategy"
     )
+    parser.add_argument("--wait-policy", choices=("passive", "active"), help="OMP_WAIT_POLICY of every side")
     parser.add_argument("--keep-freed-memory", action="store_true", help="glibc keeps freed memory, on every side")
     if disk:
         parser.add_argument(
@@ -156,7 +157,10 @@ def chosen(sides: Sequence[Side], args: argparse.Namespace) -> list[Side]:
 
 def side_environment(args: argparse.Namespace) -> dict[str, str]:
     """Environment variables that every side gets."""
-    return dict(KEEP_FREED_MEMORY) if args.keep_freed_memory else {}
+    environment = dict(KEEP_FREED_MEMORY) if args.keep_freed_memory else {}
+    if args.wait_policy:
+        environment["OMP_WAIT_POLICY"] = args.wait_policy
+    return environment
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from common import (
     publish,
     quicken,
     show_scores,
+    side_environment,
 )
 from gpt import SHAPES
 from race import Race, Score, Side
@@ -42,7 +43,13 @@ def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
     alone = {**options, "update": False, "recompute": args.recompute == "all"}
     return [
         ours({**options, "meta": True}, args, settings | homes),
-        Side("activations", "plain", alone, threads=args.threads, environment=RETURN_FREED_MEMORY),
+        Side(
+            "activations",
+            "plain",
+            alone,
+            threads=args.threads,
+            environment=side_environment(args) | RETURN_FREED_MEMORY,
+        ),
     ]
 
 

@@ -42,6 +42,7 @@ from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.memory import FileOps
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
@@ -88,6 +89,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._wrapped_zero_grad: list[tuple[Optimizer, Any]] = []
         self._micro_batches_blocked = False
+        self.file_ops: FileOps | None = None
+        """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
     # -- Lightning's questions ----------------------------------------------------------------------------------------
 
@@ -103,8 +106,9 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning's connector to give each rank its own part of the data."""
-        return True
+        """Tells Lightning's connector to give each rank its own part of the data. One rank keeps the user's own sampler:
+        Lightning would put one that shuffles in its place, whatever the loader says."""
+        return self.num_nodes * self.num_processes > 1
 
     @property
     @override
@@ -192,6 +196,7 @@ class AngelPTMStrategy(ParallelStrategy):
             disk_paths=self._settings_for(trainer).disk_paths,
             recompute=self.settings.recompute_every if fitting else 0,
             poison=self.settings.poison,
+            file_ops=self.file_ops,
         )
         self.precision_plugin.attach(
             self._engine, self.root_device.type, update_in_backward=not blueprint.keep_gradients
@@ -269,7 +274,9 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
-            self._engine.abandon()
+            self._engine.fail(exception)
+        elif self._communicator is not None:  # during set-up
+            self._communicator.fail(f"{type(exception).__name__}: {exception}")
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -346,7 +353,10 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
+        communicator, self._communicator = self._communicator, None
         if engine is None:
+            if communicator is not None:  # set-up failed
+                communicator.close()
             return
         for optimizer, _ in self._wrapped_zero_grad:
             optimizer.__dict__.pop("zero_grad", None)
@@ -355,17 +365,21 @@ class AngelPTMStrategy(ParallelStrategy):
         try:
             self._give_back_weights(engine)
         finally:
+            # First: a collective in flight may still write into the pages that the engine frees.
+            if communicator is not None:
+                communicator.close()
             engine.close()
-            if self._communicator is not None:
-                self._communicator.close()
-            self._communicator = None
 
     def _give_back_weights(self, engine: Engine) -> None:
-        needed = engine.precise_bytes()
+        if engine.failed and self.world_size > 1:
+            log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
+            engine.values.let_go()
+            return
         if not self.settings.restore_weights:
             engine.values.let_go()
             return
-        if needed > free_host_bytes():
+        needed = engine.precise_bytes() * max(1, self.num_processes)
+        if not engine.all_ranks(needed <= free_host_bytes()):
             warnings.warn(
                 f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
                 f"NaN after this run; load them from a checkpoint",

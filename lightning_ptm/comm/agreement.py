@@ -8,7 +8,9 @@ it has (its shard of a gather, zeros for a reduce) and proposes again.
 
 I1: all ranks issue the same collectives in the same order.
 I2: a gather goes before a reduce: a rank that still computes may bring gradients for the unit whose reduce waits.
-I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others.
+I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others. A boundary
+    that every rank reaches is left by all of them in the same round, so what follows it may be collective.
+A rank that fails brings nothing any more: the communicator ends the others' rounds (`Communicator.fail`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from lightning_ptm.terms import Operation
 _CODES = {Operation.GATHER: 1, Operation.REDUCE: 2}
 _OPERATIONS = {code: operation for operation, code in _CODES.items()}
 _BOUNDARY = 0
-_FAILED = -1
 
 Row = tuple[int, int, int]
 
@@ -42,12 +43,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point that all ranks reach in the same order: the end of a micro-batch's backward, an optimizer step."""
+    """A point that all ranks reach in the same order: the end of a micro-batch's backward, an optimizer step. `flag`
+    rides along and reaches all ranks that leave in the same round."""
 
     position: int
+    flag: int = 0
 
     def row(self) -> Row:
-        return (_BOUNDARY, self.position, 0)
+        return (_BOUNDARY, self.position, self.flag)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,16 +63,7 @@ class Decision:
 
 
 def choose(rows: Sequence[Row]) -> Decision | None:
-    """The collective that all ranks issue next, or None when every rank is at a boundary.
-
-    Raises:
-        RankError: a rank has announced that it failed.
-    """
-    for rank, (code, _, _) in enumerate(rows):
-        if code == _FAILED:
-            raise RankError(
-                f"rank {rank} failed; this rank stops too, since a collective needs all ranks; see the error of rank {rank}"
-            )
+    """The collective that all ranks issue next, or None when every rank is at a boundary."""
     for code in (_CODES[Operation.GATHER], _CODES[Operation.REDUCE]):
         asked = [row for row in rows if row[0] == code]
         if asked:
@@ -105,16 +99,19 @@ class Agreement:
                 return decision
             self._participate(decision)
 
-    def reach(self, boundary: Boundary) -> None:
-        """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile."""
+    def reach(self, boundary: Boundary) -> int:
+        """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile.
+
+        Returns:
+            All bits that are set in the flags of the boundaries at which the ranks are then.
+        """
         while True:
             rows = self._exchange(boundary.row())
             decision = choose(rows)
             if decision is not None:
                 self._participate(decision)
             elif all(row[1] >= boundary.position for row in rows):
-                return
-
-    def fail(self) -> None:
-        """Tells the other ranks, at their next round, that this one has failed."""
-        self._exchange((_FAILED, 0, 0))
+                flags = 0
+                for row in rows:
+                    flags |= row[2]
+                return flags

@@ -6,10 +6,13 @@ World size 1 takes the same path with `SoloCommunicator`.
 I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged.
 I2: `Work` keeps every buffer of a collective alive and is waited on once.
 I3: a reduction adds the ranks' pieces in rank order, in fp32 on CPU, and rounds once.
+I4: no rank waits for one that has failed: it hangs up (`fail`), or its process's end does, and every collective that it
+    is missing from raises `RankError` on the others, with its reason if it could leave one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,19 +22,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm.agreement import Row
-from lightning_ptm.errors import RankError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
+
+Guard = Callable[[Callable[[], Any]], Any]
+"""Calls its argument; turns what a failed collective raises into RankError."""
+
+
+def _unguarded(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 class Work:
     """A started collective. `wait` returns when its result may be read on the current stream."""
 
     def __init__(
-        self, handles: Sequence[Any], buffers: Sequence[Tensor], finish: Callable[[], None] | None = None
+        self,
+        handles: Sequence[Any] = (),
+        buffers: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        guard: Guard = _unguarded,
     ) -> None:
         self._handles = list(handles)
         self._buffers = list(buffers)
         self._finish = finish
+        self._guard = guard
 
     def wait(self) -> None:
         """Waits once; later calls return at once.
@@ -41,7 +56,7 @@ class Work:
         """
         handles, self._handles = self._handles, []
         for handle in handles:
-            _guarded(handle.wait)
+            self._guard(handle.wait)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -49,16 +64,6 @@ class Work:
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
-
-
-def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return call(*args, **kwargs)
-    except RuntimeError as error:
-        raise RankError(
-            f"a collective failed ({str(error).strip().splitlines()[0]}); another rank has probably died or hangs, so "
-            f"this one stops; look for the first error among the ranks' logs"
-        ) from error
 
 
 class Communicator(Protocol):
@@ -87,6 +92,10 @@ class Communicator(Protocol):
     def receive(self, page: Tensor, rank: int) -> Work:
         """The paper's Page.receive."""
 
+    def fail(self, reason: str) -> None:
+        """This rank has failed: leaves the reason for the others and hangs up, so that none of them waits for it. Not
+        collective; only `close` may follow."""
+
     def close(self) -> None: ...
 
 
@@ -99,12 +108,12 @@ class SoloCommunicator:
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         if shard.data_ptr() != full.data_ptr():
             full.copy_(shard)
-        return Work([], [])
+        return Work()
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
         if shard.data_ptr() != full.data_ptr():
             shard.copy_(full)
-        return Work([], [])
+        return Work()
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         return values
@@ -123,6 +132,9 @@ class SoloCommunicator:
 
     def receive(self, page: Tensor, rank: int) -> Work:
         raise RankError(f"there is one rank only; rank {rank} does not exist")
+
+    def fail(self, reason: str) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -154,42 +166,61 @@ class ProcessGroupCommunicator:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._data = _guarded(dist.new_group, backend=backend, timeout=timeout)
-        self._control = _guarded(dist.new_group, backend="gloo", timeout=timeout)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rows_in = torch.zeros(3, dtype=torch.int64)
-        self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._rows_in = torch.zeros(3, dtype=torch.int64)
+        self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
+        # The ranks' bulletin board: it works while collectives hang.
+        self._board = dist.distributed_c10d._get_default_store()
+        self._failure_key = ""
+
+        # State: no group any more once closed.
+        self._data_group: dist.ProcessGroup | None = None
+        self._control_group: dist.ProcessGroup | None = None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._data_group = self._guard(lambda: dist.new_group(backend=backend, timeout=timeout))
+        self._control_group = self._guard(lambda: dist.new_group(backend="gloo", timeout=timeout))
+        # Of this communicator alone: groups are numbered alike on all ranks.
+        self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
-        with self._on_stream():
-            handles = [
-                _guarded(self._all_gather_flat, stripe, piece, group=self._data, async_op=True)
+        def start() -> list[Any]:
+            return [
+                self._all_gather_flat(stripe, piece, group=self._data, async_op=True)
                 for stripe, piece in _stripes(flat, full, shard)
             ]
-        return Work(handles, [shard, full], self._join)
+
+        with self._on_stream():
+            handles = self._guard(start)
+        return Work(handles, [shard, full], self._join, self._guard)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
         if self._device.type == "cuda":
-            with self._on_stream():
-                handles = [
-                    _guarded(
-                        self._reduce_scatter_flat, piece, stripe, op=dist.ReduceOp.AVG, group=self._data, async_op=True
-                    )
+
+            def start() -> list[Any]:
+                return [
+                    self._reduce_scatter_flat(piece, stripe, op=dist.ReduceOp.AVG, group=self._data, async_op=True)
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
-            return Work(handles, [full, shard], self._join)
+
+            with self._on_stream():
+                handles = self._guard(start)
+            return Work(handles, [full, shard], self._join, self._guard)
+        return self._exchange_and_add(full, shard, flat)
+
+    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
         # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
         # once, and we add in fp32, in rank order (I3).
         received = torch.empty_like(full)
         pairs = _stripes(flat, received, shard)
-        handles = [
-            _guarded(dist.all_to_all_single, into, stripe, group=self._data, async_op=True)
-            for (stripe, _), (into, _) in zip(_stripes(flat, full, shard), pairs, strict=True)
-        ]
+
+        def start() -> list[Any]:
+            return [
+                dist.all_to_all_single(into, stripe, group=self._data, async_op=True)
+                for (stripe, _), (into, _) in zip(_stripes(flat, full, shard), pairs, strict=True)
+            ]
 
         def add() -> None:
             for into, piece in pairs:
@@ -199,48 +230,105 @@ class ProcessGroupCommunicator:
                     total.add_(parts[rank])
                 piece.copy_(total.div_(self.world_size))
 
-        return Work(handles, [full, received, shard], add)
+        return Work(self._guard(start), [full, received, shard], add, self._guard)
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         on_host = values.cpu()
-        _guarded(dist.all_reduce, on_host, op=operation, group=self._control)
+        self._guard(lambda: dist.all_reduce(on_host, op=operation, group=self._control))
         values.copy_(on_host)
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        _guarded(dist.broadcast, tensor, src=source, group=self._data if tensor.is_cuda else self._control)
+        self._guard(lambda: dist.broadcast(tensor, src=source, group=self._data if tensor.is_cuda else self._control))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         box = [value]
-        _guarded(dist.broadcast_object_list, box, src=source, group=self._control)
+        self._guard(lambda: dist.broadcast_object_list(box, src=source, group=self._control))
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
-        _guarded(self._all_gather_flat, self._rows_out, self._rows_in, group=self._control)
+        self._guard(lambda: self._all_gather_flat(self._rows_out, self._rows_in, group=self._control))
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
     def send(self, page: Tensor, rank: int) -> Work:
-        return Work([_guarded(dist.isend, page, rank, group=self._data)], [page])
+        handle = self._guard(lambda: dist.isend(page, rank, group=self._data))
+        return Work([handle], [page], guard=self._guard)
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        return Work([_guarded(dist.irecv, page, rank, group=self._data)], [page])
+        handle = self._guard(lambda: dist.irecv(page, rank, group=self._data))
+        return Work([handle], [page], guard=self._guard)
+
+    def fail(self, reason: str) -> None:
+        if self._control_group is None:
+            return
+        # The board is gone when its rank's process is. The first reason stays: it is the cause of the others.
+        with contextlib.suppress(Exception):
+            self._board.compare_set(self._failure_key, "", f"rank {self.rank} failed with {reason}")
+        self.close()
 
     def close(self) -> None:
-        """Destroys the two groups. Not collective: a rank that failed closes alone."""
-        for group in (self._data, self._control):
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        """Destroys the two groups. Not collective: a rank that failed closes alone. Blocks until collectives in flight
+        have ended, so that afterwards nothing writes into their buffers. Idempotent."""
+        # Dropping the last reference is what closes the connections. Control first: there the others wait.
+        control, self._control_group = self._control_group, None
+        _destroy(control)
+        del control
+        data, self._data_group = self._data_group, None
+        _destroy(data)
 
-    def _on_stream(self) -> Any:
+    @property
+    def _data(self) -> dist.ProcessGroup:
+        return self._still_open(self._data_group)
+
+    @property
+    def _control(self) -> dist.ProcessGroup:
+        return self._still_open(self._control_group)
+
+    def _still_open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        if group is None:
+            raise UsageError(f"rank {self.rank} has left the collectives of this run, which has ended; start a new one")
+        return group
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            if isinstance(error, UsageError):
+                raise
+            # Without its traceback, whose frames name the group and would keep the connections open in `fail`.
+            raise RankError(self._explanation(error)) from error.with_traceback(None)
+
+    def _explanation(self, error: RuntimeError) -> str:
+        reason = ""
+        with contextlib.suppress(Exception):  # the board may be gone with the rank that kept it
+            if self._failure_key and self._board.check([self._failure_key]):
+                reason = self._board.get(self._failure_key).decode()
+        if reason:
+            return (
+                f"{reason}; a collective needs all ranks, so rank {self.rank} stops too; look for the traceback in that "
+                f"rank's output"
+            )
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return (
+            f"a collective of rank {self.rank} failed ({first_line}); another rank has probably died or hangs, so this one "
+            f"stops; look for the first error among the ranks' logs"
+        )
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._stream is None:
-            return torch.no_grad()
+            return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def _join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)

@@ -129,7 +129,9 @@ class Staging:
 
 def _advise(mapping: mmap.mmap) -> None:
     mapping.madvise(mmap.MADV_DONTFORK)  # I3
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    # Huge pages: first touch costs a third (35 against 115 ms for 256 MB), fused AdamW over pages takes 83 % of the
+    # CPU time, copies 95 %; bf16 matrix products do not change (two x86 cores, best of nine, interleaved).
+    with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 

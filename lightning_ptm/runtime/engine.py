@@ -23,8 +23,8 @@ from lightning_ptm.comm import Agreement, Boundary, Communicator
 from lightning_ptm.comm import Request as CollectiveRequest
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, RankError, UsageError
-from lightning_ptm.memory import Allocator
-from lightning_ptm.memory.malloc import malloc_in_use_bytes
+from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.malloc import malloc_in_use_bytes, set_malloc_thresholds, trim
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.schedule import schedule
@@ -47,6 +47,12 @@ from lightning_ptm.update import FlatStates, LossScale, Updater
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
 
+_AFTER_STEP = 2 * _STEP_ENDS - 1
+"""Position of what is done by hand between iterations: weights read or edited, a checkpoint."""
+
+_REASON_CHARACTERS = 500
+"""Of an error's text, what other ranks are told."""
+
 
 class Engine:
     """The runtime of one rank.
@@ -57,6 +63,7 @@ class Engine:
         optimizers: the user's, in order; empty without training.
         recompute: every k-th unit is recomputed; 0: none.
         poison: released pages are filled with NaN.
+        file_ops: the disk tier's file calls, for tests of failing disks.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class Engine:
         disk_paths: Sequence[Path] = (),
         recompute: int = 0,
         poison: bool = False,
+        file_ops: FileOps | None = None,
     ) -> None:
         self.module = module
         self.blueprint = blueprint
@@ -82,10 +90,14 @@ class Engine:
         self._behind: list[int] = []
         self._accumulating = False
         self._unanimous = True
+        self.failed = False
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
         pools = blueprint.pool_bytes
+        self._memory_is_short = device.type == "cpu" and pools[Tier.DISK] > 0
+        if device.type == "cpu":
+            set_malloc_thresholds()
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
             device=device,
@@ -95,6 +107,7 @@ class Engine:
             disk_paths=disk_paths,
             pin_host=device.type == "cuda",
             poison=poison,
+            file_ops=file_ops,
         )
         try:
             self._build(recompute)
@@ -206,7 +219,11 @@ class Engine:
         self._accumulating = accumulating
         if mode is Mode.TRAIN:
             self._check_frozen()
-        self.executor.begin(mode)
+        if self._memory_is_short:
+            trim()  # freed activations would stay resident beside the pages
+        # All ranks are here at once, so they may end the iteration before, and plan anew, together (executor I3).
+        trace = self.executor.wants_trace(mode)
+        self.executor.begin(mode, trace=bool(self._reach(0, flag=trace)))
         self.hooks.begin_iteration()
         self._forward_root()
         try:
@@ -215,8 +232,8 @@ class Engine:
             self.abandon()
             raise
         if mode is Mode.FORWARD:
+            self._reach(_STEP_ENDS)
             self.executor.end()
-            self._reach(0)
 
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)
@@ -318,9 +335,11 @@ class Engine:
         else:
             self._reduce(decision.request.unit, decision)
 
-    def _reach(self, position: int) -> None:
-        if self._agreement is not None:
-            self._agreement.reach(Boundary(self._iteration * 2 * _STEP_ENDS + position))
+    def _reach(self, position: int, *, flag: bool = False) -> int:
+        """Waits for the other ranks at a point of this iteration; returns whether any came with `flag`."""
+        if self._agreement is None:
+            return int(flag)
+        return self._agreement.reach(Boundary(self._iteration * 2 * _STEP_ENDS + position, int(flag)))
 
     # -- optimizer step -----------------------------------------------------------------------------------------------
 
@@ -368,8 +387,20 @@ class Engine:
     # -- weights by hand ----------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Blocks until every update is in the compute parameters and at home."""
+        """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective."""
         self.updates.finish_all()
+        self._reach(_AFTER_STEP)
+
+    def all_ranks(self, agree: bool) -> bool:
+        """Whether all ranks say yes. Collective."""
+        refused = torch.tensor([0 if agree else 1], dtype=torch.int64)
+        return not self.communicator.all_reduce(refused, maximum=True).item()
+
+    def fail(self, error: BaseException) -> None:
+        """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
+        self.failed = True
+        self.communicator.fail(f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])
+        self.abandon()
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
@@ -428,7 +459,7 @@ class Engine:
     def _non_model_bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - self.blueprint.pool_bytes[Tier.DEVICE]
-        return malloc_in_use_bytes() or 0
+        return malloc_in_use_bytes()
 
     def precise_bytes(self) -> int:
         """Bytes that all weights take outside of pages in their precise dtype."""

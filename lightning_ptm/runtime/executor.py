@@ -5,6 +5,7 @@ Owns the logical clock and which units hold device pages. It has no policy but o
 farthest away (Belady). Never wrong, only slower; the next iteration is then planned anew from its trace.
 
 I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
+I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`.
 """
 
 from __future__ import annotations
@@ -86,15 +87,26 @@ class Executor:
         made = self._plans.get(mode)
         return made[0] if made else None
 
-    def begin(self, mode: Mode) -> None:
+    def wants_trace(self, mode: Mode) -> bool:
+        """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
+        and after one that did not follow it."""
+        if mode is self._mode:
+            return not self._tracing and not self._followed
+        return mode not in self._traced
+
+    @property
+    def _followed(self) -> bool:
+        """Whether the iteration in progress has gone through its plan, tick by tick, to the end."""
+        made = None if self._mode is None else self._plans.get(self._mode)
+        return self._following and made is not None and self._tick == made[0].tick_count
+
+    def begin(self, mode: Mode, *, trace: bool) -> None:
         """An iteration starts. The one before, if open, ends here."""
         self.end()
         self._mode = mode
         self._tick = 0
-        made = self._plans.get(mode)
-        self._following = made is not None
-        # Trace until an iteration has confirmed the plan that is followed.
-        self._tracing = mode not in self._traced
+        self._following = mode in self._plans
+        self._tracing = trace
         if self._tracing:
             self._tracer.start()
 
@@ -102,12 +114,11 @@ class Executor:
         """The iteration is over: run the plan's last tasks and learn from the trace."""
         if self._mode is None:
             return
+        followed = self._followed
         mode, self._mode = self._mode, None
         self._waiting = []
-        made = self._plans.get(mode)
-        complete = made is not None and self._tick == made[0].tick_count
-        if self._following and made is not None and complete:
-            self._perform(made[0], self._tick)
+        if followed:
+            self._perform(self._plans[mode][0], self._tick)
         for store in self._stores:
             store.held = False
         if self._tracing and self._tick:
@@ -117,7 +128,7 @@ class Executor:
             if plan is not None:
                 self._plans[mode] = (plan, trace)
                 self.replans += 1
-        elif not (self._following and complete) and self._tick:
+        elif not followed:
             self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +24,17 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture(autouse=True, scope="session")
 def one_thread_and_no_banners() -> Iterator[None]:
     """Tiny models are slower on several threads than on one (test_parity.py has a test with more)."""
+    # Lightning sets the number of threads at the start of a run unless it finds this.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
     logger = logging.getLogger("lightning.pytorch")
     threads, level = torch.get_num_threads(), logger.level
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     yield
     torch.set_num_threads(threads)
+    if before is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        os.environ["OMP_NUM_THREADS"] = before
     logger.setLevel(level)
