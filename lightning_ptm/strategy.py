@@ -29,6 +29,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -87,7 +88,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
-        self._wrapped_zero_grad: list[tuple[Optimizer, Any]] = []
+        self._watched: list[Optimizer | LightningOptimizer] = []
         self._micro_batches_blocked = False
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
@@ -201,9 +202,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self.precision_plugin.attach(
             self._engine, self.root_device.type, update_in_backward=not blueprint.keep_gradients
         )
-        for optimizer in self.optimizers:
-            self._watch_zero_grad(optimizer)
-        self.setup_precision_plugin()
+        self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
+        for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
+            self._watch_zero_grad(optimizer, wrapper)
         self.barrier()
 
     def _settings_for(self, trainer: Trainer) -> Settings:
@@ -226,8 +227,8 @@ class AngelPTMStrategy(ParallelStrategy):
             return SoloCommunicator()
         return ProcessGroupCommunicator(self.root_device, self._timeout)
 
-    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        """Gradients in pages must be forgotten when the user's optimizer forgets its own."""
+    def _watch_zero_grad(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
+        """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
         original = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -236,7 +237,8 @@ class AngelPTMStrategy(ParallelStrategy):
                 self._engine.zero_grad(optimizer)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._wrapped_zero_grad.append((optimizer, original))
+        wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]  # inherited from Optimizer otherwise
+        self._watched += [optimizer, wrapper]
 
     @override
     def model_to_device(self) -> None:
@@ -358,9 +360,9 @@ class AngelPTMStrategy(ParallelStrategy):
             if communicator is not None:  # set-up failed
                 communicator.close()
             return
-        for optimizer, _ in self._wrapped_zero_grad:
-            optimizer.__dict__.pop("zero_grad", None)
-        self._wrapped_zero_grad = []
+        for watched in self._watched:
+            watched.__dict__.pop("zero_grad", None)
+        self._watched = []
         self.precision_plugin.attach(None)
         try:
             self._give_back_weights(engine)

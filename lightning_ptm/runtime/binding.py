@@ -40,6 +40,7 @@ class FlatBinding:
         self.layout = layout
         self.parameters = parameters
         self.dtype = dtype
+        self.device = device
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._base: Tensor | None = None

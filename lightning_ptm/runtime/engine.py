@@ -96,7 +96,7 @@ class Engine:
         ]
         pools = blueprint.pool_bytes
         self._memory_is_short = device.type == "cpu" and pools[Tier.DISK] > 0
-        if device.type == "cpu":
+        if self._memory_is_short:
             set_malloc_thresholds()
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
@@ -139,7 +139,13 @@ class Engine:
         )
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
         self.executor = Executor(
-            self.stores, self.tracer, self._agreement, self.updates.pending, self.updates.finish, self._replan
+            self.stores,
+            self.tracer,
+            self._agreement,
+            self.updates.pending,
+            self.updates.finish,
+            self._replan,
+            self.values.read,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             if mode is Mode.FORWARD or self._optimizers:

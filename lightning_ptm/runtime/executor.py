@@ -14,6 +14,7 @@ import enum
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.errors import CapacityError
@@ -22,6 +23,11 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.terms import Kind, Operation, Phase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_ptm.memory import PagedTensor
 
 
 class Mode(enum.Enum):
@@ -41,6 +47,7 @@ class Executor:
         update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
         finish_update: blocks until it has.
         replan: makes a plan from a trace.
+        read: brings a paged tensor to memory of its own.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Executor:
         update_pending: Callable[[int], bool],
         finish_update: Callable[[int], None],
         replan: Callable[[Mode, Trace], Plan | None],
+        read: Callable[[PagedTensor], Tensor],
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -58,6 +66,7 @@ class Executor:
         self._update_pending = update_pending
         self._finish_update = finish_update
         self._replan = replan
+        self._read = read
         # state
         self._mode: Mode | None = None
         self._tick = 0
@@ -201,7 +210,7 @@ class Executor:
             except CapacityError:
                 pass
         for flat in store.flats:
-            flat.contribute()
+            flat.contribute(self._read)
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update."""
@@ -251,6 +260,12 @@ class Executor:
                 return
             except CapacityError as error:
                 victims = [other for other in self._stores if other.movable and other is not store]
+                spare = [other for other in self._stores if other.has_spare_shards and other is not store]
+                if not victims and spare:
+                    # Fetched for an all-gather that the plan had next and that did not come.
+                    for other in spare:
+                        other.evict()
+                    continue
                 if not victims:
                     name = store.unit.name or "the root unit"
                     raise CapacityError(

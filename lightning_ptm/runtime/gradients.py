@@ -8,6 +8,7 @@ Owns the gradient pages of every trainable flat. One of two ways per flat, fixed
 
 I1: a flat in pages holds the sum over micro-batches since the last `clear`, rounded to the gradient dtype after each, as
 autograd does in place. I2: the pages are read only after what was started on them has arrived (`settle`).
+I3: a gradient is in exactly one place: what runs out of pages (CapacityError) has changed nothing and may be tried again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """A reduction in flight: `full` is read by it, `part` receives this rank's share."""
+    """A reduction in flight: `full` (None once it is given back) is read by it, `part` receives this rank's share."""
 
     work: Work
-    full: PagedTensor
+    full: PagedTensor | None
     part: PagedTensor
 
 
@@ -95,21 +96,43 @@ class FlatGradient:
         self.settle()
         self.reserve()
         layout = self.store.layout
-        name = f"flat {layout.index} full gradient"
-        full = self._allocator.allocate(name, layout.padded_numel, self.store.binding.dtype, Tier.DEVICE)
+        full = self._take("full gradient", layout.padded_numel)
+        other: PagedTensor | None = None
+        try:
+            if layout.world_size > 1:
+                other = self._take("reduced gradient", layout.shard_numel)
+            elif self._adds_on_device:
+                other = self._take("gradient so far", layout.shard_numel)
+        except CapacityError:
+            self._allocator.release(full)
+            raise
         self._lay_out(full.tensor(), here)
         for parameter in parameters:
             parameter.grad = None
         self._present = [a or b for a, b in zip(self._present, present, strict=True)]
         if layout.world_size == 1:
-            self._add(full)
+            self._add(full, other)
             return
-        part = self._allocator.allocate(
-            f"flat {layout.index} reduced gradient", layout.shard_numel, self.store.binding.dtype, Tier.DEVICE
-        )
-        self._arriving = _Arriving(
-            self._communicator.reduce_scatter(full.tensor(), part.tensor(), layout), full, part
-        )
+        assert other is not None
+        work = self._communicator.reduce_scatter(full.tensor(), other.tensor(), layout)
+        self._arriving = _Arriving(work, full, other)
+
+    def _take(self, what: str, numel: int) -> PagedTensor:
+        """Device pages in a row, for a buffer.
+
+        Raises:
+            CapacityError: there are none; nothing is taken.
+        """
+        name = f"flat {self.store.layout.index} {what}"
+        tensor = self._allocator.allocate(name, numel, self.store.binding.dtype, Tier.DEVICE)
+        if not tensor.is_contiguous:
+            pages = len(tensor.pages)
+            self._allocator.release(tensor)
+            raise CapacityError(
+                f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
+                f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+            )
+        return tensor
 
     @property
     def pages(self) -> PagedTensor | None:
@@ -130,11 +153,16 @@ class FlatGradient:
 
     def _land(self) -> None:
         """Ends the reduction in flight."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.work.wait()
+        arriving = self._arriving
+        if arriving is None:
+            return
+        arriving.work.wait()
+        if arriving.full is not None:
             self._allocator.release(arriving.full)
-            self._add(arriving.part)
+            arriving.full = None
+        before = self._take("gradient so far", self.store.layout.shard_numel) if self._adds_on_device else None
+        self._arriving = None
+        self._add(arriving.part, before)
 
     def source(self) -> GradientSource:
         """What the update reads, once `leaving` has left."""
@@ -187,8 +215,13 @@ class FlatGradient:
             if parameter.grad is not None:
                 binding.view(full, slot).copy_(parameter.grad)
 
-    def _add(self, part: PagedTensor) -> None:
-        """Adds `part` (shard_numel,) to the pages and gives it back."""
+    @property
+    def _adds_on_device(self) -> bool:
+        """Whether what is in the pages has to be read into a buffer to be added to."""
+        return self._filled and self._pages is not None and self._pages.tier is Tier.DISK
+
+    def _add(self, part: PagedTensor, before: PagedTensor | None) -> None:
+        """Adds `part` (shard_numel,) to the pages and gives it back; `before` is the buffer that a sum on disk needs."""
         pages = self._pages
         assert pages is not None
         if pages.tier is Tier.DEVICE or (pages.tier is Tier.HOST and self._filled):
@@ -199,8 +232,7 @@ class FlatGradient:
                 pages.tensor().copy_(value)
             self._allocator.release(part)
         else:
-            if self._filled:
-                before = self._allocator.allocate("gradient so far", part.numel, part.dtype, Tier.DEVICE)
+            if before is not None:
                 self._allocator.copy(pages, before).wait()
                 before.tensor().add_(part.tensor())
                 self._allocator.release(part)

@@ -4,17 +4,20 @@ Owns every hook that is put on the user's modules and tensors, and takes them al
 
 How the end of a unit's backward is known: all its parameters that require a gradient have got theirs, and the gradients
 of all its inputs have been computed (a frozen weight may be needed for an input's gradient after the last parameter's).
-What never completes (an unused parameter) is ended with the whole backward pass.
+What never completes (an unused parameter) is ended with the whole backward pass. Under a reentrant checkpoint a unit's
+forward runs without gradients first: its backward has not ended before each such call has been recomputed.
 
 I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
 I2: a saved tensor that is a view of a flat which may be released is packed by name (design section 4); tensors saved
 inside a recomputed forward are not reached by these hooks, so a unit gathered for recompute stays until its backward ends.
+I3: hooks on saved tensors of others keep their effect: a non-reentrant checkpoint around a unit is left alone, for it
+keeps nothing of the forward; what is no parameter of ours is handed on to any others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,6 +31,8 @@ from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
+
+_CHECKPOINT = checkpoint.__module__
 
 
 class BackwardListener(Protocol):
@@ -51,11 +56,14 @@ class _Watch:
     """Parameters whose gradient is still to come."""
     open_calls: int = 0
     """Forward calls whose inputs' gradients are still to come."""
+    blind_calls: int = 0
+    """Forward calls without gradients, which a reentrant checkpoint may still recompute."""
     active: bool = False
     using: bool = False
     """`executor.enter` has been called for the backward and `leave` has not."""
     ended: bool = False
     recomputed: bool = False
+    reentrant: bool = False
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -78,6 +86,25 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _outer_hooks() -> tuple[Any, Any] | None:
+    """The pair (pack, unpack) of hooks on saved tensors that is in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint is recording or recomputing this forward."""
+    outer = _outer_hooks()
+    return outer is not None and getattr(outer[0], "__module__", "") == _CHECKPOINT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HandedOn:
+    """What somebody else's hook has packed, with the hook that unpacks it."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
 class Hooks:
     """All hooks of one engine.
 
@@ -86,6 +113,7 @@ class Hooks:
         executor: is told of ticks.
         listener: is told of gradients.
         recompute: indices of the units whose activations are recomputed.
+        late: indices of the units whose updates may still be under way when the next forward begins.
     """
 
     def __init__(
@@ -95,6 +123,7 @@ class Hooks:
         executor: Executor,
         listener: BackwardListener,
         recompute: frozenset[int],
+        late: frozenset[int] = frozenset(),
     ) -> None:
         self._units = units
         self._stores = stores
@@ -102,7 +131,9 @@ class Hooks:
         self._listener = listener
         self._handles: list[Any] = []
         self._patched: list[tuple[nn.Module, bool, Any]] = []
+        self._late = late
         self._contexts: list[tuple[int, Any]] = []
+        self._guarded: list[nn.Module] = []
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
         self._wrapped = False
@@ -125,13 +156,14 @@ class Hooks:
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came."""
         for watch in self._watches:
-            watch.open_calls = 0
+            watch.open_calls = watch.blind_calls = 0
             watch.recomputed = False
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
         while self._contexts:
             self._contexts.pop()[1].__exit__(None, None, None)
+        self._guarded = []
         self._in_pass = False
         self._wrapped = False
         self._watches = [_Watch() for _ in self._units]
@@ -162,10 +194,10 @@ class Hooks:
             )
             if recompute:
                 self._wrap_forward(unit)
-            if not resident:
-                for owner in unit.owners:
-                    if owner is not unit.module:
-                        self._handles.append(owner.register_forward_pre_hook(partial(self._guard, unit.index)))
+        if not resident or unit.index in self._late:
+            for owner in unit.owners:
+                if owner is not unit.module or unit.index == 0:
+                    self._guard(owner, unit.index)
         for item in unit.parameters:
             if item.parameter.requires_grad:
                 self._handles.append(
@@ -184,35 +216,67 @@ class Hooks:
             return original(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or in_backward():
+            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
+            if not torch.is_grad_enabled() or in_backward() or _inside_checkpoint():
                 return original(*args, **kwargs)
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
         self._patched.append((module, had_own, original))
         module.forward = forward
 
-    def _guard(self, index: int, module: nn.Module, args: Any) -> None:
-        # A submodule called from outside its unit's forward: keep the unit until the iteration ends.
-        if self._stores[index].users == 0:
-            self._executor.hold(index)
+    def _guard(self, owner: nn.Module, index: int) -> None:
+        """A submodule that is called from outside its unit's forward makes a call of its unit by itself."""
+        before, after = partial(self._before_owner, index), partial(self._after_owner, index)
+        self._handles.append(owner.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(owner.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _before_owner(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        store = self._stores[index]
+        if store.users:
+            return
+        if store.held:
+            self._executor.require(index)
+        elif index == 0:
+            self._executor.hold(0)  # outside an iteration: it stays until the next one ends
+        else:
+            self._before_forward(index, module, args, kwargs)
+            if not in_backward():
+                self._guarded.append(module)
+
+    def _after_owner(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._guarded and self._guarded[-1] is module and not in_backward():
+            self._guarded.pop()
+            self._after_forward(index, module, args, kwargs, output)
 
     def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        watch = self._watches[index]
         if in_backward():
             self._recompute_starts(index)
+            if torch.is_grad_enabled() and not _inside_checkpoint():
+                watch.blind_calls -= 1
+                watch.reentrant = True
+                self._watch_inputs(index, args, kwargs)
             return
         self._executor.enter(index, Phase.FORWARD)
         self._listener.progress()
         if not torch.is_grad_enabled():
+            watch.blind_calls += 1
             return
-        store = self._stores[index]
-        if not store.resident:
-            context = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, store), self._unpack)
-            context.__enter__()
-            self._contexts.append((index, context))
+        if not self._stores[index].resident and not _inside_checkpoint():
+            self._name_saved(index)
+        self._watch_inputs(index, args, kwargs)
+
+    def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if inputs:
             self._watches[index].open_calls += 1
             torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
+
+    def _name_saved(self, index: int) -> None:
+        """Until `_contexts` is popped, saved tensors that are views of flats are packed by name."""
+        context = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, index, _outer_hooks()), self._unpack)
+        context.__enter__()
+        self._contexts.append((index, context))
 
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
@@ -225,16 +289,18 @@ class Hooks:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._output_gradient, index))
 
-    def _pack(self, store: UnitStore, tensor: Tensor) -> Tensor | Packed:
-        for flat in store.flats:
+    def _pack(self, index: int, outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
+        for flat in self._stores[index].flats:
             packed = None if flat.resident else flat.binding.pack(tensor)
             if packed is not None:
                 return packed
-        return tensor
+        return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
 
-    def _unpack(self, saved: Tensor | Packed) -> Tensor:
+    def _unpack(self, saved: Tensor | Packed | _HandedOn) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _HandedOn):
+            return saved.unpack(saved.packed)
         store = self._stores[saved.unit]
         if not store.live:
             self._executor.require(saved.unit)
@@ -251,7 +317,7 @@ class Hooks:
         self._in_pass = True
         for watch, unit in zip(self._watches, self._units, strict=True):
             watch.due = sum(item.parameter.requires_grad for item in unit.parameters)
-            watch.active = watch.using = watch.ended = False
+            watch.active = watch.using = watch.ended = watch.reentrant = False
         if not self._wrapped:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         self._enter_backward(0)
@@ -312,8 +378,10 @@ class Hooks:
 
     def _maybe_end(self, index: int) -> None:
         watch = self._watches[index]
+        if watch.reentrant and watch.blind_calls > 0:
+            return
         # The root computes before and after all others: it ends with the pass.
-        if index != 0 and watch.active and not watch.ended and watch.due == 0 and watch.open_calls <= 0:
+        if index != 0 and watch.active and not watch.ended and watch.due <= 0 and watch.open_calls <= 0:
             self._end_unit(index)
 
     def _end_unit(self, index: int) -> None:

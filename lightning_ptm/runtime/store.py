@@ -151,6 +151,11 @@ class FlatStore:
             self._evict_when_live = False
             self.evict_shard()
 
+    @property
+    def has_spare_shard(self) -> bool:
+        """Whether `evict_shard` would free pages now."""
+        return self._shard is not None and self.state is not FullState.FETCHING
+
     def evict_shard(self) -> None:
         """Gives the device copy of the shard up; while an all-gather reads it, as soon as that is done."""
         if self.state is FullState.FETCHING:
@@ -163,11 +168,22 @@ class FlatStore:
         self._shard = None
         self._shard_pending = None
 
-    def contribute(self) -> None:
-        """Takes part in an all-gather that this rank does not need, into memory of its own."""
-        self.fetch_shard()
-        scratch = torch.empty(self.layout.padded_numel, dtype=self.binding.dtype, device=self._shard_tensor().device)
-        self._communicator.all_gather(self._shard_tensor(), scratch, self.layout).wait()
+    def contribute(self, read: Callable[[PagedTensor], Tensor]) -> None:
+        """Takes part in an all-gather that this rank does not need, into memory of its own.
+
+        Args:
+            read: brings a home to memory of its own, for when no page is free either.
+        """
+        held = self._shard is not None
+        try:
+            self.fetch_shard()
+            shard = self._shard_tensor()
+        except CapacityError:
+            shard = read(self.home).to(self.binding.device)
+        scratch = torch.empty(self.layout.padded_numel, dtype=self.binding.dtype, device=shard.device)
+        self._communicator.all_gather(shard, scratch, self.layout).wait()
+        if not held:
+            self.evict_shard()
 
     def _shard_tensor(self) -> Tensor:
         if self.home.tier is Tier.DEVICE:
@@ -215,6 +231,11 @@ class UnitStore:
         return all(flat.state is not FullState.RELEASED for flat in self.flats)
 
     @property
+    def has_spare_shards(self) -> bool:
+        """Holds device copies of shards that no all-gather reads."""
+        return any(flat.has_spare_shard for flat in self.flats)
+
+    @property
     def movable(self) -> bool:
         """Holds pages that may be given up now."""
         return (
@@ -240,7 +261,12 @@ class UnitStore:
                 flat.release()
             raise
         if agree is not None and taken:
-            agree()
+            # Meanwhile this rank may take part in what others asked for, which may look for pages to give up.
+            self.users += 1
+            try:
+                agree()
+            finally:
+                self.users -= 1
         for flat in taken:
             flat.fill()
 

@@ -224,7 +224,7 @@ class Values:
         return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in pieces])
 
     def _whole(self, flat: FlatStore, paged: PagedTensor) -> Tensor:
-        shard = self._read(paged)
+        shard = self.read(paged)
         if flat.layout.world_size == 1:
             return shard
         device = shard.device
@@ -234,7 +234,8 @@ class Values:
         self._communicator.all_gather(shard.to(device), full, flat.layout).wait()
         return full.cpu()
 
-    def _read(self, paged: PagedTensor) -> Tensor:
+    def read(self, paged: PagedTensor) -> Tensor:
+        """A paged tensor's values in memory of their own, on the CPU; on disk, a page at a time."""
         if paged.tier is not Tier.DISK:
             return paged.tensor().cpu()
         values = torch.empty(paged.numel, dtype=paged.dtype)

@@ -125,9 +125,7 @@ def watch_ranks(body: Callable[..., Any], world_size: int, *args: Any, limit_s: 
         return [rank.outcome() for rank in ranks]
 
 
-def _start(
-    body: Callable[..., Any], args: Sequence[Any], rank: int, world_size: int, port: int, folder: Path
-) -> _Rank:
+def _start(body: Callable[..., Any], args: Sequence[Any], rank: int, world_size: int, port: int, folder: Path) -> _Rank:
     environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,

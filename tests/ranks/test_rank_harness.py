@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import End, RanksFailed, run_ranks, watch_ranks
 
-SHORT_S = 6.0
+SHORT_S = 4.0
 """Limit where a rank is meant to exceed it: enough for a started process to reach the function."""
 
 

@@ -127,6 +127,7 @@ class PlainOptimizer:
     def __init__(self, optimizer: Optimizer, precision: str, kept_whole: set[int]) -> None:
         self.optimizer = optimizer
         self.clip: Callable[[list[Tensor]], object] | None = None
+        self.steps = 0
         self.pairs: list[tuple[nn.Parameter, Tensor]] = []
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
@@ -146,10 +147,15 @@ class PlainOptimizer:
             self.clip([master for _, master in self.pairs])
             self.clip = None
         self.optimizer.step()
-        with torch.no_grad():
-            for parameter, master in self.pairs:
-                if master is not parameter:
-                    parameter.copy_(master)
+        self.steps += 1
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Writes the parameters that compute from their masters."""
+        for parameter, master in self.pairs:
+            if master is not parameter:
+                parameter.copy_(master)
 
     def zero_grad(self) -> None:
         for parameter, _ in self.pairs:
@@ -169,7 +175,8 @@ class PlainLoop:
 
     Args:
         clip: max norm, or bound when `clip_by_value`.
-        on_step: called with the module and the masters by name after each optimizer step.
+        epochs: an epoch's last optimizer step takes what there is, as Lightning does.
+        on_step: called with the number of the step and the masters by name after each optimizer step; it may edit them.
     """
 
     build: Callable[[], TrainModule]
@@ -177,10 +184,11 @@ class PlainLoop:
     accumulate: int = 1
     clip: float | None = None
     clip_by_value: bool = False
+    epochs: int = 1
     on_step: Callable[[int, dict[str, Tensor]], None] | None = None
 
-    def run(self, batches: Batches, *, steps: int | None = None) -> Outcome:
-        """Trains on the batches in order; `steps` optimizer steps at most."""
+    def run(self, batches: Batches) -> Outcome:
+        """Trains on the batches in order."""
         torch.manual_seed(0)
         module = self.build()
         module.configure_model()
@@ -196,37 +204,32 @@ class PlainLoop:
         masters = {name: precise.get(id(p), frozen[name]) for name, p in module.named_parameters()}
         if not module.automatic_optimization:
             _by_hand(module, plain)
-        taken = 0
-        for index, batch in enumerate(batches.items):
-            if steps is not None and taken == steps:
-                break
-            batch = batch if self.precision.endswith("mixed") or dtype is torch.float32 else _cast(batch, dtype)
-            if not module.automatic_optimization:
+        for _ in range(self.epochs):
+            for index, batch in enumerate(batches.items):
+                batch = batch if self.precision.endswith("mixed") or dtype is torch.float32 else _cast(batch, dtype)
                 with self._context(dtype):
-                    module.training_step(batch, index)
-                taken += 1
-                continue
-            with self._context(dtype):
-                loss = module.training_step(batch, index)
-            if index % self.accumulate == 0:
-                plain[0].zero_grad()
-            if loss is not None:
-                (loss / self.accumulate if self.accumulate > 1 else loss).backward()
-            if (index + 1) % self.accumulate == 0:
-                plain[0].clip = self._clipping()
-                plain[0].step()
-                if schedule is not None:
-                    schedule.step()
-                if self.on_step is not None:
-                    self.on_step(taken, masters)
-                    plain[0].optimizer.zero_grad()
-                    with torch.no_grad():
-                        for parameter, master in plain[0].pairs:
-                            parameter.copy_(master)
-                taken += 1
+                    loss = module.training_step(batch, index)
+                if not module.automatic_optimization:
+                    continue
+                if index % self.accumulate == 0:
+                    plain[0].zero_grad()
+                if loss is not None:
+                    (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+                if (index + 1) % self.accumulate == 0 or index + 1 == len(batches.items):
+                    self._step(plain[0], masters)
+                    if schedule is not None:
+                        schedule.step()
         weights = {name: value.detach().clone() for name, value in masters.items()}
         weights |= {name: value.clone() for name, value in module.named_buffers()}
         return Outcome(module.losses, weights)
+
+    def _step(self, optimizer: PlainOptimizer, masters: dict[str, Tensor]) -> None:
+        optimizer.clip = self._clipping()
+        optimizer.step()
+        if self.on_step is not None:
+            with torch.no_grad():
+                self.on_step(optimizer.steps, masters)
+            optimizer.publish()
 
     def _cast_module(self, module: nn.Module, dtype: torch.dtype, kept_whole: set[int]) -> None:
         if not self.precision.endswith("mixed"):
