@@ -6,17 +6,21 @@ be written over the one of an earlier run in the same folder, and `fit` ends by 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.strategy import AngelPTMStrategy
 
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
 """Where configs/ is: inside the installed package, or beside it in a checkout."""
@@ -37,6 +41,19 @@ class PTMCommandLine(LightningCLI):
         except ConfigError as error:
             parser.error(str(error))
         self.config = parser.parse_args(arguments)
+
+    def instantiate_classes(self) -> None:
+        """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error."""
+        strategy = self._get(self.config, "trainer.strategy")
+        names = {field.name for field in dataclasses.fields(Settings)}
+        if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
+            given = vars(strategy.get("init_args") or Namespace())
+            try:
+                Settings(**{name: value for name, value in given.items() if name in names})
+            except ConfigError as error:
+                # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
+                self.parser.error(str(error))
+        super().instantiate_classes()
 
     @rank_zero_only
     def after_fit(self) -> None:

@@ -46,11 +46,11 @@ def parse_bytes(value: str | int, *, name: str) -> int:
 
 
 def format_bytes(count: int | float) -> str:
-    """`4194304` -> `4.0 MiB`; for messages and tables."""
+    """`4194304` -> `4 MiB`, `1610612736` -> `1.5 GiB`; for messages and tables."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.4g} {unit}"
         value /= 1024
     raise AssertionError
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lightning_ptm import AngelPTMStrategy
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,13 @@ TIERS: dict[str, dict[str, Any]] = {
 """Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has."""
 
 # Lightning's launcher watches over the processes that it started, and looks every five seconds whether there are any.
-_OTHERS_THREADS = ("pytest_timeout", "tqdm_monitor", "ThreadPoolExecutor", "QueueFeederThread", "child-process-observer")
+_OTHERS_THREADS = (
+    "pytest_timeout",
+    "tqdm_monitor",
+    "ThreadPoolExecutor",
+    "QueueFeederThread",
+    "child-process-observer",
+)
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 # What Lightning's launcher sets for every parallel strategy and never takes back; its own tests allow the same.
 _OTHERS_VARIABLES |= {"LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PL_GLOBAL_SEED"}

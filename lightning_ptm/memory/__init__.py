@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptm.memory.allocator import Allocator
-from lightning_ptm.memory.disk import DiskRegion, FileOps
+from lightning_ptm.memory.disk import DiskRegion, FileOps, check_folders
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor, PageSpan
 from lightning_ptm.memory.pool import PagePool
@@ -22,4 +22,5 @@ __all__ = [
     "PageTable",
     "PagedTensor",
     "Transfer",
+    "check_folders",
 ]

@@ -48,6 +48,19 @@ class FileOps:
         return os.pwritev(fd, buffers, offset)
 
 
+def check_folders(paths: Sequence[Path]) -> None:
+    """Refuse paths that are no folders, also where nothing will live on disk: a misspelt one would go unnoticed.
+
+    Raises:
+        ConfigError: one is missing, or no folder.
+    """
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"disk_path {path} does not exist; create the folder, or give another disk_path")
+        if not path.is_dir():
+            raise ConfigError(f"disk_path {path} is not a folder; give a folder on the disk to use")
+
+
 class DiskRegion:
     """The bytes of the disk tier. Safe for threads: transfers carry their own position.
 
@@ -132,10 +145,7 @@ class DiskRegion:
         )
 
     def _open(self, path: Path) -> int:
-        if not path.exists():
-            raise ConfigError(f"disk_path {path} does not exist; create the folder, or give another disk_path")
-        if not path.is_dir():
-            raise ConfigError(f"disk_path {path} is not a folder; give a folder on the disk to use")
+        check_folders([path])
         name = os.fspath(path / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}.pages")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file_system = _file_system(path)

@@ -125,7 +125,8 @@ class _Problem:
         self._caches_masters = caches_masters
         self._units = range(len(layout.units))
         self._pool_bytes = _whole_pages(
-            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if not budget.host_bytes else 0), layout.page_size
+            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if not budget.host_bytes else 0),
+            layout.page_size,
         )
         # State, renewed by each attempt.
         self._comfortable = False
@@ -318,7 +319,12 @@ class _Problem:
             need_pages=self._demand.peak(),
             have_pages=have_pages,
             reserved_bytes=self._budget.device_bytes - self._left[Tier.DEVICE],
+            setting=self._setting(Tier.DEVICE),
         )
+
+    def _setting(self, tier: Tier) -> str:
+        """What a user raises for a larger tier."""
+        return _setting(Tier.HOST if self._unified and tier is Tier.DEVICE else tier)
 
     def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
@@ -331,9 +337,9 @@ class _Problem:
             f"{format_bytes(self._budget.of(tier))}"
             for tier in tiers
         )
-        settings = " or ".join(_setting(tier) for tier in tiers)
+        settings = " or ".join(self._setting(tier) for tier in tiers)
         if Tier.DISK not in tiers and self._wishes.master is None:
-            settings = f"{settings} or give a disk_path" if settings else "device_memory or give a disk_path"
+            settings = f"{settings or self._setting(Tier.DEVICE)} or give a disk_path"
         return CapacityError(
             f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
             f"{rooms or 'no tier is left for them'}; raise {settings}"

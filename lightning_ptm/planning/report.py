@@ -29,7 +29,14 @@ def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
 
 
 def device_refusal(
-    layout: ModelLayout, trace: Trace, tick: int, *, need_pages: int, have_pages: int, reserved_bytes: int
+    layout: ModelLayout,
+    trace: Trace,
+    tick: int,
+    *,
+    need_pages: int,
+    have_pages: int,
+    reserved_bytes: int,
+    setting: str = "device_memory",
 ) -> CapacityError:
     """The error for a tick whose gathered units and gradients do not fit on the device.
 
@@ -40,6 +47,7 @@ def device_refusal(
         need_pages: pages that it needs at once.
         have_pages: pages of the tier that are there for it; negative when what is reserved alone is too much.
         reserved_bytes: device bytes that are taken already: homes, staging, non-model data.
+        setting: what to raise; where the device tier is RAM, that is another one.
     """
     have_pages = max(have_pages, 0)
     label = tick_label(layout, trace, tick)
@@ -47,5 +55,5 @@ def device_refusal(
     return CapacityError(
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), the device tier "
         f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes, staging "
-        "and non-model data; raise device_memory or use smaller units"
+        f"and non-model data; raise {setting} or use smaller units"
     )

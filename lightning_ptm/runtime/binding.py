@@ -3,7 +3,7 @@
 Owns the link between one flat's layout and the parameters that are views of it. Knows tensors, never tiers or plans.
 
 I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, so
-that reading it shows and writing it raises.
+that reading it shows and writing it raises: at once from torch, but for `fill_` and `zero_`, which raise at the next use.
 I2: shape and identity of a parameter never change; its dtype changes once, to the compute dtype.
 """
 
@@ -56,6 +56,7 @@ class FlatBinding:
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
+        self._check_unwritten()
         for slot, parameter in enumerate(self.parameters):
             self._check_shape(slot)
             parameter.data = self.view(full, slot)
@@ -67,6 +68,22 @@ class FlatBinding:
             self._check_shape(slot)
             parameter.data = self._nan.expand(self._shapes[slot])
         self._base = None
+
+    def check(self) -> None:
+        """Refuses parameters that somebody else has given other storage (I1); their values would be lost.
+
+        Raises:
+            UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same.
+        """
+        for slot, parameter in enumerate(self.parameters):
+            self._check_shape(slot)
+            place = self.layout.slots[slot]
+            ours = self._nan if self._base is None else self._base[place.start :]
+            if place.numel and parameter.data_ptr() != ours.data_ptr():
+                raise UsageError(
+                    f"the data of parameter {place.spec.name} was replaced, and its pages know nothing of it, so the new "
+                    f"values would be lost; edit parameters inside `with strategy.gathered(module):`"
+                )
 
     def restore(self, slot: int, value: Tensor) -> None:
         """Gives a parameter storage of its own again (end of a run)."""
@@ -92,6 +109,16 @@ class FlatBinding:
             raise InternalError(f"unit {packed.unit} is not gathered while a saved tensor of it is read")
         start = self._base.storage_offset() + packed.offset
         return torch.as_strided(self._base, packed.shape, packed.stride, start)
+
+    def _check_unwritten(self) -> None:
+        # Not on a GPU: it would stop the host.
+        if self._nan.device.type == "cpu" and not bool(self._nan.isnan()):
+            names = ", ".join(slot.spec.name for slot in self.layout.slots[:3])
+            self._nan.fill_(float("nan"))
+            raise UsageError(
+                f"a parameter among {names}... was written to (fill_, zero_, nn.init.zeros_...) while its pages were "
+                f"released, so the values are lost; edit parameters inside `with strategy.gathered(module):`"
+            )
 
     def _check_shape(self, slot: int) -> None:
         if tuple(self.parameters[slot].shape) != self._shapes[slot]:

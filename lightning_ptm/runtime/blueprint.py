@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.memory import check_folders
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
@@ -27,6 +28,8 @@ from lightning_ptm.update import OptimizerTraits, probe
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SHARE = 0.8
+_HOST_RESERVE_BYTES = 1 << 30
+"""RAM that `auto` leaves to activations, libraries and data, unless that were more than half of it."""
 _DEVICE_SHARE = 0.9
 _DISK_SHARE = 0.95
 _STAGING_CHUNKS = 12
@@ -62,6 +65,7 @@ class Blueprint:
     pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
+    gradient_room_bytes: int
 
     def gradient_home(self, unit: int) -> Tier:
         """Tier where a unit's gradients wait for the update.
@@ -103,6 +107,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         CapacityError: no placement fits the budgets.
     """
     settings = request.settings
+    check_folders(settings.disk_paths)
     units = discover(request.module, settings.units if settings.units == "auto" else tuple(settings.units))
     specs = _specs(units, request)
     layout = build_layout(specs, page_size=settings.page_bytes, world_size=communicator.world_size)
@@ -138,6 +143,10 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         staging_bytes=staging,
         update_on_device=request.device.type != "cpu" or unified,
     )
+    pools = _pool_bytes(placement, layout, unified, staging)
+    per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
+    # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
+    gradient_room = max(2 * max(per_unit), (budget.device_bytes - pools[Tier.DEVICE]) if unified else 0)
     return Blueprint(
         units=units,
         layout=layout,
@@ -149,9 +158,10 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         budget=budget,
         placement=placement,
         trace=trace,
-        pool_bytes=_pool_bytes(placement, layout, unified, staging),
+        pool_bytes=pools,
         staging_chunks=chunks,
         keep_gradients=keep,
+        gradient_room_bytes=gradient_room,
     )
 
 
@@ -248,7 +258,8 @@ def _staging(settings: Settings, per_element: Sequence[int], budget: Budget) -> 
 
 def _budget(request: Request, unified: bool) -> Budget:
     settings = request.settings
-    host_auto = int(free_host_bytes() * _HOST_SHARE / request.ranks_on_host)
+    host_free = free_host_bytes() / request.ranks_on_host
+    host_auto = int(max(min(host_free * _HOST_SHARE, host_free - _HOST_RESERVE_BYTES), host_free / 2))
     host = host_auto if settings.host_bytes is None else settings.host_bytes
     disk = 0
     if settings.disk_paths:
@@ -282,8 +293,13 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
     def pages(size: int) -> int:
         return -(-size // page) * page
 
+    # Gradients that stay in `.grad` are memory of torch's own: the pool makes room for them by being smaller. What the
+    # plan keeps only to save a fetch may then find no room, and is fetched again.
+    outside = _outside_bytes(placement, layout)
+    least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
+    gather = max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
     pools = {
-        Tier.DEVICE: pages(placement.device_home_bytes) + pages(placement.gather_bytes),
+        Tier.DEVICE: pages(placement.device_home_bytes - _in_place_home_bytes(placement, layout)) + pages(gather),
         Tier.HOST: pages(placement.host_home_bytes),
         Tier.DISK: pages(placement.disk_home_bytes),
     }
@@ -298,3 +314,26 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
                     max(pages(flat.shard_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
                 )
     return pools
+
+
+def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:
+    """Home bytes that the placement has set off for kept gradients which will stay in `.grad`."""
+    if layout.world_size > 1 or not placement.keeps_gradients:
+        return 0
+    return sum(
+        flat.shard_bytes // layout.page_size * layout.page_size
+        for unit, homes in enumerate(placement.homes)
+        if homes.gradient is Tier.DEVICE
+        for flat in layout.flats_of(unit)
+        if flat.trainable
+    )
+
+
+def _outside_bytes(placement: Placement, layout: ModelLayout) -> int:
+    """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
+    if layout.world_size > 1 or placement.keeps_gradients:
+        return 0
+    per_unit = [
+        sum(flat.padded_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(layout.units))
+    ]
+    return per_unit[0] + 2 * max(per_unit[1:], default=0)

@@ -87,6 +87,8 @@ class Engine:
         self._closed = False
         self._iteration = 0
         self._backwards = 0
+        self._inside = False
+        self._of_the_loss = False
         self._behind: list[int] = []
         self._accumulating = False
         self._unanimous = True
@@ -132,7 +134,9 @@ class Engine:
                 if drawn.keep_gradients:
                     flat.gradient.reserve()
                 self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
-        self.updates = UpdateScheduler(self.stores, self.flats, self._optimizers, self.updater)
+        self.updates = UpdateScheduler(
+            self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes
+        )
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         self._agreement = (
             Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
@@ -146,6 +150,7 @@ class Engine:
             self.updates.finish,
             self._replan,
             self.values.read,
+            self._reclaim,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             if mode is Mode.FORWARD or self._optimizers:
@@ -158,9 +163,16 @@ class Engine:
             self.executor,
             self,
             frozenset(index for index in range(1, len(drawn.units)) if recompute and (index - 1) % recompute == 0),
+            frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
         )
         if self.device.type == "cuda" and any(self.flats):
             self.updater.run_in_thread()
+
+    def _updates_late(self, unit: int) -> bool:
+        """Whether a unit's update may still be under way when `step` has returned."""
+        if not self.flats[unit]:
+            return False
+        return self.device.type == "cuda" or self.blueprint.placement.homes[unit].master is not Tier.DEVICE
 
     def _unit_store(self, index: int) -> UnitStore:
         drawn = self.blueprint
@@ -195,15 +207,22 @@ class Engine:
                 homes.master,
                 master_dtype=drawn.master_dtypes[flat.layout.index],
             )
-            gradient = FlatGradient(flat, drawn.gradient_home(store.unit.index), self.allocator, self.communicator)
+            gradient = FlatGradient(
+                flat,
+                drawn.gradient_home(store.unit.index),
+                self.allocator,
+                self.communicator,
+                passing=not drawn.keep_gradients and drawn.gradient_home(store.unit.index) is Tier.DEVICE,
+            )
             yield FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer)
 
     def _first_values(self) -> None:
         lineages = ancestors(self.module)
         materialize_buffers(self.module, lineages)
         for store in self.stores:
+            built = not any(item.parameter.is_meta for item in store.unit.parameters)
             materialize(store.unit, lineages)
-            self.values.take_over(store, keep_originals=not self._optimizers)
+            self.values.take_over(store, keep_originals=not self._optimizers, keep_frozen=built)
         for owner in self.module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -223,6 +242,9 @@ class Engine:
         self._iteration += 1
         self._backwards = 0
         self._accumulating = accumulating
+        for store in self.stores:
+            for flat in store.flats:
+                flat.binding.check()
         if mode is Mode.TRAIN:
             self._check_frozen()
         if self._memory_is_short:
@@ -232,11 +254,15 @@ class Engine:
         self.executor.begin(mode, trace=bool(self._reach(0, flag=trace)))
         self.hooks.begin_iteration()
         self._forward_root()
+        self._inside = True
         try:
-            yield
+            with self.hooks.step():
+                yield
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self._inside = False
         if mode is Mode.FORWARD:
             self._reach(_STEP_ENDS)
             self.executor.end()
@@ -253,14 +279,17 @@ class Engine:
         self.executor.abandon()
         self.updates.abandon()
         self._behind = []
+        self._of_the_loss = False
 
     def begin_backward(self) -> None:
         """The strategy is about to run a backward pass."""
+        self._of_the_loss = True
         self.hooks.begin_backward()
 
     def end_backward(self) -> None:
         """It has returned."""
         self.hooks.end_backward()
+        self._of_the_loss = False
 
     # -- what hooks tell ----------------------------------------------------------------------------------------------
 
@@ -284,14 +313,15 @@ class Engine:
             for flat in flats:
                 if not self.updates.armed:
                     flat.gradient.settle()
-        self.stores[0].held = False
+        self.stores[0].held = self._inside
 
     def progress(self) -> None:
         """Called at ticks."""
         self.updates.progress()
 
     def _update_ready(self, unit: int) -> None:
-        if self.updates.armed and self._unanimous:
+        # A pass of the user's own, such as autograd.grad in the step, is none that the optimizer's step was armed for.
+        if self.updates.armed and self._unanimous and self._of_the_loss:
             self.updates.unit_ready(unit)
 
     def _collect(self, unit: int) -> None:
@@ -335,6 +365,10 @@ class Engine:
             self.executor.release_all()
             act()
 
+    def _reclaim(self, wait: bool) -> bool:
+        freed = [flat.gradient.give_back(wait=wait) for flats in self.flats for flat in flats]
+        return any(freed)
+
     def _take_part(self, decision: Decision) -> None:
         if decision.request.operation is Operation.GATHER:
             self.executor.take_part(decision.request.unit)
@@ -371,6 +405,8 @@ class Engine:
                 self.updates.skip(index)
                 return False
         self.updates.step(index, transform)
+        if self._inside:
+            self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
         return True
 
     def zero_grad(self, optimizer: Optimizer) -> None:

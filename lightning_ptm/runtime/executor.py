@@ -48,6 +48,7 @@ class Executor:
         finish_update: blocks until it has.
         replan: makes a plan from a trace.
         read: brings a paged tensor to memory of its own.
+        reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Executor:
         finish_update: Callable[[int], None],
         replan: Callable[[Mode, Trace], Plan | None],
         read: Callable[[PagedTensor], Tensor],
+        reclaim: Callable[[bool], bool],
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -67,6 +69,7 @@ class Executor:
         self._finish_update = finish_update
         self._replan = replan
         self._read = read
+        self._reclaim = reclaim
         # state
         self._mode: Mode | None = None
         self._tick = 0
@@ -237,11 +240,15 @@ class Executor:
         if self._update_pending(unit):
             self._waiting.append((unit, start))
             return
-        try:
-            start()
-        except CapacityError:
-            # The plan counts whole units; pages that a late release still holds leave this one to `require`.
-            self.fetch_misses += 1
+        while True:
+            try:
+                start()
+                return
+            except CapacityError:
+                if not self._reclaim(False):
+                    # The plan counts whole units; pages that a late release still holds leave this one to `require`.
+                    self.fetch_misses += 1
+                    return
 
     def _start(self, store: UnitStore) -> None:
         if not store.fetched:
@@ -259,6 +266,8 @@ class Executor:
                 self._start(store)
                 return
             except CapacityError as error:
+                if self._reclaim(True):
+                    continue  # the shortest wait: these bytes are leaving anyway
                 victims = [other for other in self._stores if other.movable and other is not store]
                 spare = [other for other in self._stores if other.has_spare_shards and other is not store]
                 if not victims and spare:

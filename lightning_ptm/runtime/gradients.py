@@ -44,9 +44,13 @@ class FlatGradient:
     Args:
         store: the flat's compute parameters.
         home: tier of the gradient pages.
+        passing: the pages are taken when gradients come and given back when the update has used them.
     """
 
-    def __init__(self, store: FlatStore, home: Tier, allocator: Allocator, communicator: Communicator) -> None:
+    def __init__(
+        self, store: FlatStore, home: Tier, allocator: Allocator, communicator: Communicator, *, passing: bool
+    ) -> None:
+        self._passing = passing
         self.store = store
         self._allocator = allocator
         self._communicator = communicator
@@ -151,6 +155,22 @@ class FlatGradient:
             transfer.wait(host=True)
             self._allocator.release(buffer)
 
+    def give_back(self, *, wait: bool) -> bool:
+        """Gives back the device pages of gradients that have left for their home.
+
+        Args:
+            wait: for those that are on their way, too.
+
+        Returns:
+            Whether any page came free.
+        """
+        gone = [pair for pair in self._leaving if wait or pair[0].done()]
+        for pair in gone:
+            pair[0].wait(host=True)
+            self._allocator.release(pair[1])
+            self._leaving.remove(pair)
+        return bool(gone)
+
     def _land(self) -> None:
         """Ends the reduction in flight."""
         arriving = self._arriving
@@ -173,6 +193,20 @@ class FlatGradient:
         if self._pages is None or not self._filled:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
         return ShardGradient(self._pages, tuple(self._present))
+
+    @property
+    def bytes(self) -> int:
+        """What this flat's gradient takes on this rank."""
+        return self.store.layout.shard_bytes
+
+    def used(self) -> None:
+        """The update has read the gradients."""
+        if self._passing and self._pages is not None:
+            self.settle()
+            self._allocator.release(self._pages)
+            self._pages = None
+            self._filled = False
+            self._present = [False] * len(self._present)
 
     def hand_over(self) -> None:
         """A job has the gradients now and nobody else needs them: drop `.grad`, so that memory is free when it is done."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
 
@@ -88,7 +89,7 @@ def in_backward() -> bool:
 
 def _outer_hooks() -> tuple[Any, Any] | None:
     """The pair (pack, unpack) of hooks on saved tensors that is in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _inside_checkpoint() -> bool:
@@ -103,6 +104,17 @@ class _HandedOn:
 
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scope:
+    """Hooks of ours on saved tensors: those of a unit's forward call, within those of the calls around it."""
+
+    unit: int
+    context: torch.autograd.graph.saved_tensors_hooks
+    pack: Callable[[Tensor], Any]
+    flats: tuple[FlatStore, ...]
+    outer: tuple[Any, Any] | None
 
 
 class Hooks:
@@ -132,7 +144,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._patched: list[tuple[nn.Module, bool, Any]] = []
         self._late = late
-        self._contexts: list[tuple[int, Any]] = []
+        self._scopes: list[_Scope] = []
         self._guarded: list[nn.Module] = []
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
@@ -154,15 +166,19 @@ class Hooks:
         self.abandon()
 
     def begin_iteration(self) -> None:
-        """Forgets calls whose backward never came."""
-        for watch in self._watches:
+        """Forgets calls whose backward never came, and a pass that ended in an error which the user caught."""
+        for index, watch in enumerate(self._watches):
+            if self._in_pass and watch.using:
+                watch.using = False
+                self._executor.leave(index)
             watch.open_calls = watch.blind_calls = 0
             watch.recomputed = False
+        self._in_pass = self._wrapped = False
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
-        while self._contexts:
-            self._contexts.pop()[1].__exit__(None, None, None)
+        while self._scopes:
+            self._scopes.pop().context.__exit__(None, None, None)
         self._guarded = []
         self._in_pass = False
         self._wrapped = False
@@ -178,6 +194,17 @@ class Hooks:
         self._wrapped = False
         if self._in_pass:
             self._finish_pass()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, the user's step runs: what it saves of the root outside any hooked forward is packed by name too."""
+        named = torch.is_grad_enabled() and not self._stores[0].resident
+        if named:
+            self._name_saved(0)
+        try:
+            yield
+        finally:
+            self._end_scope(0)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -254,6 +281,8 @@ class Hooks:
             self._recompute_starts(index)
             if torch.is_grad_enabled() and not _inside_checkpoint():
                 watch.blind_calls -= 1
+                if watch.reentrant:
+                    watch.due += self._trained(index)  # each call has a backward of its own, with gradients for all
                 watch.reentrant = True
                 self._watch_inputs(index, args, kwargs)
             return
@@ -273,25 +302,35 @@ class Hooks:
             torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
 
     def _name_saved(self, index: int) -> None:
-        """Until `_contexts` is popped, saved tensors that are views of flats are packed by name."""
-        context = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, index, _outer_hooks()), self._unpack)
-        context.__enter__()
-        self._contexts.append((index, context))
+        """Until `_end_scope`, saved tensors that are views of flats are packed by name."""
+        flats = tuple(flat for flat in self._stores[index].flats if not flat.resident)
+        outer = _outer_hooks()
+        around = self._scopes[-1] if self._scopes else None
+        if around is not None and outer is not None and outer[0] is around.pack:
+            flats, outer = flats + around.flats, around.outer
+        pack = partial(self._pack, flats, outer)
+        scope = _Scope(index, torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), pack, flats, outer)
+        scope.context.__enter__()
+        self._scopes.append(scope)
+
+    def _end_scope(self, index: int) -> None:
+        if self._scopes and self._scopes[-1].unit == index:
+            self._scopes.pop().context.__exit__(None, None, None)
 
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
             return
-        if self._contexts and self._contexts[-1][0] == index:
-            self._contexts.pop()[1].__exit__(None, None, None)
+        self._end_scope(index)
         self._executor.leave(index)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._output_gradient, index))
 
-    def _pack(self, index: int, outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
-        for flat in self._stores[index].flats:
-            packed = None if flat.resident else flat.binding.pack(tensor)
+    @staticmethod
+    def _pack(flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
+        for flat in flats:
+            packed = flat.binding.pack(tensor)
             if packed is not None:
                 return packed
         return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
@@ -315,12 +354,15 @@ class Hooks:
         if self._in_pass:
             return
         self._in_pass = True
-        for watch, unit in zip(self._watches, self._units, strict=True):
-            watch.due = sum(item.parameter.requires_grad for item in unit.parameters)
+        for index, watch in enumerate(self._watches):
+            watch.due = self._trained(index)
             watch.active = watch.using = watch.ended = watch.reentrant = False
         if not self._wrapped:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         self._enter_backward(0)
+
+    def _trained(self, index: int) -> int:
+        return sum(item.parameter.requires_grad for item in self._units[index].parameters)
 
     @staticmethod
     def _refuse_double_backward() -> None:
@@ -381,7 +423,7 @@ class Hooks:
         if watch.reentrant and watch.blind_calls > 0:
             return
         # The root computes before and after all others: it ends with the pass.
-        if index != 0 and watch.active and not watch.ended and watch.due <= 0 and watch.open_calls <= 0:
+        if index != 0 and watch.active and not watch.ended and watch.due == 0 and watch.open_calls <= 0:
             self._end_unit(index)
 
     def _end_unit(self, index: int) -> None:

@@ -84,6 +84,17 @@ class FlatStore:
         self.binding.bind(self.home.tensor())
         self.state = FullState.LIVE
 
+    def rebind(self, whole: Tensor) -> None:
+        """Ends a stretch in which the parameters were somebody else's: `whole` (padded_numel,) has the values of home."""
+        if self.resident:
+            self.bind_resident()
+        elif self.state is FullState.LIVE:
+            full = self.full()
+            full.copy_(whole)
+            self.binding.bind(full)
+        else:
+            self.binding.unbind()
+
     def full(self) -> Tensor:
         """The bound flat (padded_numel,)."""
         if self.state is not FullState.LIVE:
@@ -95,21 +106,28 @@ class FlatStore:
         if self.layout.world_size == 1 or self.home.tier is Tier.DEVICE or self._shard is not None:
             return
         name = f"flat {self.layout.index} shard"
-        self._shard = self._allocator.allocate(name, self.layout.shard_numel, self.binding.dtype, Tier.DEVICE)
+        self._shard = self._in_a_row(name, self.layout.shard_numel)
         self._shard_pending = self._allocator.copy(self.home, self._shard)
+
+    def _in_a_row(self, name: str, numel: int) -> PagedTensor:
+        """Device pages whose bytes follow each other; raises CapacityError and takes nothing when there are none."""
+        tensor = self._allocator.allocate(name, numel, self.binding.dtype, Tier.DEVICE)
+        if not tensor.is_contiguous:
+            pages = len(tensor.pages)
+            self._allocator.release(tensor)
+            raise CapacityError(
+                f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
+                f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+            )
+        return tensor
 
     def take(self) -> None:
         """Takes the full flat's pages; raises CapacityError and changes nothing when the device tier has no room."""
         self._expect(FullState.FETCHING)
         name = f"flat {self.layout.index} full"
-        full = self._allocator.allocate(name, self.layout.padded_numel, self.binding.dtype, Tier.DEVICE)
+        full = self._in_a_row(name, self.layout.padded_numel)
         try:
             self.fetch_shard()
-            if not full.is_contiguous:
-                raise CapacityError(
-                    f"flat {self.layout.index} needs {len(full.pages)} device pages in a row and the free ones are "
-                    f"scattered; other units are given up first; raise device_memory if this repeats"
-                )
         except CapacityError:
             self._allocator.release(full)
             raise

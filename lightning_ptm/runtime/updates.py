@@ -3,6 +3,7 @@
 Owns which jobs are pending for which unit. The arithmetic and its I/O are the updater's (update/pipeline.py).
 
 I1: a unit that has a pending job is not read before that job is done (`finish`).
+I4: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
 I2: within one step a flat is updated once. I3: hyper-parameters are those of the step that the gradient belongs to.
 """
 
@@ -40,6 +41,12 @@ class FlatUpdate:
     done_this_step: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    handle: JobHandle
+    flat: FlatUpdate
+
+
 @dataclasses.dataclass(slots=True)
 class _Armed:
     optimizer: int
@@ -53,6 +60,7 @@ class UpdateScheduler:
         units: stores by unit; flats: all trainable flats, by unit.
         optimizers: the user's.
         updater: runs the jobs.
+        gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
     """
 
     def __init__(
@@ -61,13 +69,15 @@ class UpdateScheduler:
         flats: Sequence[Sequence[FlatUpdate]],
         optimizers: Sequence[Optimizer],
         updater: Updater,
+        gradient_room_bytes: int,
     ) -> None:
         self._units = units
         self._flats = flats
         self._optimizers = list(optimizers)
         self._updater = updater
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
-        self._pending: dict[int, list[JobHandle]] = {}
+        self._gradient_room_bytes = gradient_room_bytes
+        self._pending: dict[int, list[_Pending]] = {}
         self._armed: _Armed | None = None
 
     def index_of(self, optimizer: Optimizer) -> int:
@@ -104,6 +114,17 @@ class UpdateScheduler:
             self._submit(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
         self._updater.pump()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Waits for the oldest jobs while the gradients of all pending ones take too much memory (I4)."""
+        for unit in list(self._pending):
+            self.pending(unit)
+        while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
+            self.finish(next(iter(self._pending)))
+
+    def _waiting_bytes(self) -> int:
+        return sum(job.flat.gradient.bytes for jobs in self._pending.values() for job in jobs)
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -144,7 +165,7 @@ class UpdateScheduler:
         if shadow is None:
             shadow = self._shadows[key] = Shadow(self._optimizers[flat.optimizer], flat.states.traits)
         job = UpdateJob(flat.states, shadow, source, store.home, hyper, transform, flat.gradient.leaving())
-        self._pending.setdefault(unit, []).append(self._updater.submit(job))
+        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
         flat.done_this_step = True
 
     def skip(self, optimizer: int) -> None:
@@ -164,19 +185,20 @@ class UpdateScheduler:
 
     def pending(self, unit: int) -> bool:
         """Whether a unit's compute parameters are about to change, after some progress has been made."""
-        handles = self._pending.get(unit)
-        if not handles:
+        jobs = self._pending.get(unit)
+        if not jobs:
             return False
         self._updater.pump()
-        if all(handle.done() for handle in handles):
+        if all(job.handle.done() for job in jobs):
             self.finish(unit)
             return False
         return True
 
     def finish(self, unit: int) -> None:
         """Blocks until a unit's pending updates are in its compute parameters (I1)."""
-        for handle in self._pending.pop(unit, ()):
-            self._updater.finish(handle)
+        for job in self._pending.pop(unit, ()):
+            self._updater.finish(job.handle)
+            job.flat.gradient.used()
 
     def finish_all(self) -> None:
         """Blocks until all updates have been made and written home."""

@@ -41,26 +41,34 @@ class Values:
         self._communicator = communicator
         self._stores = stores
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
+        self._mixed = any(update.states.master is not None for update in self._updates.values())
         self._originals: dict[int, Tensor] = {}
 
     # -- first values -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_over(self, store: UnitStore, *, keep_originals: bool = False) -> None:
+    def take_over(self, store: UnitStore, *, keep_originals: bool = False, keep_frozen: bool = False) -> None:
         """Lays a unit's parameters into pages; from then on they are views of pages, or released.
 
         Args:
             keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
+            keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
+                else remembers what the user had, and training must not round what it does not train.
         """
         for flat in store.flats:
             binding = flat.binding
             source_dtype = torch.float64 if flat.binding.dtype is torch.float64 else torch.float32
             whole = torch.zeros(flat.layout.padded_numel, dtype=source_dtype)
+            keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
             for slot, parameter in enumerate(binding.parameters):
                 binding.view(whole, slot).copy_(parameter.detach())
-                if keep_originals and parameter.dtype is not binding.dtype:
+                if keep and parameter.dtype is not binding.dtype:
                     self._originals[id(parameter)] = parameter.data
             self._communicator.broadcast(whole)
+            if not keep_originals and self._communicator.world_size > 1:
+                for slot, parameter in enumerate(binding.parameters):  # I1
+                    if id(parameter) in self._originals:
+                        self._originals[id(parameter)].copy_(binding.view(whole, slot))
             self._write_flat(flat, whole)
             if flat.resident:
                 flat.bind_resident()
@@ -71,7 +79,16 @@ class Values:
 
     def precise(self, flat: FlatStore) -> Tensor:
         """The precise values of a flat, whole, on the CPU: (padded_numel,)."""
-        return self._whole(flat, self._precise_home(flat))
+        whole = self._whole(flat, self._precise_home(flat))
+        originals = [self._originals.get(id(parameter)) for parameter in flat.binding.parameters]
+        wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
+        for original in originals:
+            wide = wide if original is None else torch.promote_types(wide, original.dtype)
+        whole = whole.to(wide)
+        for slot, original in enumerate(originals):
+            if original is not None:
+                flat.binding.view(whole, slot).copy_(original)
+        return whole
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, precise value) of every parameter, flat by flat."""
@@ -129,8 +146,8 @@ class Values:
                             f"the model with the sizes that it was saved with"
                         )
                     place.copy_(value)
-                    self._originals.pop(id(binding.parameters[slot]), None)
                 self._write_flat(flat, whole)
+                self._renew_originals(flat, whole)
 
     @torch.no_grad()
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -178,10 +195,8 @@ class Values:
                     self._collect_edits(flat, whole)
                     self._communicator.broadcast(whole)
                     self._write_flat(flat, whole)
-                if flat.resident:
-                    flat.bind_resident()
-                else:
-                    flat.binding.unbind()
+                    self._renew_originals(flat, whole)
+                flat.rebind(whole)
 
     def restore(self) -> None:
         """Gives every parameter storage of its own with its precise value: the module as the user knows it."""
@@ -204,6 +219,12 @@ class Values:
                 view = flat.binding.view(whole, slot)
                 if parameter.data_ptr() != view.data_ptr():
                     view.copy_(parameter)
+
+    def _renew_originals(self, flat: FlatStore, whole: Tensor) -> None:
+        for slot, parameter in enumerate(flat.binding.parameters):
+            original = self._originals.get(id(parameter))
+            if original is not None:
+                self._originals[id(parameter)] = flat.binding.view(whole, slot).to(original.dtype, copy=True)
 
     def _precise_home(self, flat: FlatStore) -> PagedTensor:
         update = self._updates.get(flat.layout.index)

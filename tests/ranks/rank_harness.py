@@ -10,6 +10,7 @@ I2: a rank that raises, exits or hangs is told apart, with its traceback (of a h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import faulthandler
@@ -81,10 +82,8 @@ class _Rank:
 
     def read(self) -> None:
         self.silent = True
-        try:
+        with contextlib.suppress(EOFError):  # the process ended without a word: its exit code tells
             self.message = pickle.loads(self.receiver.recv_bytes())
-        except EOFError:
-            pass  # the process ended without a word: its exit code tells
 
     def outcome(self) -> RankOutcome:
         end, value, error, trace = self.message or (End.EXITED, None, "", "")

@@ -7,7 +7,7 @@ stripe of two or three pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -40,7 +40,7 @@ class Tower(L.LightningModule):
     """Embedding, blocks, head; next-token loss. Subclasses say what a rank does at a step (counted from 0)."""
 
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
-    optimizer_options: dict[str, Any] = {"lr": 1e-2, "fused": True}
+    optimizer_options: ClassVar[dict[str, Any]] = {"lr": 1e-2, "fused": True}
 
     def __init__(self, width: int = WIDTH, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MomentumTower(Tower):
     """With an optimizer that is linear in the gradients, so that their rounding stays as small as it is."""
 
     optimizer_class = torch.optim.SGD
-    optimizer_options = {"lr": 0.1, "momentum": 0.9}
+    optimizer_options: ClassVar[dict[str, Any]] = {"lr": 0.1, "momentum": 0.9}
 
 
 class Uneven(Tower):
@@ -172,3 +172,20 @@ class NothingOnAnyRank(ByHand):
 
     def loss(self, batch: Tensor, rank: int, step: int) -> Tensor | None:
         return None if step == 1 else super().loss(batch, rank, step)
+
+
+class StepsAtEverySecond(ByHand):
+    """Accumulates by hand; rank 1 has no loss, and so no backward pass, at the steps between."""
+
+    def loss(self, batch: Tensor, rank: int, step: int) -> Tensor | None:
+        return None if rank == 1 and step % 2 == 0 else super().loss(batch, rank, step)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        optimizer = self.optimizers()
+        loss = Tower.training_step(self, batch, index)
+        if loss is not None:
+            self.manual_backward(loss / 2)
+        if self.step % 2 == 0:
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from rank_harness import run_ranks
@@ -20,9 +21,22 @@ from rank_models import (
     NothingOnOneRank,
     Reversed,
     SkipsABlock,
+    StepsAtEverySecond,
     UsesOneBlockEach,
 )
-from rank_training import TIERS, Training, fit, fit_in_all_tiers, plain
+from rank_training import (
+    TIERS,
+    Outcome,
+    Training,
+    fit,
+    fit_in_all_tiers,
+    loader,
+    make_strategy,
+    make_trainer,
+    outcome_of,
+    plain,
+    tokens,
+)
 
 DIFFERENT = [
     SkipsABlock,
@@ -98,3 +112,32 @@ def test_three_ranks(build: Any, disk: Path) -> None:
     for rank, ours in enumerate(several):
         torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
         ours.assert_same_weights(several[0])
+
+
+class ReadEveryBatch(L.Callback):
+    def __init__(self) -> None:
+        self.read: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *rest: Any) -> None:
+        with trainer.strategy.gathered(module.blocks[2], write=False):
+            self.read.append(module.blocks[2].up.weight.detach().clone())
+
+
+def read_every_batch(training: Training, folder: Path, tier: str) -> tuple[Outcome, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    module, reader = training.build(), ReadEveryBatch()
+    trainer = make_trainer(training, make_strategy(folder, tier), 2, callbacks=[reader], accumulate_grad_batches=1)
+    trainer.fit(module, loader(tokens(training, 2), 2))
+    return outcome_of(module), reader.read
+
+
+@pytest.mark.parametrize("tier", ["ram", "all_on_disk"])
+def test_weights_are_read_while_one_rank_has_skipped_its_backward(tier: str, disk: Path) -> None:
+    """The other is at the end of its backward pass then, and must not take the reading for a collective of it."""
+    training = Training(StepsAtEverySecond, batches=6, accumulate=2)
+    theirs = plain(training, 2)
+    for rank, (ours, read) in enumerate(run_ranks(read_every_batch, 2, training, disk, tier)):
+        ours.assert_equal(theirs[rank])
+        assert torch.equal(read[-1], ours.weights["blocks.2.up.weight"])
+        assert torch.equal(read[2], read[1])
+        assert not torch.equal(read[3], read[2])

@@ -69,7 +69,7 @@ def test_a_rank_that_raises() -> None:
     assert outcomes[1].error == "ValueError: no such luck"
     assert "in raise_an_error" in outcomes[1].report
     assert "about to misbehave" in outcomes[1].report
-    with pytest.raises(RanksFailed, match="rank 1 raised.*no such luck"):
+    with pytest.raises(RanksFailed, match=r"rank 1 raised.*no such luck"):
         run_ranks(misbehave, 2, "raise")
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning_ptm import AngelPTMStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_ptm import AngelPTMStrategy
 
 DTYPES = {
     "bf16-mixed": torch.bfloat16,
@@ -96,8 +97,9 @@ class Batches(Dataset[Any]):
         return self.items[index]
 
     def loader(self) -> DataLoader[Any]:
-        # Not batch_size=None: Lightning shuffles such a loader when it puts its distributed sampler in.
-        return DataLoader(self, batch_size=1, collate_fn=_only)
+        # Not batch_size=None: Lightning takes such a loader for a shuffled one.
+        # A generator of its own: a loader draws its seed from the global one, which dropout uses.
+        return DataLoader(self, batch_size=1, collate_fn=_only, generator=torch.Generator().manual_seed(0))
 
 
 def tokens(count: int, *, vocabulary: int = 97, shape: tuple[int, int] = (4, 17), seed: int = 1) -> Batches:
@@ -194,7 +196,8 @@ class PlainLoop:
         module.configure_model()
         module.train()
         dtype = DTYPES[self.precision]
-        kept_whole = {id(p) for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) for p in m.parameters()}
+        norms = [inner for inner in module.modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
+        kept_whole = {id(parameter) for norm in norms for parameter in norm.parameters()}
         made = module.configure_optimizers()
         optimizers, schedule = _unpacked(made)
         plain = [PlainOptimizer(optimizer, self.precision, kept_whole) for optimizer in optimizers]

@@ -55,9 +55,7 @@ def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_clipping_and_accumulation_in_true_precisions(strategy_at, tier, precision) -> None:
-    ours = fit(
-        ScheduledStack, BATCHES, strategy_at(tier), precision, accumulate_grad_batches=4, gradient_clip_val=0.5
-    )
+    ours = fit(ScheduledStack, BATCHES, strategy_at(tier), precision, accumulate_grad_batches=4, gradient_clip_val=0.5)
     ours.assert_equal(plain(precision, 4, 0.5))
 
 
@@ -74,12 +72,14 @@ def test_accumulation_that_ends_in_the_middle(strategy_at, tier) -> None:
     ours.assert_equal(PlainLoop(Stack, accumulate=4, epochs=2).run(batches))
 
 
-def test_two_compute_threads(strategy_at, tier, monkeypatch) -> None:
+@pytest.mark.parametrize("where", ["ram", "three_tiers"])
+def test_two_compute_threads(strategy_at, where, monkeypatch) -> None:
     """Pages cut the update at other places than threads cut the whole: still the same bits."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     torch.set_num_threads(2)
     try:
-        fit(ScheduledStack, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
+        batches = tokens(3)
+        fit(ScheduledStack, batches, strategy_at(where)).assert_equal(PlainLoop(ScheduledStack).run(batches))
     finally:
         torch.set_num_threads(1)
 

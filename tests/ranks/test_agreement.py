@@ -1,0 +1,203 @@
+"""How ranks agree on the order of collectives: the rule by itself, and N ranks that follow it in N threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ptm.comm import Agreement, Boundary, Request
+from lightning_ptm.comm.agreement import Decision, Row, choose
+from lightning_ptm.terms import Operation
+
+GATHER, REDUCE = Operation.GATHER, Operation.REDUCE
+PATIENCE_S = 20.0
+"""A rank that waits longer than this for the others is stuck: every round takes microseconds."""
+
+
+# -- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_ask_for_the_same() -> None:
+    rows = [Request(GATHER, 3, 1).row(), Request(GATHER, 3, 2).row()]
+    assert choose(rows) == Decision(Request(GATHER, 3, 3), unanimous=True, flags=3)
+
+
+def test_a_gather_goes_before_a_reduce() -> None:
+    rows = [Request(REDUCE, 0, 1).row(), Boundary(9).row(), Request(GATHER, 5).row()]
+    assert choose(rows) == Decision(Request(GATHER, 5, 0), unanimous=False, flags=0)
+
+
+def test_the_lowest_rank_goes_first() -> None:
+    rows = [Boundary(1).row(), Request(REDUCE, 7).row(), Request(REDUCE, 2, 1).row(), Request(REDUCE, 7, 1).row()]
+    assert choose(rows) == Decision(Request(REDUCE, 7, 1), unanimous=False, flags=1)
+
+
+def test_nobody_asks() -> None:
+    assert choose([Boundary(1).row(), Boundary(2).row()]) is None
+
+
+rows_of_ranks = st.lists(
+    st.one_of(
+        st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1)),
+        st.builds(Boundary, st.integers(0, 3), st.integers(0, 1)),
+    ).map(lambda proposal: proposal.row()),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(rows_of_ranks)
+def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
+    decision = choose(rows)
+    asked = [row for row in rows if row[0] != Boundary(0).row()[0]]
+    assert (decision is None) == (not asked)
+    if decision is None:
+        return
+    same = [row for row in rows if row[:2] == decision.request.row()[:2]]
+    assert same
+    assert decision.unanimous == (len(same) == len(rows))
+    assert bool(decision.flags) == any(row[2] for row in same)
+    if any(row[0] == Request(GATHER, 0).row()[0] for row in rows):
+        assert decision.request.operation is GATHER
+
+
+# -- ranks in threads -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """What one rank asks for in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
+
+    requests: tuple[Request, ...]
+    skips: bool
+    flag: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that a rank does together with the others. `own`: it had asked for it itself."""
+
+    what: str
+    own: bool
+    unanimous: bool = True
+
+
+class Table:
+    """The ranks' exchange, in memory: each brings a row, all get all rows."""
+
+    def __init__(self, ranks: int) -> None:
+        self._rows: list[Row] = [Boundary(0).row()] * ranks
+        self._seen: tuple[Row, ...] = ()
+        self._barrier = threading.Barrier(ranks, action=self._show, timeout=PATIENCE_S)
+
+    def exchange(self, rank: int, row: Row) -> Sequence[Row]:
+        self._rows[rank] = row
+        self._barrier.wait()
+        return self._seen  # the next round begins only when this rank has come back with its next row
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+    def _show(self) -> None:
+        self._seen = tuple(self._rows)
+
+
+class Rank:
+    """One rank that goes through its script in a thread of its own."""
+
+    def __init__(self, rank: int, script: Sequence[Micro], table: Table) -> None:
+        self.events: list[Event] = []
+        self.granted: list[Request] = []
+        self.flags: list[int] = []
+        self.error: BaseException | None = None
+        self._script = script
+        self._table = table
+        self._agreement = Agreement(lambda row: table.exchange(rank, row), self._take_part)
+        self.thread = threading.Thread(target=self._run, name=f"rank-{rank}")
+
+    def _take_part(self, decision: Decision) -> None:
+        self._note(decision, own=False)
+
+    def _note(self, decision: Decision, *, own: bool) -> None:
+        request = decision.request
+        self.events.append(Event(f"{request.operation.value} {request.unit} {request.flag}", own, decision.unanimous))
+
+    def _run(self) -> None:
+        try:
+            for number, micro in enumerate(self._script):
+                self.flags.append(self._agreement.reach(Boundary(10 * number, micro.flag)))
+                self.events.append(Event(f"iteration {number}", own=True))
+                for request in micro.requests:
+                    decision = self._agreement.request(request)
+                    self.granted.append(dataclasses.replace(decision.request, flag=request.flag))
+                    self._note(decision, own=True)
+                if not micro.skips:
+                    self._agreement.reach(Boundary(10 * number + 1))
+            self._agreement.reach(Boundary(10 * len(self._script)))
+        except BaseException as error:
+            self.error = error
+            self._table.give_up()
+
+
+def run_scripts(scripts: Sequence[Sequence[Micro]]) -> list[Rank]:
+    table = Table(len(scripts))
+    ranks = [Rank(rank, script, table) for rank, script in enumerate(scripts)]
+    for rank in ranks:
+        rank.thread.start()
+    for rank in ranks:
+        rank.thread.join(2 * PATIENCE_S)
+    assert [rank.error for rank in ranks] == [None] * len(ranks)
+    return ranks
+
+
+requests = st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1))
+micros = st.builds(Micro, st.lists(requests, max_size=5).map(tuple), st.booleans(), st.integers(0, 3))
+
+
+@st.composite
+def scripts_of_ranks(draw: st.DrawFn) -> list[list[Micro]]:
+    """2 to 4 ranks, the same number of iterations on all of them, and whatever requests in each."""
+    iterations = draw(st.integers(1, 3))
+    script = st.lists(micros, min_size=iterations, max_size=iterations)
+    return draw(st.lists(script, min_size=2, max_size=4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(scripts_of_ranks())
+def test_all_ranks_do_the_same_in_the_same_order(scripts: list[list[Micro]]) -> None:
+    ranks = run_scripts(scripts)
+    for rank, script in zip(ranks, scripts, strict=True):
+        # Everything that a rank asked for was granted, in its own order, and each in its turn on all ranks.
+        assert rank.granted == [request for micro in script for request in micro.requests]
+        assert [event.what for event in rank.events] == [event.what for event in ranks[0].events]
+        assert [event.unanimous for event in rank.events] == [event.unanimous for event in ranks[0].events]
+        # A boundary that all ranks reach is left by all at once: they know of each other's flags.
+        assert rank.flags == ranks[0].flags
+    for turn in zip(*(rank.events for rank in ranks), strict=True):
+        assert any(event.own for event in turn)
+        assert turn[0].unanimous == all(event.own for event in turn)
+    for number, flags in enumerate(ranks[0].flags):
+        expected = 0
+        for script in scripts:
+            expected |= script[number].flag
+        assert flags == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_the_same_script_are_unanimous(world_size: int) -> None:
+    script = [Micro((Request(GATHER, 1), Request(GATHER, 2), Request(REDUCE, 2), Request(REDUCE, 1)), False, 0)] * 2
+    for rank in run_scripts([script] * world_size):
+        assert all(event.own and event.unanimous for event in rank.events)
+
+
+def test_a_rank_that_skips_waits_at_the_next_boundary() -> None:
+    busy = [Micro((Request(GATHER, 1), Request(REDUCE, 1)), False, 0), Micro((), False, 0)]
+    idle = [Micro((), True, 0), Micro((), True, 0)]
+    ranks = run_scripts([busy, idle])
+    assert [event.what for event in ranks[1].events] == ["iteration 0", "gather 1 0", "reduce 1 0", "iteration 1"]
+    assert [event.own for event in ranks[1].events] == [True, False, False, True]

@@ -1,0 +1,202 @@
+"""The collectives of pages against plain torch results, on 1, 2 and 3 ranks, and what a rank that has left looks like."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import End, run_ranks, watch_ranks
+from torch import Tensor
+
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
+
+PAGE = 64 * 1024
+SIZES = {
+    "tail_only": [(7, 13), (1,)],
+    "one_stripe_and_tail": [(300, 301)],
+    "several_stripes": [(500, 501), (), (65537,), (3, 5, 7)],
+    "no_tail": [(PAGE // 2 * 6,)],  # 6 pages of two bytes or 12 of four: whole stripes on 1, 2 and 3 ranks
+    "one_element": [()],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def flat_of(sizes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int) -> FlatLayout:
+    name = str(dtype).removeprefix("torch.")
+    specs = tuple(
+        ParameterSpec(f"p{index}", shape, name, dtype.itemsize, trainable=True, group=0)
+        for index, shape in enumerate(sizes)
+    )
+    return build_layout([UnitSpec("", specs)], page_size=PAGE, world_size=world_size).flats[0]
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def shard_of(full: Tensor, flat: FlatLayout, rank: int) -> Tensor:
+    return torch.cat([full[piece.full_start : piece.full_start + piece.numel] for piece in flat.pieces(rank)])
+
+
+def connect() -> ProcessGroupCommunicator:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    return ProcessGroupCommunicator(torch.device("cpu"), datetime.timedelta(seconds=60))
+
+
+def gather_and_reduce() -> list[str]:
+    """Names of the layouts whose collectives gave something else than plain torch does."""
+    communicator = connect()
+    rank, world_size = communicator.rank, communicator.world_size
+    wrong = []
+    for name, sizes in SIZES.items():
+        for dtype in DTYPES:
+            flat = flat_of(sizes, dtype, world_size)
+            fulls = [values(flat.padded_numel, dtype, seed) for seed in range(world_size)]
+
+            gathered = torch.full((flat.padded_numel,), torch.nan, dtype=dtype)
+            communicator.all_gather(shard_of(fulls[0], flat, rank), gathered, flat).wait()
+            if not torch.equal(gathered, fulls[0]):
+                wrong.append(f"all_gather {name} {dtype}")
+
+            precise = torch.promote_types(dtype, torch.float32)
+            total = torch.zeros(flat.padded_numel, dtype=precise)
+            for full in fulls:
+                total += full
+            mean = (total / world_size).to(dtype)
+            shard = torch.full((flat.shard_numel,), torch.nan, dtype=dtype)
+            work = communicator.reduce_scatter(fulls[rank].clone(), shard, flat)
+            work.wait()
+            work.wait()  # once is enough, twice is allowed
+            if not (work.done() and torch.equal(shard, shard_of(mean, flat, rank))):
+                wrong.append(f"reduce_scatter {name} {dtype}")
+
+            # And plain torch's own, which adds in another order.
+            theirs = fulls[rank].to(torch.float64)
+            dist.all_reduce(theirs)
+            bound = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float64: 1e-14}[dtype]
+            if (shard.double() - shard_of(theirs / world_size, flat, rank)).abs().max() > bound:
+                wrong.append(f"all_reduce {name} {dtype}")
+    communicator.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gather_and_reduce(world_size: int) -> None:
+    assert run_ranks(gather_and_reduce, world_size) == [[]] * world_size
+
+
+def small_talk() -> None:
+    communicator = connect()
+    rank, world_size = communicator.rank, communicator.world_size
+
+    total = torch.tensor([rank, 10], dtype=torch.int64)
+    assert communicator.all_reduce(total) is total
+    assert total.tolist() == [sum(range(world_size)), 10 * world_size]
+    assert communicator.all_reduce(torch.tensor([float(rank)]), maximum=True).item() == world_size - 1
+    assert communicator.all_reduce(torch.tensor(rank, dtype=torch.float64)).shape == ()
+
+    told = values(100, torch.bfloat16, rank)
+    communicator.broadcast(told)
+    assert torch.equal(told, values(100, torch.bfloat16, 0))
+    communicator.broadcast(told, source=1)
+    assert torch.equal(told, values(100, torch.bfloat16, 0))
+    assert communicator.broadcast_object({"from": rank}, source=world_size - 1) == {"from": world_size - 1}
+
+    big = 1 << 60  # rows are exact integers, not floating-point numbers
+    assert communicator.exchange((rank, big + rank, 1)) == [(other, big + other, 1) for other in range(world_size)]
+
+    # The paper's Page.send and Page.receive: round the ring.
+    page = values(PAGE // 4, torch.float32, rank)
+    received = torch.empty_like(page)
+    sending = communicator.send(page, (rank + 1) % world_size)
+    receiving = communicator.receive(received, (rank - 1) % world_size)
+    receiving.wait()
+    sending.wait()
+    assert torch.equal(received, values(PAGE // 4, torch.float32, (rank - 1) % world_size))
+    communicator.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_other_collectives(world_size: int) -> None:
+    run_ranks(small_talk, world_size)
+
+
+def leave(how: str) -> str:
+    """Rank 1 leaves while the others wait for it; what they are told."""
+    communicator = connect()
+    communicator.exchange((0, 0, 0))
+    if communicator.rank == 1:
+        if how == "exit":
+            os._exit(7)
+        communicator.fail("ValueError: no such luck")
+        communicator.fail("RankError: a second failure, which is not the cause")
+        dist.barrier()  # alive until the others have seen it: their message is no race
+        with pytest.raises(UsageError, match="rank 1 has left the collectives of this run"):
+            communicator.exchange((0, 0, 0))
+        return ""
+    try:
+        if how == "in_gather":
+            flat = flat_of(SIZES["several_stripes"], torch.float32, communicator.world_size)
+            shard, full = torch.zeros(flat.shard_numel), torch.zeros(flat.padded_numel)
+            communicator.all_gather(shard, full, flat).wait()
+        else:
+            communicator.exchange((0, 0, 0))
+    except RankError as error:
+        communicator.fail(f"RankError: {error}")
+        if how != "exit":
+            dist.barrier()
+        return str(error)
+    raise AssertionError("nobody was missed")
+
+
+@pytest.mark.parametrize("how", ["in_exchange", "in_gather"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_others_are_told_who_failed_and_why(world_size: int, how: str) -> None:
+    messages = run_ranks(leave, world_size, how)
+    for rank in range(world_size):
+        if rank != 1:
+            assert messages[rank].startswith(
+                f"rank 1 failed with ValueError: no such luck; a collective needs all ranks, so rank {rank} stops too"
+            )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
+    outcomes = watch_ranks(leave, world_size, "exit")
+    assert outcomes[1].end is End.EXITED
+    assert outcomes[1].exit_code == 7
+    for rank in range(world_size):
+        if rank != 1:
+            assert outcomes[rank].value.startswith((f"a collective of rank {rank} failed (", "rank "))
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_is_its_own_collective() -> None:
+    communicator: Communicator = SoloCommunicator()
+    flat = flat_of(SIZES["several_stripes"], torch.bfloat16, 1)
+    assert flat.shard_numel == flat.padded_numel
+    shard, full = values(flat.shard_numel, torch.bfloat16, 1), torch.zeros(flat.padded_numel, dtype=torch.bfloat16)
+    communicator.all_gather(shard, full, flat).wait()
+    assert torch.equal(full, shard)
+    reduced = torch.zeros_like(shard)
+    communicator.reduce_scatter(full, reduced, flat).wait()
+    assert torch.equal(reduced, shard)
+    # Where the shard is the full flat, there is nothing to copy and nothing changes.
+    communicator.all_gather(full, full, flat).wait()
+    communicator.reduce_scatter(full, full, flat).wait()
+    assert torch.equal(full, shard)
+    assert communicator.all_reduce(torch.tensor([3.0]), maximum=True).item() == 3.0
+    assert communicator.broadcast_object("x") == "x"
+    assert communicator.exchange((1, 2, 3)) == [(1, 2, 3)]
+    for act in (communicator.send, communicator.receive):
+        with pytest.raises(RankError, match="one rank only; rank 1 does not exist"):
+            act(full, 1)
+    communicator.fail("nobody is there to hear it")
+    communicator.close()

@@ -1,0 +1,239 @@
+"""On several ranks: what the loaders give, validation in mid-epoch, checkpoints, and weights edited by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_harness import run_ranks
+from rank_models import MomentumTower, Tower
+from rank_training import (
+    BATCH,
+    TIERS,
+    Outcome,
+    PlainRanks,
+    Training,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
+    outcome_of,
+    plain,
+    tokens,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+class Listener(Tower):
+    """Remembers the first token of every row that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        if index == 0:
+            self.seen.append([])
+        self.seen[-1] += batch[:, 0].tolist()
+        return super().training_step(batch, index)
+
+
+def rows_seen(world_size: int, folder: Path, shuffle: bool) -> list[list[int]]:
+    """Per epoch, which rows this rank gets from a loader that knows nothing of ranks."""
+    module = Listener()
+    rows = torch.arange(4 * world_size * BATCH).unsqueeze(1).expand(-1, 17).remainder(97)
+    data = DataLoader(rows, batch_size=BATCH, shuffle=shuffle)  # type: ignore[arg-type]
+    options = {"use_distributed_sampler": True, "max_epochs": 2}
+    make_trainer(Training(Listener), make_strategy(folder), world_size, **options).fit(module, data)
+    return module.seen
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_lightning_gives_each_rank_its_own_rows(shuffle: bool, disk: Path) -> None:
+    per_rank = run_ranks(rows_seen, 3, 3, disk, shuffle)
+    everything = sorted(range(4 * 3 * BATCH))
+    for epoch in range(2):
+        assert sorted(row for seen in per_rank for row in seen[epoch]) == everything
+    if shuffle:
+        assert per_rank[0][0] != per_rank[0][1]
+
+
+# -- validation -------------------------------------------------------------------------------------------------------
+
+
+def fit_and_validate(training: Training, world_size: int, folder: Path, tier: str) -> Outcome:
+    torch.manual_seed(0)
+    module = training.build()
+    trainer = make_trainer(
+        training,
+        make_strategy(folder, tier),
+        world_size,
+        val_check_interval=2,
+        limit_val_batches=2,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, loader(tokens(training, world_size), world_size), validation_rows(training, world_size))
+    return outcome_of(module)
+
+
+def validation_rows(training: Training, world_size: int) -> DataLoader[Any]:
+    return loader(tokens(training, world_size, seed=2), world_size)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("tier", ["ram", "three_tiers"])
+def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
+    training = Training(Tower, precision)
+    several = run_ranks(fit_and_validate, 2, training, 2, disk, tier)
+    expected = [[], []]  # type: ignore[var-annotated]
+    rows = tokens(training, 2, seed=2)
+
+    def validate(step: int, ranks: PlainRanks, batches: int = 2) -> None:
+        if step % 2:
+            return
+        for rank in range(2):
+            for index in range(batches if step else 1):
+                batch = rows[rank::2][index * BATCH : (index + 1) * BATCH]
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=ranks.mixed):
+                    expected[rank].append(ranks.module.loss(batch, rank, 0))
+
+    ranks = PlainRanks(training, 2)
+    theirs = ranks.run(tokens(training, 2), before_step=validate)
+    validate(4, ranks)
+    for rank, ours in enumerate(several):
+        ours.assert_equal(Outcome(theirs[rank].losses, theirs[rank].weights, expected[rank]))
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+WHOLE = Training(MomentumTower, "bf16-mixed")
+"""Two epochs of it, with a checkpoint after each."""
+
+
+def fit_two_epochs(
+    world_size: int, data_ranks: int, folder: Path, checkpoints: Path, tier: str, resume: str | None = None
+) -> Outcome:
+    """Trains on the rows of `data_ranks` ranks, divided among `world_size`."""
+    torch.manual_seed(0)
+    module = WHOLE.build()
+    keep = ModelCheckpoint(checkpoints, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    trainer = make_trainer(
+        WHOLE,
+        make_strategy(folder, tier),
+        world_size,
+        enable_checkpointing=True,
+        max_epochs=2,
+        default_root_dir=checkpoints,
+        callbacks=[keep],
+    )
+    rows = loader(tokens(WHOLE, data_ranks), world_size, BATCH * data_ranks // world_size)
+    trainer.fit(module, rows, ckpt_path=None if resume is None else str(checkpoints / resume), weights_only=False)
+    return outcome_of(module)
+
+
+@pytest.mark.parametrize(("first_tier", "second_tier"), [("ram", "three_tiers"), ("all_on_disk", "ram")])
+def test_a_checkpoint_goes_on_where_it_was_saved(first_tier: str, second_tier: str, disk: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    uninterrupted = run_ranks(fit_two_epochs, 2, 2, 2, disk, saved, first_tier)
+    resumed = run_ranks(fit_two_epochs, 2, 2, 2, disk, tmp_path / "again", second_tier, str(saved / "epoch=0.ckpt"))
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        after.assert_equal(Outcome(before.losses[WHOLE.batches :], before.weights))
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_three(disk: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    uninterrupted = run_ranks(fit_two_epochs, 2, 2, 6, disk, saved, "ram")
+    checkpoint = torch.load(saved / "epoch=1.ckpt", weights_only=False)
+    # What is saved is whole and precise, under the module's own names.
+    assert checkpoint["state_dict"].keys() == uninterrupted[0].weights.keys()
+    for name, weight in checkpoint["state_dict"].items():
+        assert torch.equal(weight, uninterrupted[0].weights[name])
+    loaded = MomentumTower.load_from_checkpoint(saved / "epoch=1.ckpt", weights_only=False)
+    assert all(torch.equal(p, uninterrupted[0].weights[name]) for name, p in loaded.named_parameters())
+    for world_size in (1, 3):
+        folder = tmp_path / f"on{world_size}"
+        resumed = run_ranks(fit_two_epochs, world_size, world_size, 6, disk, folder, "ram", str(saved / "epoch=0.ckpt"))
+        for outcome in resumed:
+            for name, weight in outcome.weights.items():
+                # bf16 gradients are rounded before they are added up, in another grouping.
+                torch.testing.assert_close(weight, uninterrupted[0].weights[name], rtol=0, atol=2e-3)
+
+
+# -- weights by hand --------------------------------------------------------------------------------------------------
+
+
+class EditInMidRun(L.Callback):
+    """At step 2 every rank writes other values; on the next steps all have those of rank 0."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index != 2:
+            return
+        with trainer.strategy.gathered(module.blocks[1], module.norm):
+            with torch.no_grad():
+                module.blocks[1].down.weight.mul_(0.5 + trainer.global_rank)
+            module.norm.weight.data = torch.full((64,), 0.25 + trainer.global_rank)
+        with trainer.strategy.gathered(write=False):
+            self.read = [module.blocks[1].down.weight.detach().clone(), module.norm.weight.detach().clone()]
+
+
+def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str) -> tuple[Outcome, list[Tensor]]:
+    torch.manual_seed(0)
+    module, edit = training.build(), EditInMidRun()
+    trainer = make_trainer(training, make_strategy(folder, tier), world_size, callbacks=[edit])
+    trainer.fit(module, loader(tokens(training, world_size), world_size))
+    return outcome_of(module), edit.read
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:
+    training = Training(Tower, precision)
+
+    def edit(step: int, ranks: PlainRanks) -> None:
+        if step == 2:
+            with torch.no_grad():
+                ranks.masters["blocks.1.down.weight"].mul_(0.5)
+                ranks.masters["norm.weight"].fill_(0.25)
+            after.extend(ranks.masters[name].detach().clone() for name in ("blocks.1.down.weight", "norm.weight"))
+            ranks.publish()
+
+    after: list[Tensor] = []
+    theirs = PlainRanks(training, 2).run(tokens(training, 2), before_step=edit)
+    for rank, (ours, read) in enumerate(run_ranks(fit_with_edits, 2, training, 2, disk, tier)):
+        ours.assert_equal(theirs[rank])
+        assert all(torch.equal(mine, other) for mine, other in zip(read, after, strict=True))
+
+
+def fit_twice_and_test(training: Training, world_size: int, folder: Path) -> list[Outcome]:
+    """Two fits of one module on one Trainer's worth of process groups, and one of another module."""
+    torch.manual_seed(0)
+    module = training.build()
+    for _ in range(2):
+        trainer = make_trainer(training, make_strategy(folder, "masters_on_disk"), world_size)
+        trainer.fit(module, loader(tokens(training, world_size), world_size))
+    trainer.validate(module, validation_rows(training, world_size), verbose=False)
+    return [outcome_of(module), fit(training, world_size, folder)]
+
+
+def test_one_fit_after_the_other(disk: Path) -> None:
+    training = Training(Tower)
+    first = plain(training, 2)
+    again = PlainRanks(training, 2)
+    with torch.no_grad():
+        for name, master in again.masters.items():
+            master.copy_(first[0].weights[name])
+    second = again.run(tokens(training, 2))
+    for rank, (twice, fresh) in enumerate(run_ranks(fit_twice_and_test, 2, training, 2, disk)):
+        fresh.assert_equal(first[rank])
+        assert len(twice.validation_losses) == training.batches
+        Outcome(twice.losses, twice.weights).assert_equal(
+            Outcome(first[rank].losses + second[rank].losses, second[rank].weights)
+        )

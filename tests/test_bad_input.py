@@ -1,0 +1,348 @@
+"""What cannot work is refused before the first step, with an error that has names, numbers and a remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, ConfigError, PageIOError
+from lightning_ptm.cli import command_line
+from lightning_ptm.memory import FileOps
+
+
+class Block(nn.Module):
+    """More than 4096 parameters, so that it becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(L.LightningModule):
+    """Four blocks of 131 KiB in fp32, that is, of three pages; counts its steps."""
+
+    def __init__(self, optimizer: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.make_optimizer = optimizer or (lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3))
+        self.steps = 0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.steps += 1
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self)
+
+
+def batches() -> DataLoader[Any]:
+    return DataLoader(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
+
+
+def trainer_with(strategy: AngelPTMStrategy, precision: str = "32-true", **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision=precision,  # type: ignore[arg-type]
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def refused(strategy: AngelPTMStrategy, module: Stack, error: type[Exception], precision: str = "32-true") -> str:
+    """The text of the error that a fit ends with; it must come before the first step."""
+    with pytest.raises(error) as caught:
+        trainer_with(strategy, precision).fit(module, batches())
+    assert module.steps == 0
+    return str(caught.value)
+
+
+def small(**settings: Any) -> AngelPTMStrategy:
+    return AngelPTMStrategy(**{"page_size": "64KiB", "poison": True, **settings})
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_sise": "1MiB"}, r"AngelPTMStrategy has no setting 'page_sise'; did you mean 'page_size'\?"),
+        ({"hostmemory": "1GiB"}, r"no setting 'hostmemory'; did you mean 'host_memory'\?"),
+        ({"xyz": 1}, r"no setting 'xyz'; the settings are page_size, device_memory, .*poison"),
+        ({"page_size": 100_000}, r"page_size=100000 is 100000 bytes; a page is a multiple of 4096 .*page_size='4MiB'"),
+        ({"page_size": "32KiB"}, r"page_size='32KiB' is 32768 bytes; .*at least 64 KiB"),
+        ({"page_size": 0}, r"page_size=0 is 0 bytes; .*at least 64 KiB"),
+        ({"page_size": "lots"}, r"page_size='lots' is not a size; .*'4MiB' or '1.5GB'"),
+        ({"page_size": "4 parsecs"}, r"page_size='4 parsecs' is not a size"),
+        ({"page_size": True}, r"page_size=True is not a size"),
+        ({"page_size": 1.5}, r"page_size=1.5 is not a size"),
+        ({"host_memory": "-1GiB"}, r"host_memory='-1GiB' is not a size"),
+        ({"host_memory": -4096}, r"host_memory=-4096 is not a size"),
+        ({"device_memory": None}, r"device_memory=None is not a size"),
+        ({"disk_memory": "1.GiB"}, r"disk_memory='1.GiB' is not a size"),
+        ({"staging_memory": []}, r"staging_memory=\[\] is not a size"),
+        ({"parameter_home": "gpu"}, r"parameter_home='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        ({"master_home": "ssd"}, r"master_home='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        ({"recompute": "some"}, r"recompute='some': use 'none', 'all', or 'every 2nd'"),
+        ({"recompute": "every 0th"}, r"recompute='every 0th': use 'none', 'all'"),
+        ({"recompute": True}, r"recompute=True: use 'none', 'all'"),
+        ({"units": "Block"}, r"units='Block': give 'auto' or a list of class names such as \['Block'\]"),
+        ({"units": []}, r"units=\[\]: give 'auto' or a list of class names"),
+        ({"units": [Block]}, r"units=\[.*Block.*\]: give 'auto' or a list of class names"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AngelPTMStrategy(**settings)
+
+
+def test_sizes_in_words_and_numbers() -> None:
+    for size in ("128KiB", "128 KiB", "128k", "0.125MiB", 131072, "131072", "131.072kB"):
+        assert AngelPTMStrategy(page_size=size).settings.page_bytes == 131072
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("page_sise=1MiB", "page_sise"),
+        ("page_size=1000", "page_size='1000' is 1000 bytes; a page is a multiple of 4096"),
+        ("host_memory=plenty", "host_memory='plenty' is not a size"),
+        ("recompute=sometimes", "recompute='sometimes': use 'none', 'all'"),
+    ],
+)
+def test_settings_on_the_command_line(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fit", "--config", "gpt.yaml", "--seed_everything=false", f"--trainer.strategy.init_args.{option}"]
+    with pytest.raises(SystemExit) as stop:
+        command_line([*arguments, f"--trainer.default_root_dir={tmp_path}"])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_unit_class_that_the_model_does_not_have() -> None:
+    message = refused(small(units=["Block", "Layer"]), Stack(), ConfigError)
+    assert "units=['Block', 'Layer']: the model has no module of class Layer" in message
+    assert "its classes are Block, Linear, ModuleList" in message
+
+
+def test_precisions_that_pages_cannot_hold() -> None:
+    with pytest.raises(ConfigError, match=r"precision='8-true' is not supported.*bf16-mixed, 16-mixed, bf16-true"):
+        AngelPTMPrecision("8-true")  # type: ignore[arg-type]
+
+    class Quantised(Precision):
+        pass
+
+    with pytest.raises(ConfigError, match=r"precision plugin Quantised .*pass precision=\.\.\. with one of bf16-mixed"):
+        AngelPTMStrategy(precision_plugin=Quantised())
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_ram_too_small_for_one_tick() -> None:
+    message = refused(small(host_memory="512KiB"), Stack(), CapacityError)
+    # (up and down) x 64 x 256 weights in fp32, gathered, and their gradients: more than eight pages.
+    assert re.search(r"tick \d+ \(blocks\.\d+ backward\) needs \d+ pages at once \(.* [KM]iB\)", message), message
+    assert "of 64 KiB" in message
+    assert "raise host_memory" in message
+
+
+def test_device_too_small_for_one_tick() -> None:
+    message = refused(small(device_memory="256KiB", host_memory="1GiB"), Stack(), CapacityError)
+    assert re.search(r"tick \d+ \(blocks\.\d+ (forward|backward)\) needs \d+ pages at once \(.* KiB\)", message), (
+        message
+    )
+    assert "the device tier has 4 of 64 KiB" in message
+    assert "raise device_memory or use smaller units" in message
+
+
+def test_host_too_small_for_the_master_states() -> None:
+    message = refused(small(device_memory="4MiB", master_home="host", host_memory="512KiB"), Stack(), CapacityError)
+    assert "master states" in message
+    assert re.search(r"blocks\.\d", message), message
+    assert re.search(r"\d [KM]iB", message), message
+    assert "host_memory" in message
+
+
+def test_disk_memory_too_small(disk: Path) -> None:
+    settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "256KiB"}
+    message = refused(small(**settings), Stack(), CapacityError)
+    assert "master states" in message
+    assert "256 KiB" in message
+    assert "raise disk_memory" in message or "disk_memory" in message
+
+
+def test_staging_too_small(disk: Path) -> None:
+    settings = {"master_home": "disk", "disk_path": disk, "staging_memory": "64KiB"}
+    message = refused(small(**settings), Stack(), ConfigError, "bf16-mixed")
+    # fp32 parameter and two moments, a 16-bit copy and a gradient.
+    assert "staging_memory is 64 KiB and one chunk of this optimizer's states takes 320 KiB" in message
+    assert "raise staging_memory or lower page_size" in message
+
+
+def test_a_budget_that_is_just_enough_trains() -> None:
+    """The refusals above are no empty caution: the bytes that they ask for do."""
+    strategy = small(device_memory="1MiB", host_memory="64MiB", parameter_home="host", master_home="host")
+    module = Stack()
+    trainer_with(strategy).fit(module, batches())
+    assert module.steps == 2
+
+
+# -- the disk at start-up ---------------------------------------------------------------------------------------------
+
+
+class Files(FileOps):
+    """A disk that says what it is told to say."""
+
+    def __init__(self, *, open_errno: int = 0, free_bytes: int | None = None, fallocate_errno: int = 0) -> None:
+        self._open_errno = open_errno
+        self._free_bytes = free_bytes
+        self._fallocate_errno = fallocate_errno
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        if self._open_errno:
+            raise OSError(self._open_errno, os.strerror(self._open_errno))
+        return super().open(path, flags, mode)
+
+    def free_bytes(self, path: str) -> int:
+        return super().free_bytes(path) if self._free_bytes is None else self._free_bytes
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        if self._fallocate_errno:
+            raise OSError(self._fallocate_errno, os.strerror(self._fallocate_errno))
+        super().fallocate(fd, size_bytes)
+
+
+def on(path: Path, files: FileOps | None = None) -> AngelPTMStrategy:
+    strategy = small(master_home="disk", disk_path=path)
+    strategy.file_ops = files
+    return strategy
+
+
+@pytest.mark.parametrize("home", ["disk", "auto"])
+def test_a_disk_path_that_does_not_exist(home: str, tmp_path: Path) -> None:
+    """Also where the plan would put nothing there."""
+    strategy = small(master_home=home, disk_path=tmp_path / "nowhere")
+    message = refused(strategy, Stack(), ConfigError)
+    assert message == (f"disk_path {tmp_path / 'nowhere'} does not exist; create the folder, or give another disk_path")
+
+
+def test_a_disk_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = refused(on(tmp_path / "file"), Stack(), ConfigError)
+    assert message == f"disk_path {tmp_path / 'file'} is not a folder; give a folder on the disk to use"
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_disk_path_that_cannot_be_written(disk: Path, number: int) -> None:
+    message = refused(on(disk, Files(open_errno=number)), Stack(), ConfigError)
+    assert message == (
+        f"disk_path {disk} cannot be written ({os.strerror(number)}); give a folder that this user may write to"
+    )
+
+
+def test_a_disk_that_is_too_small(disk: Path) -> None:
+    with pytest.raises(PageIOError) as caught:
+        trainer_with(on(disk, Files(free_bytes=100_000))).fit(Stack(), batches())
+    error = caught.value
+    assert (error.path, error.page, error.errno) == (str(disk), None, errno.ENOSPC)
+    found = re.search(r"needs (\d+) bytes for pages and has 100000 bytes free \(No space left on device\)", str(error))
+    assert found is not None, error
+    # Two fp32 moments of 4 x 33088 parameters, in whole pages.
+    assert 4 * 33088 * 8 <= int(found.group(1)) <= 2 * 4 * 33088 * 8
+    assert "free some space, lower disk_memory, or give more or other paths" in str(error)
+
+
+def test_a_disk_that_is_full_after_all(disk: Path) -> None:
+    """What another process took between the question and the reservation; a quota looks like this too."""
+    strategy = on(disk, Files(fallocate_errno=errno.EDQUOT))
+    message = refused(strategy, Stack(), PageIOError)
+    assert "needs" in message
+    assert os.strerror(errno.EDQUOT) in message
+
+
+def test_a_disk_path_in_memory_is_allowed_with_a_warning(tmp_path: Path) -> None:
+    folder = Path("/dev/shm")
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()] if folder.is_dir() else []
+    if not any(fields[1] == str(folder) and fields[2] == "tmpfs" for fields in mounts):
+        pytest.skip("/dev/shm is no tmpfs here")
+    before = set(folder.iterdir())
+    module = Stack()
+    with pytest.warns(UserWarning, match=r"disk_path /dev/shm is on tmpfs, which is memory: .*give a folder on an SSD"):
+        trainer_with(on(folder)).fit(module, batches())
+    assert module.steps == 2
+    assert {path for path in set(folder.iterdir()) - before if "lightning_ptm" in path.name} == set()
+
+
+def test_a_home_on_disk_without_a_path_goes_to_the_trainers_folder(tmp_path: Path) -> None:
+    module = Stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_with(small(master_home="disk"), default_root_dir=tmp_path / "new").fit(module, batches())
+    assert module.steps == 2
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+# -- models and optimizers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            r"torch\.optim\.lbfgs\.LBFGS\.step needs a closure .*as Adam, AdamW",
+        ),
+        (
+            lambda m: torch.optim.Adafactor(m.parameters()),
+            r"Adafactor is not element-wise: .*what works: .*Adam, AdamW, SGD",
+        ),
+    ],
+)
+def test_optimizers_that_are_not_element_wise(optimizer: Callable[[Any], Any], message: str) -> None:
+    assert re.search(message, refused(small(), Stack(optimizer), ConfigError), re.DOTALL)
+
+
+def test_a_parameter_in_two_optimizers() -> None:
+    def two(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(list(module.parameters())[:1], lr=0.1)]
+
+    module = Stack(two)
+    module.automatic_optimization = False
+    message = refused(small(), module, ConfigError)
+    assert "a parameter of shape (256, 64) is in two optimizers or parameter groups" in message
+    assert "leave it in one" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
+    module = Stack(lambda m: torch.optim.AdamW(m.blocks.parameters()))
+    module.odd = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+    message = refused(small(), module, ConfigError)
+    assert f"parameter odd is {dtype}; pages hold float32, bfloat16, float16 and float64" in message
+    assert "buffer" in message
