@@ -329,17 +329,31 @@ def test_a_frozen_parameter_that_is_unfrozen(strategy_at: Any, tier: str) -> Non
 
 
 class UsesAWeightDirectly(Stack):
-    """Reads a block's weight without calling the block, from step 1 on."""
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if index == 0:
-            return super().training_step(batch, index)
-        weight = self.blocks[1].up.weight
-        batch = self.blocks[2](self.blocks[0](batch))
-        return super().training_step(nn.functional.linear(batch, weight)[:, :64], index)
+    """From step 1 on, reads a weight of block 1 without calling the block."""
 
     def forward(self, batch: Tensor) -> Tensor:
-        return batch if self.losses else super().forward(batch)
+        if not self.losses:
+            return super().forward(batch)
+        inner = nn.functional.linear(self.blocks[0](batch), self.blocks[1].up.weight)
+        return self.blocks[2](inner[:, :64])
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("tier", AWAY)
+def test_weights_of_a_module_that_is_never_called(strategy_at: Any, tier: str, recompute: str) -> None:
+    module = UsesAWeightDirectly()
+    with pytest.raises(UsageError) as caught:
+        trainer_with(strategy_at(tier, recompute=recompute)).fit(module, batches())
+    assert "weights of blocks.1 (Block) were used without a call of that module" in str(caught.value)
+    assert "call the module, move that code into its forward, or choose other units" in str(caught.value)
+    assert len(module.losses) == 2
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+def test_weights_that_never_leave_may_be_used_directly(strategy_at: Any, tier: str) -> None:
+    module = UsesAWeightDirectly()
+    trainer_with(strategy_at(tier)).fit(module, batches())
+    assert torch.isfinite(torch.stack(module.losses)).all()
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

@@ -297,6 +297,13 @@ class Engine:
         """Gradients of a unit are complete: reduce or offload them, and update the unit before if its turn has come."""
         if not self.flats[unit]:
             return
+        if not self.stores[unit].resident and not self.executor.called(unit):
+            drawn = self.blueprint.units[unit]
+            raise UsageError(
+                f"weights of {drawn.name} ({type(drawn.module).__name__}) were used without a call of that module, so they "
+                f"were not fetched and read as NaN; call the module, move that code into its forward, or choose other "
+                f"units=[...]"
+            )
         self._collect(unit)
         # One unit behind: its reduction overlaps this unit's backward.
         self._behind.append(unit)

@@ -78,6 +78,7 @@ class Executor:
         self._plans: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
         self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._called: set[int] = set()
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         self.fetch_misses = 0
         self.replans = 0
@@ -119,6 +120,7 @@ class Executor:
         self._tick = 0
         self._following = mode in self._plans
         self._tracing = trace
+        self._called.clear()
         if self._tracing:
             self._tracer.start()
 
@@ -157,6 +159,8 @@ class Executor:
         self._tick += 1
         store = self._stores[unit]
         store.users += 1
+        if phase is Phase.FORWARD:
+            self._called.add(unit)
         if self._following and self._mode is not None:
             plan, trace = self._plans[self._mode]
             if index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase):
@@ -173,6 +177,10 @@ class Executor:
         self._stores[unit].users -= 1
         if self._tracing:
             self._tracer.observe()
+
+    def called(self, unit: int) -> bool:
+        """Whether `unit` has had a forward in this iteration."""
+        return unit in self._called
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""

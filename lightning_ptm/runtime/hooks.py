@@ -8,16 +8,14 @@ What never completes (an unused parameter) is ended with the whole backward pass
 forward runs without gradients first: its backward has not ended before each such call has been recomputed.
 
 I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
-I2: a saved tensor that is a view of a flat which may be released is packed by name (design section 4); tensors saved
-inside a recomputed forward are not reached by these hooks, so a unit gathered for recompute stays until its backward ends.
-I3: hooks on saved tensors of others keep their effect: a non-reentrant checkpoint around a unit is left alone, for it
-keeps nothing of the forward; what is no parameter of ours is handed on to any others.
+I2: parameters that autograd saves are named instead of kept (saved.py); those saved inside a recomputed forward are not,
+so a unit gathered for recompute stays until its backward ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -27,13 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
+from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
-
-_CHECKPOINT = checkpoint.__module__
 
 
 class BackwardListener(Protocol):
@@ -87,36 +83,6 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _outer_hooks() -> tuple[Any, Any] | None:
-    """The pair (pack, unpack) of hooks on saved tensors that is in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _inside_checkpoint() -> bool:
-    """Whether a non-reentrant checkpoint is recording or recomputing this forward."""
-    outer = _outer_hooks()
-    return outer is not None and getattr(outer[0], "__module__", "") == _CHECKPOINT
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _HandedOn:
-    """What somebody else's hook has packed, with the hook that unpacks it."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Scope:
-    """Hooks of ours on saved tensors: those of a unit's forward call, within those of the calls around it."""
-
-    unit: int
-    context: torch.autograd.graph.saved_tensors_hooks
-    pack: Callable[[Tensor], Any]
-    flats: tuple[FlatStore, ...]
-    outer: tuple[Any, Any] | None
-
-
 class Hooks:
     """All hooks of one engine.
 
@@ -144,7 +110,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._patched: list[tuple[nn.Module, bool, Any]] = []
         self._late = late
-        self._scopes: list[_Scope] = []
+        self._saved = SavedTensors(stores, executor)
         self._guarded: list[nn.Module] = []
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
@@ -177,8 +143,7 @@ class Hooks:
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
-        while self._scopes:
-            self._scopes.pop().context.__exit__(None, None, None)
+        self._saved.abandon()
         self._guarded = []
         self._in_pass = False
         self._wrapped = False
@@ -200,11 +165,11 @@ class Hooks:
         """Inside, the user's step runs: what it saves of the root outside any hooked forward is packed by name too."""
         named = torch.is_grad_enabled() and not self._stores[0].resident
         if named:
-            self._name_saved(0)
+            self._saved.begin(0)
         try:
             yield
         finally:
-            self._end_scope(0)
+            self._saved.end(0)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +209,7 @@ class Hooks:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
-            if not torch.is_grad_enabled() or in_backward() or _inside_checkpoint():
+            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint():
                 return original(*args, **kwargs)
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
@@ -279,7 +244,7 @@ class Hooks:
         watch = self._watches[index]
         if in_backward():
             self._recompute_starts(index)
-            if torch.is_grad_enabled() and not _inside_checkpoint():
+            if torch.is_grad_enabled() and not inside_checkpoint():
                 watch.blind_calls -= 1
                 if watch.reentrant:
                     watch.due += self._trained(index)  # each call has a backward of its own, with gradients for all
@@ -291,8 +256,8 @@ class Hooks:
         if not torch.is_grad_enabled():
             watch.blind_calls += 1
             return
-        if not self._stores[index].resident and not _inside_checkpoint():
-            self._name_saved(index)
+        if not self._stores[index].resident and not inside_checkpoint():
+            self._saved.begin(index)
         self._watch_inputs(index, args, kwargs)
 
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> None:
@@ -301,52 +266,15 @@ class Hooks:
             self._watches[index].open_calls += 1
             torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
 
-    def _name_saved(self, index: int) -> None:
-        """Until `_end_scope`, saved tensors that are views of flats are packed by name."""
-        flats = tuple(flat for flat in self._stores[index].flats if not flat.resident)
-        outer = _outer_hooks()
-        around = self._scopes[-1] if self._scopes else None
-        if around is not None and outer is not None and outer[0] is around.pack:
-            flats, outer = flats + around.flats, around.outer
-        pack = partial(self._pack, flats, outer)
-        scope = _Scope(index, torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), pack, flats, outer)
-        scope.context.__enter__()
-        self._scopes.append(scope)
-
-    def _end_scope(self, index: int) -> None:
-        if self._scopes and self._scopes[-1].unit == index:
-            self._scopes.pop().context.__exit__(None, None, None)
-
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
             return
-        self._end_scope(index)
+        self._saved.end(index)
         self._executor.leave(index)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._output_gradient, index))
-
-    @staticmethod
-    def _pack(flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
-        for flat in flats:
-            packed = flat.binding.pack(tensor)
-            if packed is not None:
-                return packed
-        return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
-
-    def _unpack(self, saved: Tensor | Packed | _HandedOn) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, _HandedOn):
-            return saved.unpack(saved.packed)
-        store = self._stores[saved.unit]
-        if not store.live:
-            self._executor.require(saved.unit)
-        for flat in store.flats:
-            if flat.layout.index == saved.flat:
-                return flat.binding.unpack(saved)
-        raise AssertionError(saved)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

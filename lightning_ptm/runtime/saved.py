@@ -1,0 +1,115 @@
+"""Parameters that autograd saves are named instead of kept, so that their pages may be released (design section 4).
+
+Owns the hooks on saved tensors that are in force during forward calls. Decides nothing about when pages move.
+
+I1: between `begin` and `end` a saved tensor that is a view of a flat of the unit, or of a unit whose call is around it,
+is packed as (unit, flat, offset, shape, stride) and read from whatever pages the flat has when backward wants it.
+I2: others' hooks on saved tensors keep their effect: what is no parameter of ours is handed on to the hooks around ours.
+I3: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
+recomputed forward must save the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.runtime.binding import Packed
+from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.store import FlatStore, UnitStore
+
+_CHECKPOINT = checkpoint.__module__
+
+
+def _hooks_in_force() -> tuple[Any, Any] | None:
+    """The pair (pack, unpack) that autograd calls now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def inside_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint is recording or recomputing this forward."""
+    outer = _hooks_in_force()
+    return outer is not None and getattr(outer[0], "__module__", "") == _CHECKPOINT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HandedOn:
+    """What somebody else's hook has packed, with the hook that unpacks it."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scope:
+    """Our hooks of one call: `flats` are those of its unit and of the calls around it, `outer` is the next pair of others."""
+
+    unit: int
+    context: torch.autograd.graph.saved_tensors_hooks
+    pack: Callable[[Tensor], Any]
+    flats: tuple[FlatStore, ...]
+    outer: tuple[Any, Any] | None
+
+
+class SavedTensors:
+    """The hooks of one engine on saved tensors.
+
+    Args:
+        stores: by unit.
+        executor: makes a unit live when backward reads it.
+    """
+
+    def __init__(self, stores: Sequence[UnitStore], executor: Executor) -> None:
+        self._stores = stores
+        self._executor = executor
+        self._scopes: list[_Scope] = []
+
+    def begin(self, unit: int) -> None:
+        """A call that uses a unit's parameters starts; `end` must follow in the reverse order."""
+        flats = tuple(flat for flat in self._stores[unit].flats if not flat.resident)
+        outer = _hooks_in_force()
+        around = self._scopes[-1] if self._scopes else None
+        if around is not None and outer is not None and outer[0] is around.pack:
+            flats, outer = flats + around.flats, around.outer
+        pack = partial(self._pack, flats, outer)
+        scope = _Scope(unit, torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), pack, flats, outer)
+        scope.context.__enter__()
+        self._scopes.append(scope)
+
+    def end(self, unit: int) -> None:
+        """The call is over; nothing happens if it was not begun."""
+        if self._scopes and self._scopes[-1].unit == unit:
+            self._scopes.pop().context.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Ends all calls."""
+        while self._scopes:
+            self._scopes.pop().context.__exit__(None, None, None)
+
+    @staticmethod
+    def _pack(flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
+        for flat in flats:
+            packed = flat.binding.pack(tensor)
+            if packed is not None:
+                return packed
+        return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
+
+    def _unpack(self, saved: Tensor | Packed | _HandedOn) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, _HandedOn):
+            return saved.unpack(saved.packed)
+        store = self._stores[saved.unit]
+        if not store.live:
+            self._executor.require(saved.unit)
+        for flat in store.flats:
+            if flat.layout.index == saved.flat:
+                return flat.binding.unpack(saved)
+        raise InternalError(f"unit {saved.unit} has no flat {saved.flat}, of which a tensor was saved")
