@@ -179,20 +179,21 @@ def _serve(
 
 def _listen(ranks: Sequence[_Rank], deadline_s: float) -> None:
     """Until every process has ended, or time is up."""
-    while running := [rank for rank in ranks if rank.process.exitcode is None or not rank.silent]:
+    while True:
+        # Asked once a round: a process may end between two questions.
+        alive = [rank for rank in ranks if rank.process.exitcode is None]
+        unread = [rank for rank in ranks if not rank.silent]
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            for rank in running:
-                rank.hung = rank.process.exitcode is None
+        if not alive and not unread:
             return
-        sources = [rank.receiver for rank in running if not rank.silent]
-        sources += [rank.process.sentinel for rank in running if rank.process.exitcode is None]
-        ready = wait(sources, timeout=left_s)
-        for rank in running:
-            if not rank.silent and rank.receiver in ready:
+        if left_s <= 0:
+            for rank in alive:
+                rank.hung = True
+            return
+        ready = wait([rank.receiver for rank in unread] + [rank.process.sentinel for rank in alive], timeout=left_s)
+        for rank in unread:
+            if rank.receiver in ready:
                 rank.read()
-            if rank.process.sentinel in ready:
-                rank.process.join()
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
