@@ -74,7 +74,7 @@ class AngelPTMPrecision(Precision):
     def __init__(self, precision: PrecisionName = "32-true", loss_scale: LossScale | None = None) -> None:
         if precision not in _DTYPES:
             raise ConfigError(f"precision={precision!r} is not supported by angel_ptm; use one of {', '.join(_DTYPES)}")
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
         self.plan = PrecisionPlan(_DTYPES[precision], precision.endswith("-mixed"))
         self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
         self.update_in_backward = True

@@ -40,7 +40,15 @@ _OTHERS_THREADS = (
 )
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 # What Lightning's launcher sets for every parallel strategy and never takes back; its own tests allow the same.
-_OTHERS_VARIABLES |= {"LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PL_GLOBAL_SEED"}
+_OTHERS_VARIABLES |= {
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+}
 
 
 def _threads() -> set[threading.Thread]:

@@ -183,7 +183,9 @@ def test_the_most_demanding_tick_is_named() -> None:
 
 def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
     layout = even_layout([1, 2, 2])
-    with pytest.raises(CapacityError, match=r"master states of 3 units \(root to layers.1\).*host_memory or give a disk_path"):
+    with pytest.raises(
+        CapacityError, match=r"master states of 3 units \(root to layers.1\).*host_memory or give a disk_path"
+    ):
         placed(layout, pages(10), update_on_device=True)
     with pytest.raises(CapacityError, match=r"host tier has .* left of 640 KiB; raise host_memory or give a disk_path"):
         placed(layout, pages(100, host=10), update_on_device=False)
