@@ -164,9 +164,13 @@ class AngelPTMPrecision(Precision):
         self._after_closure(model, optimizer)
         if self.loss_scale is not None and model.automatic_optimization and result is None:
             return result  # the batch was skipped: Lightning's own plugin leaves optimizer and scale alone too
-        engine.step(optimizer, self.loss_scale)
-        # torch's schedulers look for this mark of `Optimizer.step` and warn without it.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+        # The shadow that runs the update knows none of the user's step hooks: they run here, once.
+        for hook in tuple(inner._optimizer_step_pre_hooks.values()):
+            hook(inner, (), {})
+        if engine.step(optimizer, self.loss_scale):
+            for hook in tuple(inner._optimizer_step_post_hooks.values()):
+                hook(inner, (), {})
         return result
 
     @override

@@ -36,6 +36,7 @@ from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.tracer import Tracer
@@ -218,11 +219,13 @@ class Engine:
 
     def _first_values(self) -> None:
         lineages = ancestors(self.module)
+        # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap.
+        room = 2 * self.precise_bytes() < free_host_bytes()
         materialize_buffers(self.module, lineages)
         for store in self.stores:
             built = not any(item.parameter.is_meta for item in store.unit.parameters)
             materialize(store.unit, lineages)
-            self.values.take_over(store, keep_originals=not self._optimizers, keep_frozen=built)
+            self.values.take_over(store, keep_originals=not self._optimizers and (built or room), keep_frozen=built)
         for owner in self.module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
