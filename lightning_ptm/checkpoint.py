@@ -26,6 +26,7 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
     """The module's state dict with precise, full weights; empty where not `keep` (other ranks than 0)."""
     engine.drain()
+    engine.executor.release_all()
     values: dict[int, Tensor] = {}
     for _, parameter, value in engine.values.parameters():
         if keep:
@@ -64,7 +65,13 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
         for name, value in state.items()
     }
     with _frozen_copies(module):
-        module.load_state_dict(rest, strict=strict)
+        result = module.load_state_dict(rest, strict=strict)
+    for name, item in named.items():
+        if id(item) in parameters and name not in state and name not in result.missing_keys:
+            raise ConfigError(
+                f"{name} is not in the checkpoint under this name and a hook of the module provides it while loading; pages "
+                f"cannot follow such hooks: rename the checkpoint's keys in on_load_checkpoint"
+            )
 
 
 class _frozen_copies:
@@ -91,6 +98,7 @@ class _frozen_copies:
 def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """The optimizer's state dict with full state tensors; empty where not `keep`."""
     engine.drain()
+    engine.executor.release_all()
     optimizer = _inner(optimizer)
     index = engine.updates.index_of(optimizer)
     order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}

@@ -88,7 +88,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
-        self._watched: list[Optimizer | LightningOptimizer] = []
+        self._watched: list[Optimizer | LightningOptimizer | nn.Module] = []
         self._micro_batches_blocked = False
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
@@ -205,6 +205,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watch_zero_grad(optimizer, wrapper)
+        self._watch_modules(self._engine)
         self.barrier()
 
     def _settings_for(self, trainer: Trainer) -> Settings:
@@ -239,6 +240,19 @@ class AngelPTMStrategy(ParallelStrategy):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]  # inherited from Optimizer otherwise
         self._watched += [optimizer, wrapper]
+
+    def _watch_modules(self, engine: Engine) -> None:
+        """The same for `zero_grad` of the LightningModule and of its parts."""
+        assert self.lightning_module is not None
+        for owner in (self.lightning_module, *self.lightning_module.children()):
+            original = owner.zero_grad
+
+            def zero_grad(set_to_none: bool = True, *, owner: nn.Module = owner, original: Any = original) -> None:
+                original(set_to_none=True)
+                engine.forget_gradients(owner)
+
+            owner.zero_grad = zero_grad  # type: ignore[method-assign]
+            self._watched.append(owner)
 
     @override
     def model_to_device(self) -> None:
@@ -346,6 +360,11 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._close_engine()
+        if self.lightning_module is not None:
+            for owner in self.lightning_module.modules():
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None:
+                        owner._buffers[name] = buffer.cpu()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
@@ -378,7 +397,11 @@ class AngelPTMStrategy(ParallelStrategy):
             engine.values.let_go()
             return
         if not self.settings.restore_weights:
-            engine.values.let_go()
+            try:
+                if not engine.failed:
+                    engine.drain()
+            finally:
+                engine.values.let_go()
             return
         needed = engine.precise_bytes() * max(1, self.num_processes)
         if not engine.all_ranks(needed <= free_host_bytes()):
@@ -391,10 +414,13 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         try:
             engine.drain()
+            engine.executor.release_all()
             engine.values.restore()
-        except Exception as error:  # the run has failed already: its own error is the one to show
-            log.warning("the weights could not be given back to the module: %s", error)
+        except Exception as error:
             engine.values.let_go()
+            if not engine.failed:
+                raise  # the first to hear of the last step's update: nobody else would report it
+            log.warning("the weights could not be given back to the module: %s", error)
 
 
 def register() -> None:

@@ -112,9 +112,13 @@ class Engine:
             poison=poison,
             file_ops=file_ops,
         )
+        self._taken_over = False
         try:
             self._build(recompute)
         except BaseException:
+            # The module must not be left with parameters that read as NaN because a budget was too small.
+            if self._taken_over and communicator.world_size == 1:
+                self.values.restore()
             self.allocator.close()
             raise
 
@@ -130,6 +134,7 @@ class Engine:
         self.flats = tuple(tuple(self._flat_updates(store)) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
         self._first_values()
+        self._taken_over = True
         for flats in self.flats:
             for flat in flats:
                 if drawn.keep_gradients:
@@ -138,6 +143,13 @@ class Engine:
         self.updates = UpdateScheduler(
             self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes
         )
+        in_order = (*reversed(self.flats[1:]), *self.flats[:1])  # as units end in a backward pass
+        self._read_ahead = [
+            flat.states
+            for flats in in_order
+            for flat in flats
+            if flat.states.home() is Tier.DISK and not drawn.keep_gradients
+        ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         self._agreement = (
             Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
@@ -254,6 +266,9 @@ class Engine:
             trim()  # freed activations would stay resident beside the pages
         # All ranks are here at once, so they may end the iteration before, and plan anew, together (executor I3).
         trace = self.executor.wants_trace(mode)
+        if mode is Mode.TRAIN and self._read_ahead:
+            # Behind the forward: what the first updates of the backward will need.
+            self.updater.prefetch(self._read_ahead)
         self.executor.begin(mode, trace=bool(self._reach(0, flag=trace)))
         self.hooks.begin_iteration()
         self._forward_root()
@@ -423,6 +438,24 @@ class Engine:
         """Forgets the gradients of an optimizer's parameters."""
         for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
             flat.gradient.clear()
+
+    def forget_gradients(self, module: nn.Module) -> None:
+        """Forgets the gradients of a module's parameters.
+
+        Raises:
+            UsageError: they share a page flat with gradients of others, which are kept.
+        """
+        inside = {id(parameter) for parameter in module.parameters()}
+        for flats in self.flats:
+            for flat in flats:
+                ours = [id(parameter) in inside for parameter in flat.store.binding.parameters]
+                if all(ours):
+                    flat.gradient.clear()
+                elif any(ours) and not flat.gradient.in_place and flat.gradient.any:
+                    raise UsageError(
+                        f"zero_grad of a {type(module).__name__} forgets some gradients of a flat that holds others too; use "
+                        f"zero_grad of the optimizer, or make the module a unit with units=[{type(module).__name__!r}]"
+                    )
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
         self._reach(_STEP_ENDS - 1)

@@ -221,10 +221,7 @@ class FlatGradient:
             raise InternalError(f"flat {self.store.layout.index} has no gradient pages")
         if self._pages.tier is not Tier.DISK:
             return self._pages.tensor()
-        layout = self.store.layout
-        buffer = self._allocator.allocate(
-            f"flat {layout.index} gradient copy", layout.shard_numel, self._pages.dtype, Tier.DEVICE
-        )
+        buffer = self._take("gradient copy", self.store.layout.shard_numel)
         transfer = self._allocator.copy(self._pages, buffer)
         transfer.wait(host=True)
         self._leaving.append((transfer, buffer))

@@ -350,6 +350,12 @@ class Hooks:
         watch = self._watches[index]
         if watch.reentrant and watch.blind_calls > 0:
             return
+        if index != 0 and watch.due == 0 and watch.open_calls > 0 and watch.using and not watch.recomputed:
+            # An input that other units use too (an encoder's output) has its whole gradient only when they are done: do
+            # not hold the pages until then. A late reader fetches again.
+            watch.using = False
+            self._executor.leave(index)
+            return
         # The root computes before and after all others: it ends with the pass.
         if index != 0 and watch.active and not watch.ended and watch.due == 0 and watch.open_calls <= 0:
             self._end_unit(index)

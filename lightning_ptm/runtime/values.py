@@ -248,9 +248,7 @@ class Values:
         shard = self.read(paged)
         if flat.layout.world_size == 1:
             return shard
-        device = shard.device
-        if flat.binding.parameters and flat.home.tier is Tier.DEVICE:
-            device = flat.home.tensor().device
+        device = flat.binding.device  # where the collectives' backend works
         full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
         self._communicator.all_gather(shard.to(device), full, flat.layout).wait()
         return full.cpu()

@@ -1,0 +1,62 @@
+"""`zero_grad` of a module forgets gradients that live in pages, as it forgets those in `.grad`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptm import AngelPTMStrategy
+
+
+class ByHand(LightningModule):
+    """Manual optimization that clears gradients through the module, not through the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = batch[0]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss = x.square().mean()
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def losses(**settings: Any) -> Tensor:
+    torch.manual_seed(0)
+    model = ByHand()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
+    return torch.stack(model.losses)
+
+
+def test_zero_grad_of_the_module_forgets_gradients_in_pages(tmp_path: Path) -> None:
+    in_place = losses()
+    in_pages = losses(
+        device_memory="1MiB", host_memory="64MiB", parameter_home="host", master_home="host", disk_path=str(tmp_path)
+    )
+    assert torch.equal(in_place, in_pages)
