@@ -30,7 +30,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SHARE = 0.8
 _HOST_RESERVE_BYTES = 1 << 30
 """RAM that `auto` leaves to activations, libraries and data, unless that were more than half of it."""
-_DEVICE_SHARE = 0.9
+_DEVICE_SHARE = 0.5
+"""Share of the free device memory that `auto` takes for pages; activations and the libraries get the rest."""
 _DISK_SHARE = 0.95
 _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
@@ -270,11 +271,11 @@ def _budget(request: Request, unified: bool) -> Budget:
     if request.device.type == "cpu":
         assert settings.device_bytes is not None
         return Budget(settings.device_bytes, host, disk)
-    free_device = int(free_device_bytes(request.device) * _DEVICE_SHARE)
-    device = free_device if settings.device_bytes is None else settings.device_bytes
-    if device > free_device / _DEVICE_SHARE:
+    free_device = free_device_bytes(request.device)
+    device = int(free_device * _DEVICE_SHARE) if settings.device_bytes is None else settings.device_bytes
+    if device > free_device:
         raise CapacityError(
-            f"device_memory is {format_bytes(device)} and {request.device} has {format_bytes(free_device / _DEVICE_SHARE)} "
+            f"device_memory is {format_bytes(device)} and {request.device} has {format_bytes(free_device)} "
             f"free; lower device_memory or leave it at 'auto'"
         )
     return Budget(device, host, disk)
