@@ -7,7 +7,8 @@ Decides only, from the model's shapes, the optimizers' groups, the settings and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -133,17 +134,23 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     budget = _agreed(_budget(request, unified), communicator)
     chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
     keep = request.keep_gradients or not settings.update_in_backward
-    placement = place(
+    place_with = partial(
+        place,
         layout,
         per_element,
         trace,
         budget,
         wishes=wishes,
         unified=unified,
-        keep_gradients=keep,
         staging_bytes=staging,
         update_on_device=request.device.type != "cpu" or unified,
     )
+    placement = None
+    if unified and not keep and communicator.world_size == 1:
+        placement = _all_in_ram(place_with)
+        keep = placement is not None
+    if placement is None:
+        placement = place_with(keep_gradients=keep)
     pools = _pool_bytes(placement, layout, unified, staging)
     per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
     # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
@@ -164,6 +171,20 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         keep_gradients=keep,
         gradient_room_bytes=gradient_room,
     )
+
+
+def _all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:
+    """The placement that keeps everything in RAM, gradients included, if there is one.
+
+    Updates then wait for the step: behind the backward pass they would throw its weights and activations out of the
+    CPU's cache (measured on two cores: a step of 124M parameters took 7 % longer).
+    """
+    try:
+        placement = place_with(keep_gradients=True)
+    except CapacityError:
+        return None
+    homes = {tier for home in placement.homes for tier in (home.parameter, home.gradient, home.master)}
+    return placement if homes == {Tier.DEVICE} else None
 
 
 def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
