@@ -89,7 +89,6 @@ class AngelPTMStrategy(ParallelStrategy):
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._watched: list[Optimizer | LightningOptimizer | nn.Module] = []
-        self._micro_batches_blocked = False
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
