@@ -91,7 +91,6 @@ class Engine:
         self._inside = False
         self._of_the_loss = False
         self._behind: list[int] = []
-        self._accumulating = False
         self._unanimous = True
         self.failed = False
         self._frozen = [
@@ -246,17 +245,15 @@ class Engine:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def iteration(self, mode: Mode, *, accumulating: bool = False) -> Iterator[None]:
+    def iteration(self, mode: Mode) -> Iterator[None]:
         """One training, validation, test or predict step.
 
         Args:
             mode: TRAIN when a backward may follow; it then ends with the next iteration.
-            accumulating: no optimizer step follows this backward.
         """
         self._check_open()
         self._iteration += 1
         self._backwards = 0
-        self._accumulating = accumulating
         for store in self.stores:
             for flat in store.flats:
                 flat.binding.check()
