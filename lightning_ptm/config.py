@@ -76,6 +76,8 @@ class Settings:
         update_in_backward: Start a unit's update as soon as its gradients are complete, behind the rest of the
             backward pass, where nothing needs to see all gradients first. The numbers are the same either way.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
+        freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
+            step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """
@@ -91,6 +93,7 @@ class Settings:
     units: Literal["auto"] | Sequence[str] = "auto"
     update_in_backward: bool = True
     staging_memory: str | int = "auto"
+    freed_memory: Literal["auto", "keep", "return"] = "auto"
     restore_weights: bool = True
     poison: bool = False
 
@@ -106,6 +109,8 @@ class Settings:
         for name in ("parameter_home", "master_home"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
+        if self.freed_memory not in ("auto", "keep", "return"):
+            raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
         self.recompute_every  # noqa: B018  checked by being read
         if isinstance(self.units, str) and self.units != "auto":
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")

@@ -67,6 +67,7 @@ class Blueprint:
     pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
+    keep_freed_memory: bool
     gradient_room_bytes: int
 
     def gradient_home(self, unit: int) -> Tier:
@@ -169,6 +170,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         pool_bytes=pools,
         staging_chunks=chunks,
         keep_gradients=keep,
+        keep_freed_memory=settings.freed_memory == "keep" or (settings.freed_memory == "auto" and not pools[Tier.DISK]),
         gradient_room_bytes=gradient_room,
     )
 

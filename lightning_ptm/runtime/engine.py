@@ -24,7 +24,7 @@ from lightning_ptm.comm import Request as CollectiveRequest
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.memory import Allocator, FileOps
-from lightning_ptm.memory.malloc import malloc_in_use_bytes, set_malloc_thresholds, trim
+from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.schedule import schedule
@@ -35,6 +35,7 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
 from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
@@ -97,9 +98,7 @@ class Engine:
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
         pools = blueprint.pool_bytes
-        self._memory_is_short = device.type == "cpu" and pools[Tier.DISK] > 0
-        if self._memory_is_short:
-            set_malloc_thresholds()
+        self._heap = Heap(blueprint.keep_freed_memory) if device.type == "cpu" else None
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
             device=device,
@@ -259,8 +258,8 @@ class Engine:
                 flat.binding.check()
         if mode is Mode.TRAIN:
             self._check_frozen()
-        if self._memory_is_short:
-            trim()  # freed activations would stay resident beside the pages
+        if self._heap is not None:
+            self._heap.between_steps()
         # All ranks are here at once, so they may end the iteration before, and plan anew, together (executor I3).
         trace = self.executor.wants_trace(mode)
         if mode is Mode.TRAIN and self._read_ahead:
@@ -564,6 +563,8 @@ class Engine:
             self.updater.close()
         finally:
             self.allocator.close()
+        if self._heap is not None:
+            self._heap.close()
 
     def _check_frozen(self) -> None:
         for item in self._frozen:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ptm.memory import malloc
-from lightning_ptm.memory.malloc import malloc_in_use_bytes, set_malloc_thresholds, trim
+from lightning_ptm.memory.malloc import give_freed_memory_back, keep_freed_memory, malloc_in_use_bytes, trim
 from lightning_ptm.memory.region import HostRegion
 
 MIB = 1 << 20
@@ -28,19 +28,24 @@ def test_in_use_counts_tensors_and_not_regions() -> None:
     assert malloc_in_use_bytes() - before < MIB
 
 
-KEEPS = """
+PRELUDE = """
 import ctypes, importlib.util, sys
 spec = importlib.util.spec_from_file_location("malloc", sys.argv[2])
 malloc = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(malloc)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
-if sys.argv[1] == "set":
-    assert malloc.set_malloc_thresholds()
+for setting in sys.argv[1].split("+"):
+    assert setting == "default" or getattr(malloc, setting)()
 def take(size):
     address = libc.malloc(ctypes.c_size_t(size))
     ctypes.memset(address, 1, size)
     return address
+"""
+
+KEEPS = (
+    PRELUDE
+    + """
 def resident_mib():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
 def step():
@@ -51,20 +56,47 @@ before = resident_mib()
 step()
 print(resident_mib() - before)
 """
+)
+
+FAULTS = (
+    PRELUDE
+    + """
+import resource
+def step():
+    for block in [take(64 << 20) for _ in range(3)]:
+        libc.free(ctypes.c_void_p(block))
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+)
+
+
+def in_a_process(script: str, settings: str) -> int:
+    """The number that it prints; processes of their own, because the settings stay."""
+    command = [sys.executable, "-c", script, settings, malloc.__file__]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @needs_glibc
 def test_freed_activations_leave_the_process() -> None:
-    """Small blocks that live on keep the freed ones below them resident; in processes of their own: settings stay."""
-    kept_mib = {}
-    for mode in ("default", "set"):
-        script = [sys.executable, "-c", KEEPS, mode, malloc.__file__]
-        kept_mib[mode] = int(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
-    assert kept_mib["default"] > 80
-    assert kept_mib["set"] < 10
+    """Small blocks that live on keep the freed ones below them resident."""
+    assert in_a_process(KEEPS, "default") > 80
+    assert in_a_process(KEEPS, "give_freed_memory_back") < 10
+    assert in_a_process(KEEPS, "keep_freed_memory+give_freed_memory_back") < 10
+
+
+@needs_glibc
+def test_freed_activations_are_there_for_the_next_step() -> None:
+    """Each 64 MiB block that goes back to the system is faulted in again, 4 KiB at a time."""
+    assert in_a_process(FAULTS, "default") > 100_000
+    assert in_a_process(FAULTS, "keep_freed_memory") < 1_000
+    assert in_a_process(FAULTS, "give_freed_memory_back+keep_freed_memory") < 1_000
 
 
 def test_calls_do_no_harm_where_they_have_no_effect() -> None:
     assert isinstance(trim(), bool)
     assert malloc_in_use_bytes() >= 0
-    assert callable(set_malloc_thresholds)
+    assert callable(give_freed_memory_back) and callable(keep_freed_memory)

@@ -297,3 +297,27 @@ def test_no_run_no_engine(strategy_at, tier) -> None:
     with strategy.gathered(module):  # the parameters are whole anyway
         assert torch.isfinite(module.head.weight).all() and module.head.out_features == VOCABULARY
     assert not [thread for thread in threading.enumerate() if "lightning_ptm" in thread.name]
+
+
+class _Kept(L.Callback):
+    """Whether the run keeps freed memory for the next step."""
+
+    kept: bool | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.kept = trainer.strategy.engine.blueprint.keep_freed_memory  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("tier", "freed", "kept"),
+    [
+        ("ram", "auto", True),
+        ("ram", "return", False),
+        ("masters_on_disk", "auto", False),
+        ("masters_on_disk", "keep", True),
+    ],
+)
+def test_freed_memory_is_kept_unless_something_lives_on_disk(strategy_at, tier, freed, kept) -> None:
+    seen = _Kept()
+    make_trainer(strategy_at(tier, freed_memory=freed), callbacks=[seen]).fit(make(), BATCHES.loader())
+    assert seen.kept is kept

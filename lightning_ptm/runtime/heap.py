@@ -1,0 +1,33 @@
+"""What becomes of memory that a step has freed: kept for the next step, or given back to the system (memory/malloc.py).
+
+Knows no pages: this is about activations and gradients, which PyTorch takes from the C library on a CPU.
+"""
+
+from __future__ import annotations
+
+from lightning_ptm.memory.malloc import give_freed_memory_back, keep_freed_memory, trim
+from lightning_ptm.runtime.machine import free_host_bytes
+
+_RESERVE_BYTES = 1 << 30
+"""With less RAM than this free, even a run that keeps freed memory gives it back between steps."""
+
+
+class Heap:
+    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides.
+
+    Args:
+        keep: freed memory stays for the next step; otherwise it goes back.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        (keep_freed_memory if keep else give_freed_memory_back)()
+
+    def between_steps(self) -> None:
+        """Freed activations of the last step leave the process, unless they may stay."""
+        if not self._keep or free_host_bytes() < _RESERVE_BYTES:
+            trim()
+
+    def close(self) -> None:
+        """The run has ended: nothing comes back for what it has freed."""
+        trim()
