@@ -329,29 +329,51 @@ def test_a_frozen_parameter_that_is_unfrozen(strategy_at: Any, tier: str) -> Non
 
 
 class UsesAWeightDirectly(Stack):
-    """From step 1 on, reads a weight of block 1 without calling the block."""
+    """From step 1 on, reads a weight of block 1 outside of it, beside a call of the block or without one."""
+
+    def __init__(self, *, beside: bool) -> None:
+        super().__init__()
+        self.beside = beside
 
     def forward(self, batch: Tensor) -> Tensor:
         if not self.losses:
             return super().forward(batch)
-        inner = nn.functional.linear(self.blocks[0](batch), self.blocks[1].up.weight)
-        return self.blocks[2](inner[:, :64])
+        outputs = self.blocks[0](batch)
+        inner = nn.functional.linear(outputs, self.blocks[1].up.weight)[:, :64]
+        return self.blocks[2](self.blocks[1](outputs) + inner if self.beside else inner)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("tier", AWAY)
-def test_weights_of_a_module_that_is_never_called(strategy_at: Any, tier: str, recompute: str) -> None:
-    module = UsesAWeightDirectly()
+def test_weights_that_are_used_outside_their_module(strategy_at: Any, tier: str, recompute: str, beside: bool) -> None:
+    module = UsesAWeightDirectly(beside=beside)
     with pytest.raises(UsageError) as caught:
         trainer_with(strategy_at(tier, recompute=recompute)).fit(module, batches())
-    assert "weights of blocks.1 (Block) were used without a call of that module" in str(caught.value)
+    assert "a weight of blocks.1 (Block; one of blocks.1" in str(caught.value)
+    assert "blocks.1.up.weight" in str(caught.value)
+    assert "is used outside a call of that module, where it is not fetched and reads as NaN" in str(caught.value)
     assert "call the module, move that code into its forward, or choose other units" in str(caught.value)
-    assert len(module.losses) == 2
+    assert len(module.losses) == 1
+
+
+class UsesAWeightOfItsFirstModule(Stack):
+    """A use of a released weight that autograd need not save: only the weight's own gradient shows it."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.blocks[2](nn.functional.linear(batch, self.blocks[1].up.weight)[:, :64])
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_weights_of_a_module_that_is_never_called(strategy_at: Any, tier: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        trainer_with(strategy_at(tier)).fit(UsesAWeightOfItsFirstModule(), batches())
+    assert "weights of blocks.1 (Block) were used without a call of that module" in str(caught.value)
 
 
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 def test_weights_that_never_leave_may_be_used_directly(strategy_at: Any, tier: str) -> None:
-    module = UsesAWeightDirectly()
+    module = UsesAWeightDirectly(beside=False)
     trainer_with(strategy_at(tier)).fit(module, batches())
     assert torch.isfinite(torch.stack(module.losses)).all()
 

@@ -49,6 +49,11 @@ class FlatBinding:
     def bound(self) -> bool:
         return self._base is not None
 
+    @property
+    def released_address(self) -> int:
+        """Where the one NaN lies that all of the flat's released parameters show."""
+        return self._nan.data_ptr()
+
     def view(self, full: Tensor, slot: int) -> Tensor:
         """The parameter of `slot` as a view of `full` (padded_numel,)."""
         place = self.layout.slots[slot]

@@ -163,8 +163,7 @@ class Hooks:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, the user's step runs: what it saves of the root outside any hooked forward is packed by name too."""
-        named = torch.is_grad_enabled() and not self._stores[0].resident
-        if named:
+        if torch.is_grad_enabled() and self._saved.any_to_name:
             self._saved.begin(0)
         try:
             yield

@@ -5,7 +5,8 @@ Owns the hooks on saved tensors that are in force during forward calls. Decides 
 I1: between `begin` and `end` a saved tensor that is a view of a flat of the unit, or of a unit whose call is around it,
 is packed as (unit, flat, offset, shape, stride) and read from whatever pages the flat has when backward wants it.
 I2: others' hooks on saved tensors keep their effect: what is no parameter of ours is handed on to the hooks around ours.
-I3: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
+I3: a released parameter is not saved: it is NaN, so what was computed from it is, too.
+I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
 recomputed forward must save the same.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.store import FlatStore, UnitStore
@@ -69,7 +70,18 @@ class SavedTensors:
     def __init__(self, stores: Sequence[UnitStore], executor: Executor) -> None:
         self._stores = stores
         self._executor = executor
+        self._released = {
+            flat.binding.released_address: (store.unit, flat)
+            for store in stores
+            for flat in store.flats
+            if not flat.resident
+        }
         self._scopes: list[_Scope] = []
+
+    @property
+    def any_to_name(self) -> bool:
+        """Whether any parameter is ever released."""
+        return bool(self._released)
 
     def begin(self, unit: int) -> None:
         """A call that uses a unit's parameters starts; `end` must follow in the reverse order."""
@@ -93,12 +105,23 @@ class SavedTensors:
         while self._scopes:
             self._scopes.pop().context.__exit__(None, None, None)
 
-    @staticmethod
-    def _pack(flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor) -> Tensor | Packed | _HandedOn:
+    def _pack(
+        self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor
+    ) -> Tensor | Packed | _HandedOn:
         for flat in flats:
             packed = flat.binding.pack(tensor)
             if packed is not None:
                 return packed
+        released = self._released.get(tensor.data_ptr())
+        if released is not None:
+            unit, flat = released
+            sizes = sorted(tensor.shape)  # a linear layer saves its transposed weight
+            names = [slot.spec.name for slot in flat.layout.slots if sorted(slot.spec.shape) == sizes]
+            raise UsageError(
+                f"a weight of {unit.name} ({type(unit.module).__name__}; one of {', '.join(names) or 'its parameters'}) is "
+                f"used outside a call of that module, where it is not fetched and reads as NaN; call the module, move that "
+                f"code into its forward, or choose other units=[...]"
+            )
         return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
 
     def _unpack(self, saved: Tensor | Packed | _HandedOn) -> Tensor:
