@@ -287,6 +287,14 @@ class AngelPTMStrategy(ParallelStrategy):
             return super().predict_step(*args, **kwargs)
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
+        `Settings.reduce_gradients`."""
+        with self.engine.without_reduction():
+            yield
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
             self._engine.fail(exception)

@@ -107,6 +107,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"staging_memory": []}, r"staging_memory=\[\] is not a size"),
         ({"parameter_home": "gpu"}, r"parameter_home='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"master_home": "ssd"}, r"master_home='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        ({"reduce_gradients": "never"}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
         ({"freed_memory": "free"}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
         ({"recompute": "some"}, r"recompute='some': use 'none', 'all', or 'every 2nd'"),
         ({"recompute": "every 0th"}, r"recompute='every 0th': use 'none', 'all'"),

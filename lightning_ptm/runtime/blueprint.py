@@ -52,6 +52,7 @@ class Blueprint:
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
         pool_bytes: bytes to take per tier at the start.
+        accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
     """
 
     units: tuple[Unit, ...]
@@ -67,6 +68,7 @@ class Blueprint:
     pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
+    accumulates_whole: bool
     keep_freed_memory: bool
     gradient_room_bytes: int
 
@@ -133,6 +135,9 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
             "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
     budget = _agreed(_budget(request, unified), communicator)
+    accumulates_whole = communicator.world_size > 1 and settings.reduce_gradients == "each_step"
+    if accumulates_whole:
+        budget = _beside_whole_gradients(budget, layout)
     chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
     keep = request.keep_gradients or not settings.update_in_backward
     place_with = partial(
@@ -170,6 +175,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         pool_bytes=pools,
         staging_chunks=chunks,
         keep_gradients=keep,
+        accumulates_whole=accumulates_whole,
         keep_freed_memory=settings.freed_memory == "keep" or (settings.freed_memory == "auto" and not pools[Tier.DISK]),
         gradient_room_bytes=gradient_room,
     )
@@ -302,6 +308,18 @@ def _budget(request: Request, unified: bool) -> Budget:
             f"free; lower device_memory or leave it at 'auto'"
         )
     return Budget(device, host, disk)
+
+
+def _beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
+    """What is left for pages when every rank holds all gradients in `.grad`."""
+    whole = sum(flat.padded_bytes for flat in layout.flats if flat.trainable)
+    if whole >= budget.device_bytes:
+        raise CapacityError(
+            f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and pages have "
+            f"{format_bytes(budget.device_bytes)} in all; raise device_memory (host_memory on a CPU-only machine), or use "
+            f"reduce_gradients='each_backward'"
+        )
+    return dataclasses.replace(budget, device_bytes=budget.device_bytes - whole)
 
 
 def _agreed(budget: Budget, communicator: Communicator) -> Budget:

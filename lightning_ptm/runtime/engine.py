@@ -9,10 +9,8 @@ whatever failed before.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,16 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Agreement, Boundary, Communicator
-from lightning_ptm.comm import Request as CollectiveRequest
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.errors import UsageError
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
-from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.render import render
-from lightning_ptm.planning.schedule import schedule
-from lightning_ptm.planning.simulate import simulate
-from lightning_ptm.planning.trace import Trace, forward_trace
+from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
@@ -39,6 +33,8 @@ from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
+from lightning_ptm.runtime.planner import Planner
+from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
@@ -92,7 +88,6 @@ class Engine:
         self._inside = False
         self._of_the_loss = False
         self._behind: list[int] = []
-        self._unanimous = True
         self.failed = False
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
@@ -152,6 +147,8 @@ class Engine:
         self._agreement = (
             Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
         )
+        self.reduction = Reduction(self.flats, self.communicator, self._agreement, lambda: self.executor.release_all())
+        planner = Planner(drawn, self.communicator)
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
         self.executor = Executor(
             self.stores,
@@ -159,15 +156,13 @@ class Engine:
             self._agreement,
             self.updates.pending,
             self.updates.finish,
-            self._replan,
+            planner.replan,
             self.values.read,
-            self._reclaim,
+            self.reduction.reclaim,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             if mode is Mode.FORWARD or self._optimizers:
-                plan = self._make_plan(mode, trace)
-                if plan is not None:
-                    self.executor.adopt(mode, plan, trace)
+                self.executor.adopt(mode, planner.plan(mode, trace), trace)
         self.hooks = Hooks(
             drawn.units,
             self.stores,
@@ -292,6 +287,7 @@ class Engine:
         self.hooks.abandon()
         self.executor.abandon()
         self.updates.abandon()
+        self.reduction.forget()
         self._behind = []
         self._of_the_loss = False
 
@@ -318,7 +314,7 @@ class Engine:
                 f"were not fetched and read as NaN; call the module, move that code into its forward, or choose other "
                 f"units=[...]"
             )
-        self._collect(unit)
+        self.reduction.collect(unit)
         # One unit behind: its reduction overlaps this unit's backward.
         self._behind.append(unit)
         if self.communicator.world_size == 1 or len(self._behind) > 1:
@@ -342,59 +338,14 @@ class Engine:
 
     def _update_ready(self, unit: int) -> None:
         # A pass of the user's own, such as autograd.grad in the step, is none that the optimizer's step was armed for.
-        if self.updates.armed and self._unanimous and self._of_the_loss:
+        if self.updates.armed and self.reduction.unanimous and self._of_the_loss:
             self.updates.unit_ready(unit)
-
-    def _collect(self, unit: int) -> None:
-        flats = self.flats[unit]
-        if all(flat.gradient.in_place for flat in flats):
-            return
-        if self._agreement is None:
-            for flat in flats:
-                self._with_room(flat.gradient.collect)
-            return
-        here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
-        missing = not all(all(row) for row in here)
-        decision = self._agreement.request(CollectiveRequest(Operation.REDUCE, unit, int(missing)))
-        self._reduce(unit, decision)
-
-    def _reduce(self, unit: int, decision: Decision) -> None:
-        """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
-        flats = self.flats[unit]
-        present: list[list[bool]] | None = None
-        if not decision.unanimous:
-            self._unanimous = False
-        if decision.flags or not decision.unanimous:
-            here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
-            used = self.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
-            present, start = [], 0
-            for flat in flats:
-                count = len(flat.store.binding.parameters)
-                present.append([bool(value) for value in used[start : start + count]])
-                start += count
-        for index, flat in enumerate(flats):
-            self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
-
-    def _with_room(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except CapacityError:
-            # Gradients of earlier units may still be on their way out, and units kept for later may give way.
-            for flats in self.flats:
-                for flat in flats:
-                    flat.gradient.settle()
-            self.executor.release_all()
-            act()
-
-    def _reclaim(self, wait: bool) -> bool:
-        freed = [flat.gradient.give_back(wait=wait) for flats in self.flats for flat in flats]
-        return any(freed)
 
     def _take_part(self, decision: Decision) -> None:
         if decision.request.operation is Operation.GATHER:
             self.executor.take_part(decision.request.unit)
         else:
-            self._reduce(decision.request.unit, decision)
+            self.reduction.take_part(decision)
 
     def _reach(self, position: int, *, flag: bool = False) -> int:
         """Waits for the other ranks at a point of this iteration; returns whether any came with `flag`."""
@@ -406,7 +357,7 @@ class Engine:
 
     def arm(self, optimizer: Optimizer) -> None:
         """The next backward pass may update units as they end."""
-        self._unanimous = True
+        self.reduction.unanimous = True
         self.updates.arm(optimizer)
 
     def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool:
@@ -417,6 +368,7 @@ class Engine:
         """
         self._check_open()
         self._reach(_STEP_ENDS)
+        self.reduction.collect_postponed()
         index = self.updates.index_of(optimizer)
         transform = self.clipping.take(index, scale)
         if scale is not None:
@@ -429,6 +381,10 @@ class Engine:
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
         return True
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
+        return self.reduction.postponed() if self.blueprint.accumulates_whole else nullcontext()
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Forgets the gradients of an optimizer's parameters."""
@@ -455,6 +411,7 @@ class Engine:
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
         self._reach(_STEP_ENDS - 1)
+        self.reduction.collect_postponed()
         self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
 
     def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None:
@@ -463,6 +420,7 @@ class Engine:
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
         self._reach(_STEP_ENDS - 2)
+        self.reduction.collect_postponed()
         return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)
 
     # -- weights by hand ----------------------------------------------------------------------------------------------
@@ -501,41 +459,6 @@ class Engine:
         """The plan that is followed, as a table."""
         plan = self.executor.plan(mode)
         return render(plan, self.blueprint.layout) if plan is not None else "(fetch on use: no plan)"
-
-    def _replan(self, mode: Mode, trace: Trace) -> Plan | None:
-        if self.communicator.world_size > 1:
-            trace = self.communicator.broadcast_object(trace)
-        try:
-            return self._make_plan(mode, trace)
-        except CapacityError:
-            return None  # more is live at once than the plan may hold: fetch on use goes on
-
-    def _make_plan(self, mode: Mode, trace: Trace) -> Plan | None:
-        drawn = self.blueprint
-        # Budgets are for pages; what lives beside them is reported, not planned.
-        pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
-        in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
-        plan = schedule(
-            drawn.layout,
-            drawn.placement,
-            pages_only,
-            drawn.budget,
-            update_in_backward=in_backward or mode is Mode.FORWARD,
-        )
-        simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
-        self._same_on_all_ranks(plan)
-        return plan
-
-    def _same_on_all_ranks(self, plan: Plan) -> None:
-        if self.communicator.world_size == 1:
-            return
-        number = int(plan.digest()[:15], 16)
-        pair = self.communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
-        if pair[0] != -pair[1]:
-            raise RankError(
-                f"rank {self.communicator.rank} has made another plan than other ranks; do all ranks build the same "
-                f"model with the same settings?"
-            )
 
     def _non_model_bytes(self) -> int:
         if self.device.type == "cuda":

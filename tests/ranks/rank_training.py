@@ -72,6 +72,7 @@ class Training:
 
     Attributes:
         batches: micro-batches of each rank.
+        reduce_once: each rank adds its micro-batches' gradients up before they are averaged.
     """
 
     build: Callable[[], Tower]
@@ -79,6 +80,7 @@ class Training:
     batches: int = 4
     accumulate: int = 1
     clip: float | None = None
+    reduce_once: bool = False
 
 
 def tokens(training: Training, world_size: int, seed: int = 1) -> Tensor:
@@ -180,16 +182,25 @@ class PlainRanks:
 
     def run(self, rows: Tensor, *, before_step: Callable[[int, PlainRanks], None] | None = None) -> list[Outcome]:
         """Trains; returns the outcome of each imaginary rank."""
+
+        def nothing() -> list[list[Tensor | None]]:
+            return [[None for _ in self.masters] for _ in range(self.world_size)]
+
+        waiting = nothing()
         so_far: list[Tensor | None] = [None for _ in self.masters]
         for step in range(self.training.batches):
             if before_step is not None:
                 before_step(step, self)
             gradients = [self._gradients(rows, rank, step) for rank in range(self.world_size)]
+            if self.training.reduce_once:
+                waiting = [
+                    [_sum(pair) for pair in zip(*both, strict=True)] for both in zip(waiting, gradients, strict=True)
+                ]
+                if (step + 1) % self.training.accumulate:
+                    continue
+                gradients, waiting = waiting, nothing()
             means = [self._mean([of_rank[index] for of_rank in gradients]) for index in range(len(self.masters))]
-            so_far = [
-                mean if before is None else before if mean is None else before + mean
-                for before, mean in zip(so_far, means, strict=True)
-            ]
+            so_far = [_sum(pair) for pair in zip(so_far, means, strict=True)]
             if (step + 1) % self.training.accumulate == 0:
                 self._update(so_far)
                 so_far = [None for _ in self.masters]
@@ -233,6 +244,11 @@ class PlainRanks:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.publish()
+
+
+def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    before, new = pair
+    return new if before is None else before if new is None else before + new
 
 
 def plain(training: Training, world_size: int) -> list[Outcome]:

@@ -104,6 +104,18 @@ def test_two_ranks_with_accumulation(build: Any, disk: Path) -> None:
             ours.assert_same_weights(per_rank[0]["ram"])
 
 
+@pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumBonus])
+def test_two_ranks_that_reduce_once_a_step(build: Any, disk: Path) -> None:
+    training = Training(build, batches=6, accumulate=2, reduce_once=True)
+    theirs = plain(training, 2)
+    settings = {"reduce_gradients": "each_step"}
+    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, ["ram", "all_on_disk"])
+    for rank, tiers in enumerate(per_rank):
+        for ours in tiers.values():
+            torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
+            ours.assert_same_weights(per_rank[0]["ram"])
+
+
 @pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumNothing])
 def test_three_ranks(build: Any, disk: Path) -> None:
     training = Training(build, batches=5)

@@ -25,6 +25,8 @@ from rank_training import (
     tokens,
 )
 
+from lightning_ptm import AngelPTMStrategy
+
 PRECISIONS = ["bf16-mixed", "32-true"]
 
 
@@ -74,6 +76,43 @@ def test_accumulation(world_size: int, precision: str, disk: Path) -> None:
     ours = outcomes(training, world_size, disk, recompute="every 2nd")["ram"]
     for rank, theirs in enumerate(expected(training, world_size)):
         ours[rank].assert_equal(theirs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("build", [Tower, Uneven])
+def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, disk: Path) -> None:
+    training = Training(build, precision, batches=6, accumulate=3, reduce_once=True)
+    ours = outcomes(training, 2, disk, reduce_gradients="each_step")["ram"]
+    for rank, theirs in enumerate(expected(training, 2)):
+        ours[rank].assert_equal(theirs)
+
+
+def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
+    """How often one rank's units were reduced in a fit."""
+    from lightning_ptm.comm import ProcessGroupCommunicator
+
+    count = 0
+
+    class Counting(ProcessGroupCommunicator):
+        def reduce_scatter(self, *arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            return super().reduce_scatter(*arguments)
+
+    class Strategy(AngelPTMStrategy):
+        def _make_communicator(self) -> Any:
+            return Counting(self.root_device, self._timeout)
+
+    torch.manual_seed(0)
+    strategy = Strategy(page_size="64KiB", reduce_gradients=reduce_gradients)
+    make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
+    return count
+
+
+def test_reductions_that_are_not_needed_are_not_made(disk: Path) -> None:
+    training = Training(Tower, batches=6, accumulate=3)
+    often, seldom = (run_ranks(reductions, 2, training, disk, each)[0] for each in ("each_backward", "each_step"))
+    assert often == 3 * seldom > 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

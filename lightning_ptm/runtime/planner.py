@@ -1,0 +1,75 @@
+"""Makes the plans of one run, equal on all ranks, and refuses those that do not simulate.
+
+Knows layout, placement and budgets; carries nothing out (executor.py does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.errors import CapacityError, RankError
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.executor import Mode
+
+
+class Planner:
+    """Traces in, plans out.
+
+    Args:
+        blueprint: what is planned for.
+        communicator: plans are compared over it; every method is collective.
+    """
+
+    def __init__(self, blueprint: Blueprint, communicator: Communicator) -> None:
+        self._blueprint = blueprint
+        self._communicator = communicator
+
+    def plan(self, mode: Mode, trace: Trace) -> Plan:
+        """The plan for iterations like the traced one.
+
+        Raises:
+            CapacityError: more is live at once than the budgets hold.
+            RankError: other ranks have made another plan.
+        """
+        drawn = self._blueprint
+        # Budgets are for pages; what lives beside them is reported, not planned.
+        pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
+        in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
+        plan = schedule(
+            drawn.layout,
+            drawn.placement,
+            pages_only,
+            drawn.budget,
+            update_in_backward=in_backward or mode is Mode.FORWARD,
+        )
+        simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
+        self._same_on_all_ranks(plan)
+        return plan
+
+    def replan(self, mode: Mode, trace: Trace) -> Plan | None:
+        """The plan for what rank 0 has traced; None when none fits, so that fetch on use goes on."""
+        if self._communicator.world_size > 1:
+            trace = self._communicator.broadcast_object(trace)
+        try:
+            return self.plan(mode, trace)
+        except CapacityError:
+            return None
+
+    def _same_on_all_ranks(self, plan: Plan) -> None:
+        communicator = self._communicator
+        if communicator.world_size == 1:
+            return
+        number = int(plan.digest()[:15], 16)
+        pair = communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
+        if pair[0] != -pair[1]:
+            raise RankError(
+                f"rank {communicator.rank} has made another plan than other ranks; do all ranks build the same model with "
+                f"the same settings?"
+            )

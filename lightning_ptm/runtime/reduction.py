@@ -1,0 +1,121 @@
+"""Gradients leave their parameters: when a unit's backward has ended, or, where ranks accumulate by themselves, later.
+
+Owns which units hold gradients that the ranks have not reduced yet. The pages and the arithmetic are gradients.py's.
+
+I1: every reduction is agreed on by all ranks, in the same order; a rank without gradients gives zeros.
+I2: what was left unreduced is reduced with the unit's next gradients, or at the latest when the step needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from lightning_ptm.comm import Agreement, Communicator, Request
+from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.runtime.updates import FlatUpdate
+from lightning_ptm.terms import Operation
+
+
+class Reduction:
+    """Collects the gradients of one rank's units.
+
+    Args:
+        flats: trainable flats, by unit.
+        agreement: ranks agree on reductions through it; None on one rank.
+        give_units_up: frees device pages that hold gathered units.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Sequence[FlatUpdate]],
+        communicator: Communicator,
+        agreement: Agreement | None,
+        give_units_up: Callable[[], None],
+    ) -> None:
+        self._flats = flats
+        self._communicator = communicator
+        self._agreement = agreement
+        self._give_units_up = give_units_up
+
+        self.unanimous = True
+        """Whether all ranks have asked for every reduction since this was last set."""
+        self._postponing = False
+        self._postponed: list[int] = []
+        """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks."""
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Inside, gradients of several ranks stay in `.grad`, where autograd adds the next micro-batch's to them."""
+        self._postponing = self._agreement is not None
+        try:
+            yield
+        finally:
+            if self._postponing:
+                self._postponed = [unit for unit in reversed(range(len(self._flats))) if self._flats[unit]]
+            self._postponing = False
+
+    def collect(self, unit: int) -> None:
+        """A unit's backward has ended. With several ranks, collective."""
+        flats = self._flats[unit]
+        if self._postponing or all(flat.gradient.in_place for flat in flats):
+            return
+        if self._agreement is None:
+            for flat in flats:
+                self._with_room(flat.gradient.collect)
+            return
+        here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
+        missing = not all(all(row) for row in here)
+        self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
+
+    def collect_postponed(self) -> None:
+        """Reduces what is still in `.grad`. Collective: all ranks have postponed in the same passes."""
+        while self._postponed:
+            self.collect(self._postponed[0])
+
+    def take_part(self, decision: Decision) -> None:
+        """Another rank reduces a unit whose backward has not ended here, or will not."""
+        self._reduce(decision.request.unit, decision)
+
+    def reclaim(self, wait: bool) -> bool:
+        """Gives back device pages of gradients that have left (with `wait`: once they have); whether any came free."""
+        freed = [flat.gradient.give_back(wait=wait) for flats in self._flats for flat in flats]
+        return any(freed)
+
+    def forget(self) -> None:
+        """The iteration failed."""
+        self._postponed = []
+
+    def _reduce(self, unit: int, decision: Decision) -> None:
+        """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
+        if unit in self._postponed:
+            self._postponed.remove(unit)
+        flats = self._flats[unit]
+        present: list[list[bool]] | None = None
+        if not decision.unanimous:
+            self.unanimous = False
+        if decision.flags or not decision.unanimous:
+            here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
+            used = self._communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
+            present, start = [], 0
+            for flat in flats:
+                count = len(flat.store.binding.parameters)
+                present.append([bool(value) for value in used[start : start + count]])
+                start += count
+        for index, flat in enumerate(flats):
+            self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
+
+    def _with_room(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except CapacityError:
+            # Gradients of earlier units may still be on their way out, and units kept for later may give way.
+            for flats in self._flats:
+                for flat in flats:
+                    flat.gradient.settle()
+            self._give_units_up()
+            act()
