@@ -2,8 +2,8 @@
 
 Sides, in turns:
   ours     AngelPTMStrategy, masters on disk, compute parameters in RAM
-  disk     O_DIRECT alone: 12 bytes a parameter read and 12 written, mixed, in blocks of a page, at the number of
-           transfers in flight that this disk likes best (sides/disk.py)
+  disk     O_DIRECT alone: 12 bytes a parameter read and 12 written, in blocks of a page, in the order and with the
+           number of transfers in flight that this disk likes best (sides/disk.py)
   compute  forward and backward of the bf16 model alone, no optimizer (sides/plain.py)
 Ratios: step time of ours over max(compute, disk); bytes a second of ours while a page is read or written, over those
 of the disk. Reads and writes overlap, and the strategy counts the busy time of each: their bandwidth is taken as all
@@ -76,6 +76,8 @@ def bars(size: str, shape: GPTShape, scores: dict[str, Score]) -> list[Bar]:
     floor_s = max(scores["compute"].step_s, disk_s)
     disk_speed = scores["disk"].traffic_bytes / disk_s
     speed = median(page_speed(turn) for turn in mine.turns)
+    liked = scores["disk"].turns[-1].extra
+    print(f"the disk likes {liked['depth']:.0f} transfers in flight, in turns of {liked['burst']:.0f} (0: apart)")
     print(f"ours moved {mine.traffic_bytes / shape.numel:.1f} bytes a parameter and step (as the kernel counts)")
     step = f"{size} masters on disk, step over max(compute, disk)"
     pages = f"{size} masters on disk, page bandwidth over the disk's"

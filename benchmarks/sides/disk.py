@@ -1,27 +1,47 @@
-"""The disk alone: reads and writes of one block size at once, past the page cache, as fast as it takes them.
+"""The disk alone: as many bytes read as written, in one block size, past the page cache, as fast as it takes them.
 
-The floor under any step that moves so many bytes. As many threads as the disk likes best, found by trying when the
-side is built; half of the bytes are read and half are written, in turns, over one preallocated file.
+The floor under any step that moves so many bytes. In which order, and by how many threads, is what this disk likes best,
+found by trying when the side is built: reads and writes in turns of one block or of several, or at once by threads of
+their own.
 
 Options: `folder`; `block_bytes`; `step_bytes` (read and written in one step, together); `file_bytes`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import mmap
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from race import Baton
 
+HUGE_PAGE_BYTES = 2 * 2**20
 DEPTHS = (1, 2, 4, 8)
+BURSTS = (1, 4, 16)
 PROBES = 3
 PROBE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """`depth` transfers in flight: `burst` reads, then `burst` writes, and so on; apart (burst 0): half of them each."""
+
+    depth: int
+    burst: int
+
+
+PATTERNS = [Pattern(depth, burst) for depth in DEPTHS for burst in BURSTS] + [
+    Pattern(depth, 0) for depth in DEPTHS if depth > 1
+]
 
 
 class DirectFile:
@@ -35,12 +55,20 @@ class DirectFile:
         self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         os.unlink(path)
         os.posix_fallocate(self._fd, 0, self.blocks * block_bytes)
-        self._memory = [mmap.mmap(-1, block_bytes) for _ in range(max(DEPTHS))]
-        for memory in self._memory:
-            memory.write(os.urandom(block_bytes))
+        self._memory = [self._block() for _ in range(max(DEPTHS))]
         self._pool = ThreadPoolExecutor(max(DEPTHS))
         self._next = itertools.count()
         self._lock = threading.Lock()
+
+    def _block(self) -> memoryview:
+        """Memory in huge pages, where there are: the kernel then has fewer pieces to tell the disk of."""
+        whole = mmap.mmap(-1, self.block_bytes + HUGE_PAGE_BYTES)
+        with contextlib.suppress(OSError, AttributeError):
+            whole.madvise(mmap.MADV_HUGEPAGE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES
+        block = memoryview(whole)[start : start + self.block_bytes]
+        block[:] = os.urandom(self.block_bytes)
+        return block
 
     def __enter__(self) -> Self:
         return self
@@ -51,40 +79,48 @@ class DirectFile:
 
     def fill(self) -> None:
         """Write every block, so that later reads find data and later writes find space."""
-        self._run(self.blocks, depth=4, kinds=(os.pwritev,))
+        self._run([(iter([os.pwritev] * self.blocks), 4)])
 
-    def mixed(self, count: int, *, depth: int) -> None:
-        """Transfer `count` blocks, every other one read and written, with `depth` transfers in flight."""
-        self._run(count, depth=depth, kinds=(os.preadv, os.pwritev))
+    def mixed(self, count: int, pattern: Pattern) -> None:
+        """Transfer `count` blocks, half of them read and half written."""
+        if pattern.burst == 0:
+            half = [(iter([call] * (count // 2)), pattern.depth // 2) for call in (os.preadv, os.pwritev)]
+            self._run(half)
+            return
+        turns = itertools.cycle([os.preadv] * pattern.burst + [os.pwritev] * pattern.burst)
+        self._run([(itertools.islice(turns, count), pattern.depth)])
 
-    def _run(self, count: int, *, depth: int, kinds: tuple[Any, ...]) -> None:
-        left = iter(range(count))
+    def _run(self, queues: list[tuple[Iterator[Any], int]]) -> None:
+        """Carry out queues of calls, each with so many threads."""
 
-        def work(memory: mmap.mmap) -> None:
+        def work(memory: memoryview, calls: Iterator[Any]) -> None:
             while True:
                 with self._lock:
-                    number = next(left, None)
-                    if number is None:
+                    call = next(calls, None)
+                    if call is None:
                         return
                     block = next(self._next) % self.blocks
-                done = kinds[number % len(kinds)](self._fd, [memory], block * self.block_bytes)
+                done = call(self._fd, [memory], block * self.block_bytes)
                 if done != self.block_bytes:
                     raise OSError(f"{done} of {self.block_bytes} bytes transferred at block {block}")
 
-        for future in [self._pool.submit(work, memory) for memory in self._memory[:depth]]:
+        memory = iter(self._memory)
+        started = [self._pool.submit(work, next(memory), calls) for calls, threads in queues for _ in range(threads)]
+        for future in started:
             future.result()
 
 
-def best_depth(file: DirectFile) -> int:
-    """The number of transfers in flight at which the disk is fastest, by the best of a few short tries of each."""
+def best_pattern(file: DirectFile) -> Pattern:
+    """The pattern at which the disk is fastest, by the best of a few short tries of each."""
     count = max(2 * max(DEPTHS), PROBE_BYTES // file.block_bytes)
-    best: dict[int, float] = {}
+    count -= count % (2 * max(BURSTS))
+    best: dict[Pattern, float] = {}
     for _ in range(PROBES):
-        for depth in DEPTHS:
+        for pattern in PATTERNS:
             started = time.perf_counter()
-            file.mixed(count, depth=depth)
+            file.mixed(count, pattern)
             seconds = time.perf_counter() - started
-            best[depth] = min(seconds, best.get(depth, seconds))
+            best[pattern] = min(seconds, best.get(pattern, seconds))
     return min(best, key=best.__getitem__)
 
 
@@ -93,9 +129,9 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     block_bytes, step_bytes = options["block_bytes"], options["step_bytes"]
     with DirectFile(options["folder"], file_bytes=options["file_bytes"], block_bytes=block_bytes) as file:
         file.fill()
-        depth = best_depth(file)
+        pattern = best_pattern(file)
         baton.ready()
         while steps := baton.wait():
             for _ in range(steps):
-                file.mixed(max(2, step_bytes // block_bytes), depth=depth)
-            baton.report(0.0, {"depth": depth})
+                file.mixed(max(2, step_bytes // block_bytes), pattern)
+            baton.report(0.0, asdict(pattern))
