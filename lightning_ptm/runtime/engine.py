@@ -24,23 +24,21 @@ from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
-from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
-from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
+from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.runtime.reduction import Reduction
-from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates import UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.terms import Operation, Phase, Tier
-from lightning_ptm.update import FlatStates, LossScale, Updater
+from lightning_ptm.update import LossScale, Updater
 
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
@@ -117,14 +115,15 @@ class Engine:
 
     def _build(self, recompute: int) -> None:
         drawn = self.blueprint
-        self.stores = tuple(self._unit_store(index) for index in range(len(drawn.units)))
+        pages = Pages(drawn, self.allocator, self.communicator, self.device)
+        self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
         self.updater = Updater(
             self.allocator,
             staging=drawn.staging_chunks,
             staging_tier=drawn.placement.staging_tier,
             device=self.device,
         )
-        self.flats = tuple(tuple(self._flat_updates(store)) for store in self.stores)
+        self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
         self._first_values()
         self._taken_over = True
@@ -179,48 +178,6 @@ class Engine:
         if not self.flats[unit]:
             return False
         return self.device.type == "cuda" or self.blueprint.placement.homes[unit].master is not Tier.DEVICE
-
-    def _unit_store(self, index: int) -> UnitStore:
-        drawn = self.blueprint
-        unit = drawn.units[index]
-        by_name = {item.name: item.parameter for item in unit.parameters}
-        flats = []
-        for layout in drawn.layout.flats_of(index):
-            dtype = drawn.dtypes[layout.index]
-            binding = FlatBinding(layout, [by_name[slot.spec.name] for slot in layout.slots], dtype, self.device)
-            home = self.allocator.allocate(
-                f"flat {layout.index} parameters",
-                layout.shard_numel,
-                dtype,
-                drawn.placement.homes[index].parameter,
-                shared_tail=True,
-            )
-            flats.append(FlatStore(layout, binding, home, self.allocator, self.communicator))
-        return UnitStore(unit, tuple(flats))
-
-    def _flat_updates(self, store: UnitStore) -> Iterator[FlatUpdate]:
-        drawn = self.blueprint
-        homes = drawn.placement.homes[store.unit.index]
-        for flat in store.flats:
-            traits = drawn.traits[flat.layout.index]
-            if traits is None:
-                continue
-            states = FlatStates.allocate(
-                self.allocator,
-                flat.layout,
-                self.communicator.rank,
-                traits,
-                homes.master,
-                master_dtype=drawn.master_dtypes[flat.layout.index],
-            )
-            gradient = FlatGradient(
-                flat,
-                drawn.gradient_home(store.unit.index),
-                self.allocator,
-                self.communicator,
-                passing=not drawn.keep_gradients and drawn.gradient_home(store.unit.index) is Tier.DEVICE,
-            )
-            yield FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer)
 
     def _first_values(self) -> None:
         lineages = ancestors(self.module)

@@ -1,0 +1,73 @@
+"""Takes the pages of a run's model states, as the blueprint lays them out: once, at the start.
+
+Owns nothing afterwards: stores, gradients and states belong to the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.memory import Allocator
+from lightning_ptm.runtime.binding import FlatBinding
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.updates import FlatUpdate
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import FlatStates
+
+
+class Pages:
+    """Makes the objects that hold a unit's model states on this rank.
+
+    Raises (each method): CapacityError, a tier has too few pages.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, allocator: Allocator, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._blueprint = blueprint
+        self._allocator = allocator
+        self._communicator = communicator
+        self._device = device
+
+    def store(self, unit: int) -> UnitStore:
+        """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
+        drawn = self._blueprint
+        by_name = {item.name: item.parameter for item in drawn.units[unit].parameters}
+        flats = []
+        for layout in drawn.layout.flats_of(unit):
+            dtype = drawn.dtypes[layout.index]
+            binding = FlatBinding(layout, [by_name[slot.spec.name] for slot in layout.slots], dtype, self._device)
+            home = self._allocator.allocate(
+                f"flat {layout.index} parameters",
+                layout.shard_numel,
+                dtype,
+                drawn.placement.homes[unit].parameter,
+                shared_tail=True,
+            )
+            flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator))
+        return UnitStore(drawn.units[unit], tuple(flats))
+
+    def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
+        """Master states and gradients of a unit's trainable flats."""
+        drawn, unit = self._blueprint, store.unit.index
+        gradient_home = drawn.gradient_home(unit)
+        updates = []
+        for flat in store.flats:
+            traits = drawn.traits[flat.layout.index]
+            if traits is None:
+                continue
+            states = FlatStates.allocate(
+                self._allocator,
+                flat.layout,
+                self._communicator.rank,
+                traits,
+                drawn.placement.homes[unit].master,
+                master_dtype=drawn.master_dtypes[flat.layout.index],
+            )
+            passing = not drawn.keep_gradients and gradient_home is Tier.DEVICE
+            gradient = FlatGradient(flat, gradient_home, self._allocator, self._communicator, passing=passing)
+            updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
+        return tuple(updates)
