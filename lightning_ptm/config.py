@@ -78,6 +78,10 @@ class Settings:
         reduce_gradients: With several ranks and accumulation: `each_backward` reduces (and so shards) gradients after every
             micro-batch; `each_step` lets them add up, whole, on each rank first, and reduces once: less traffic for
             2 bytes a parameter of memory beside the pages. The sums differ by their rounding.
+        lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
+            unit computes with the newest parameters that there are. Needs a `disk_path`.
+        max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
+            than exceed it. 0 gives the numbers of a synchronous run.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk.
@@ -96,6 +100,8 @@ class Settings:
     units: Literal["auto"] | Sequence[str] = "auto"
     update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
+    lock_free: bool = False
+    max_staleness: int = 4
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
     restore_weights: bool = True
@@ -115,6 +121,13 @@ class Settings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
         if self.reduce_gradients not in ("each_backward", "each_step"):
             raise ConfigError(f"reduce_gradients={self.reduce_gradients!r}: use 'each_backward' or 'each_step'")
+        if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
+            raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
+        if self.lock_free and self.parameter_home == "disk":
+            raise ConfigError(
+                "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "
+                "or use lock_free=False"
+            )
         if self.freed_memory not in ("auto", "keep", "return"):
             raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
         self.recompute_every  # noqa: B018  checked by being read
@@ -161,6 +174,11 @@ class Settings:
     def staging_bytes(self) -> int | None:
         """None means auto."""
         return self._bytes_or_none("staging_memory")
+
+    @property
+    def wanted_master_home(self) -> Home:
+        """Lock-free updates are for master states on disk, if nobody says otherwise."""
+        return "disk" if self.lock_free and self.master_home == "auto" else self.master_home
 
     @property
     def disk_paths(self) -> tuple[Path, ...]:

@@ -199,7 +199,7 @@ class AngelPTMStrategy(ParallelStrategy):
             file_ops=self.file_ops,
         )
         self.precision_plugin.attach(
-            self._engine, self.root_device.type, update_in_backward=not blueprint.keep_gradients
+            self._engine, self.root_device.type, update_in_backward=blueprint.update_in_backward
         )
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
@@ -210,7 +210,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
         settings = self.settings
-        if settings.disk_path is None and "disk" in (settings.parameter_home, settings.master_home):
+        if settings.disk_path is None and "disk" in (settings.parameter_home, settings.wanted_master_home):
             root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             return dataclasses.replace(settings, disk_path=str(root))
@@ -438,6 +438,7 @@ def register() -> None:
         "angel_ptm": ("pages over device, host and disk; the plan decides what lives where", {}),
         "angel_ptm_host": ("angel_ptm with master states on the host", {"master_home": "host"}),
         "angel_ptm_disk": ("angel_ptm with master states on disk", {"master_home": "disk"}),
+        "angel_ptm_lock_free": ("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
     }
     for name, (description, settings) in names.items():
         StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)

@@ -27,6 +27,13 @@ TIERS: dict[str, dict[str, Any]] = {
         "parameter_home": "host",
         "master_home": "disk",
     },
+    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free_three_tiers": {
+        "device_memory": "2MiB",
+        "host_memory": "64MiB",
+        "lock_free": True,
+        "max_staleness": 0,
+    },
 }
 """Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has."""
 

@@ -7,6 +7,8 @@ Decides only, from the model's shapes, the optimizers' groups, the settings and 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.config import Settings, format_bytes, home_tier
+from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
@@ -36,11 +38,37 @@ _DEVICE_SHARE = 0.5
 _DISK_SHARE = 0.95
 _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
+_SPARES = 2
+"""Versions in the making for flats of one size: one, and one for a flat that compute waits for."""
 _STAGING_SHARE = 1 / 8
 """Share of the RAM budget that staging takes at most by itself."""
 
 _FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpareKind:
+    """Pages for versions in the making (update/buffers.py): `count` tensors of `numel` elements."""
+
+    numel: int
+    dtype: torch.dtype
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LockFree:
+    """What lock-free updates need.
+
+    Attributes:
+        max_staleness: in steps.
+        spares: pages to take beside the homes.
+        cores: CPU cores that updates may use.
+    """
+
+    max_staleness: int
+    spares: tuple[SpareKind, ...]
+    cores: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +80,9 @@ class Blueprint:
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
         pool_bytes: bytes to take per tier at the start.
+        keep_gradients: gradients have homes, for they outlive the backward pass.
+        update_in_backward: a unit's gradients go to the update when its backward has ended.
+        lock_free: None for synchronous updates.
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
     """
 
@@ -68,6 +99,8 @@ class Blueprint:
     pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
+    update_in_backward: bool
+    lock_free: LockFree | None
     accumulates_whole: bool
     keep_freed_memory: bool
     gradient_room_bytes: int
@@ -117,8 +150,9 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     specs = _specs(units, request)
     layout = build_layout(specs, page_size=settings.page_bytes, world_size=communicator.world_size)
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    lock_free = settings.lock_free and bool(request.optimizers)
     master_dtypes = tuple(
-        torch.float32 if flat.trainable and request.mixed and dtype.itemsize < 4 else None
+        _master_dtype(dtype, mixed=request.mixed, always=lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
     traits = _traits(request, layout, dtypes, master_dtypes)
@@ -128,7 +162,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     )
     unified = request.device.type == "cpu" and settings.device_bytes is None
     trace = sequential_trace(layout) if request.optimizers else forward_trace(layout)
-    wishes = _wishes(settings, unified)
+    wishes = _wishes(settings, unified, lock_free=lock_free)
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
         raise ConfigError(
@@ -138,8 +172,14 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     accumulates_whole = communicator.world_size > 1 and settings.reduce_gradients == "each_step"
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
+    plan = _lock_free(settings, layout, dtypes) if lock_free else None
+    beside = (
+        0 if plan is None else _beside_bytes(plan, layout, request, in_place=unified and communicator.world_size == 1)
+    )
+    budget = _without(budget, beside, unified)
     chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
-    keep = request.keep_gradients or not settings.update_in_backward
+    at_step = request.keep_gradients or not settings.update_in_backward
+    keep = at_step or lock_free
     place_with = partial(
         place,
         layout,
@@ -158,6 +198,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     if placement is None:
         placement = place_with(keep_gradients=keep)
     pools = _pool_bytes(placement, layout, unified, staging)
+    pools[Tier.DEVICE if unified else Tier.HOST] += beside
     per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
     # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
     gradient_room = max(2 * max(per_unit), (budget.device_bytes - pools[Tier.DEVICE]) if unified else 0)
@@ -175,6 +216,8 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         pool_bytes=pools,
         staging_chunks=chunks,
         keep_gradients=keep,
+        update_in_backward=not at_step if lock_free else not keep,
+        lock_free=plan,
         accumulates_whole=accumulates_whole,
         keep_freed_memory=settings.freed_memory == "keep" or (settings.freed_memory == "auto" and not pools[Tier.DISK]),
         gradient_room_bytes=gradient_room,
@@ -261,12 +304,63 @@ def _traits(
     return tuple(found)
 
 
-def _wishes(settings: Settings, unified: bool) -> Wishes:
-    def tier(home: str) -> Tier | None:
-        wanted = home_tier(home)  # type: ignore[arg-type]
+def _master_dtype(dtype: torch.dtype, *, mixed: bool, always: bool) -> torch.dtype | None:
+    """Of the master parameter beside a compute parameter. Lock-free updates need one in any precision: they never write
+    what compute reads."""
+    if mixed and dtype.itemsize < 4:
+        return torch.float32
+    return dtype if always else None
+
+
+def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
+    def tier(home: Home) -> Tier | None:
+        wanted = home_tier(home)
         return Tier.DEVICE if unified and wanted is Tier.HOST else wanted
 
-    return Wishes(parameter=tier(settings.parameter_home), master=tier(settings.master_home))
+    if not lock_free:
+        return Wishes(parameter=tier(settings.parameter_home), master=tier(settings.master_home))
+    if settings.parameter_home == "device" and not unified:
+        raise ConfigError(
+            "lock_free=True keeps compute parameters in RAM, and parameter_home is 'device'; leave it at 'auto'"
+        )
+    if settings.wanted_master_home == "device" and not unified:
+        raise ConfigError("lock_free=True updates on the CPU, and master_home is 'device'; use 'disk' or 'host'")
+    return Wishes(parameter=Tier.DEVICE if unified else Tier.HOST, master=tier(settings.wanted_master_home))
+
+
+def _lock_free(settings: Settings, layout: ModelLayout, dtypes: Sequence[torch.dtype]) -> LockFree:
+    kinds = Counter((flat.shard_numel, dtypes[flat.index]) for flat in layout.flats if flat.trainable)
+    spares = tuple(SpareKind(numel, dtype, min(count, _SPARES)) for (numel, dtype), count in kinds.items())
+    return LockFree(settings.max_staleness, spares, max(1, (os.cpu_count() or 1) // 2))
+
+
+def _beside_bytes(plan: LockFree, layout: ModelLayout, request: Request, *, in_place: bool) -> int:
+    """Bytes of RAM that lock-free updates take beside homes and staging: spare versions, and gradients in an update."""
+
+    def pages(size: int) -> int:
+        return -(-size // layout.page_size) * layout.page_size
+
+    spares = sum(kind.count * pages(kind.numel * kind.dtype.itemsize) for kind in plan.spares)
+    if in_place:
+        return spares  # gradients stay where autograd has put them
+    sizes = sorted((pages(flat.shard_bytes) for flat in layout.flats if flat.trainable), reverse=True)
+    # Those that arrive while others wait and others are being applied; all of them, where they come all at once.
+    return (
+        spares + (sum(sizes) if request.keep_gradients else sum(sizes[:3])) + pages(_STAGING_CHUNKS * layout.page_size)
+    )
+
+
+def _without(budget: Budget, size: int, unified: bool) -> Budget:
+    """A budget of which `size` bytes of RAM are spoken for."""
+    ram = budget.device_bytes if unified else budget.host_bytes
+    if size and size >= ram:
+        raise CapacityError(
+            f"lock_free=True takes {format_bytes(size)} of RAM beside parameters and gradients, and pages have "
+            f"{format_bytes(ram)} in all; raise host_memory, or use lock_free=False"
+        )
+    if unified:
+        return dataclasses.replace(budget, device_bytes=ram - size)
+    return dataclasses.replace(budget, host_bytes=ram - size)
 
 
 def _staging(settings: Settings, per_element: Sequence[int], budget: Budget) -> tuple[int, int]:

@@ -29,13 +29,14 @@ from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.runtime.updates import UpdateScheduler
+from lightning_ptm.runtime.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.terms import Operation, Phase, Tier
 from lightning_ptm.update import LossScale, Updater
@@ -132,9 +133,7 @@ class Engine:
                 if drawn.keep_gradients:
                     flat.gradient.reserve()
                 self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
-        self.updates = UpdateScheduler(
-            self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes
-        )
+        self.updates = self._update_scheduler(pages)
         in_order = (*reversed(self.flats[1:]), *self.flats[:1])  # as units end in a backward pass
         self._read_ahead = [
             flat.states
@@ -170,14 +169,33 @@ class Engine:
             frozenset(index for index in range(1, len(drawn.units)) if recompute and (index - 1) % recompute == 0),
             frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
         )
-        if self.device.type == "cuda" and any(self.flats):
-            self.updater.run_in_thread()
+        self.updates.start()
+
+    def _update_scheduler(self, pages: Pages) -> UpdateScheduler:
+        drawn = self.blueprint
+        if drawn.lock_free is None:
+            in_thread = self.device.type == "cuda" and any(self.flats)
+            return SynchronousUpdates(
+                self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes, in_thread=in_thread
+            )
+        return LockFreeUpdates(
+            self.stores,
+            self.flats,
+            self._optimizers,
+            self.updater,
+            pages.spares(),
+            max_staleness=drawn.lock_free.max_staleness,
+            room=drawn.staging_chunks,
+            cores=drawn.lock_free.cores,
+        )
 
     def _updates_late(self, unit: int) -> bool:
         """Whether a unit's update may still be under way when `step` has returned."""
         if not self.flats[unit]:
             return False
-        return self.device.type == "cuda" or self.blueprint.placement.homes[unit].master is not Tier.DEVICE
+        if self.device.type == "cuda" or self.blueprint.lock_free is not None:
+            return True
+        return self.blueprint.placement.homes[unit].master is not Tier.DEVICE
 
     def _first_values(self) -> None:
         lineages = ancestors(self.module)
@@ -212,6 +230,7 @@ class Engine:
             self._check_frozen()
         if self._heap is not None:
             self._heap.between_steps()
+        self.updates.begin_iteration(training=mode is Mode.TRAIN)
         # All ranks are here at once, so they may end the iteration before, and plan anew, together (executor I3).
         trace = self.executor.wants_trace(mode)
         if mode is Mode.TRAIN and self._read_ahead:
@@ -439,6 +458,7 @@ class Engine:
         self._closed = True
         self.hooks.close()
         self.executor.abandon()
+        self.updates.close()
         try:
             self.updater.close()
         finally:

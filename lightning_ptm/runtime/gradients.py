@@ -14,7 +14,8 @@ I3: a gradient is in exactly one place: what runs out of pages (CapacityError) h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -194,6 +195,22 @@ class FlatGradient:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
         return ShardGradient(self._pages, tuple(self._present))
 
+    def detach(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+        """Gives the gradient away: nothing of it is left here.
+
+        Returns:
+            The gradient, what it still waits for, and what gives its pages back.
+        """
+        source = self.source()
+        if self.in_place:
+            self.hand_over()
+            return source, (), _nothing
+        pages, self._pages = self._pages, None
+        assert pages is not None
+        self._filled = False
+        self._present = [False] * len(self._present)
+        return source, self.leaving(), partial(self._allocator.release, pages)
+
     @property
     def bytes(self) -> int:
         """What this flat's gradient takes on this rank."""
@@ -270,3 +287,7 @@ class FlatGradient:
                 part = before
             self._leaving.append((self._allocator.copy(part, pages), part))
         self._filled = True
+
+
+def _nothing() -> None:
+    """Gives nothing back."""

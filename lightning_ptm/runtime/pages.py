@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.gradients import FlatGradient
@@ -67,7 +67,18 @@ class Pages:
                 drawn.placement.homes[unit].master,
                 master_dtype=drawn.master_dtypes[flat.layout.index],
             )
-            passing = not drawn.keep_gradients and gradient_home is Tier.DEVICE
+            passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
             gradient = FlatGradient(flat, gradient_home, self._allocator, self._communicator, passing=passing)
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)
+
+    def spares(self) -> tuple[PagedTensor, ...]:
+        """Pages for versions in the making, beside the homes of compute parameters."""
+        drawn = self._blueprint
+        tier = Tier.DEVICE if drawn.unified else Tier.HOST
+        made = []
+        for kind in drawn.lock_free.spares if drawn.lock_free is not None else ():
+            for _ in range(kind.count):
+                made.append(self._allocator.allocate("version in the making", kind.numel, kind.dtype, tier))
+                self._allocator.merge(made[-1])
+        return tuple(made)

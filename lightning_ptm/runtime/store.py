@@ -84,6 +84,15 @@ class FlatStore:
         self.binding.bind(self.home.tensor())
         self.state = FullState.LIVE
 
+    def adopt(self, home: PagedTensor) -> PagedTensor:
+        """Other pages with newer values become the home; returns the old ones. A flat that is not resident is released."""
+        if not self.resident and self.state is not FullState.RELEASED:
+            raise InternalError(f"flat {self.layout.index} is {self.state.value} while its home is replaced")
+        old, self.home = self.home, home
+        if self.resident:
+            self.bind_resident()
+        return old
+
     def rebind(self, whole: Tensor) -> None:
         """Ends a stretch in which the parameters were somebody else's: `whole` (padded_numel,) has the values of home."""
         if self.resident:

@@ -1,14 +1,15 @@
 """When which flat is updated: behind the backward pass as units end, or at the optimizer step.
 
-Owns which jobs are pending for which unit. The arithmetic and its I/O are the updater's (update/pipeline.py).
+`UpdateScheduler` knows steps and which gradients belong to them. What then becomes of a gradient is its subclasses':
+`SynchronousUpdates` here, whose next forward waits for it, and `LockFreeUpdates` (lockfree.py). The arithmetic and its
+I/O are the updater's (update/pipeline.py).
 
-I1: a unit that has a pending job is not read before that job is done (`finish`).
-I4: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
-I2: within one step a flat is updated once. I3: hyper-parameters are those of the step that the gradient belongs to.
+I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 
@@ -53,31 +54,18 @@ class _Armed:
     hyper: HyperParameters | None = None
 
 
-class UpdateScheduler:
-    """Submits update jobs.
+class UpdateScheduler(abc.ABC):
+    """Decides when a flat's gradient goes to the update.
 
     Args:
-        units: stores by unit; flats: all trainable flats, by unit.
+        flats: all trainable flats, by unit.
         optimizers: the user's.
-        updater: runs the jobs.
-        gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitStore],
-        flats: Sequence[Sequence[FlatUpdate]],
-        optimizers: Sequence[Optimizer],
-        updater: Updater,
-        gradient_room_bytes: int,
-    ) -> None:
-        self._units = units
+    def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
         self._flats = flats
         self._optimizers = list(optimizers)
-        self._updater = updater
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
-        self._gradient_room_bytes = gradient_room_bytes
-        self._pending: dict[int, list[_Pending]] = {}
         self._armed: _Armed | None = None
 
     def index_of(self, optimizer: Optimizer) -> int:
@@ -89,6 +77,15 @@ class UpdateScheduler:
         raise ConfigError(
             f"{type(inner).__name__} was not returned by configure_optimizers, so it has no pages; return it from there"
         )
+
+    def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
+        """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
+        return [
+            (unit, flat)
+            for unit in reversed(range(len(self._flats)))
+            for flat in self._flats[unit]
+            if flat.optimizer == optimizer
+        ]
 
     # -- update in backward -------------------------------------------------------------------------------------------
 
@@ -111,31 +108,12 @@ class UpdateScheduler:
         if armed.hyper is None:
             armed.hyper = snapshot(self._optimizers[armed.optimizer], ready[0].states.traits)
         for flat in ready:
-            self._submit(unit, flat, armed.hyper, Transform())
+            self._update(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
-        self._updater.pump()
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Waits for the oldest jobs while the gradients of all pending ones take too much memory (I4)."""
-        for unit in list(self._pending):
-            self.pending(unit)
-        while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
-            self.finish(next(iter(self._pending)))
-
-    def _waiting_bytes(self) -> int:
-        return sum(job.flat.gradient.bytes for jobs in self._pending.values() for job in jobs)
+            flat.done_this_step = True
+        self._handed_over()
 
     # -- step ---------------------------------------------------------------------------------------------------------
-
-    def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
-        """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
-        return [
-            (unit, flat)
-            for unit in reversed(range(len(self._flats)))
-            for flat in self._flats[unit]
-            if flat.optimizer == optimizer
-        ]
 
     def step(self, optimizer: int, transform: Transform) -> None:
         """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass."""
@@ -150,23 +128,8 @@ class UpdateScheduler:
             elif flat.gradient.any:
                 if hyper is None:
                     hyper = snapshot(self._optimizers[optimizer], flat.states.traits)
-                self._submit(unit, flat, hyper, transform)
-                flat.done_this_step = False
-        self._updater.pump()
-
-    def _submit(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
-        store = flat.store
-        source = flat.gradient.source()
-        if not store.resident:
-            self._units[unit].release()
-            self._units[unit].evict()
-        key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else store.binding.dtype)
-        shadow = self._shadows.get(key)
-        if shadow is None:
-            shadow = self._shadows[key] = Shadow(self._optimizers[flat.optimizer], flat.states.traits)
-        job = UpdateJob(flat.states, shadow, source, store.home, hyper, transform, flat.gradient.leaving())
-        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
-        flat.done_this_step = True
+                self._update(unit, flat, hyper, transform)
+        self._stepped()
 
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
@@ -181,10 +144,113 @@ class UpdateScheduler:
             for flat in flats:
                 flat.done_this_step = False
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
+    def shadow(self, flat: FlatUpdate) -> Shadow:
+        """What runs a flat's optimizer."""
+        key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
+        if key not in self._shadows:
+            self._shadows[key] = Shadow(self._optimizers[flat.optimizer], flat.states.traits)
+        return self._shadows[key]
+
+    # -- what differs -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+        """A flat's gradient of this step is complete."""
+
+    @abc.abstractmethod
+    def _handed_over(self) -> None:
+        """All flats of a unit have been through `_update`, behind the backward pass."""
+
+    @abc.abstractmethod
+    def _stepped(self) -> None:
+        """All flats of a step have been through `_update`."""
+
+    @abc.abstractmethod
+    def begin_iteration(self, *, training: bool) -> None:
+        """A forward pass is about to start; nothing of the one before is used any more."""
+
+    @abc.abstractmethod
+    def pending(self, unit: int) -> bool:
+        """Whether a unit may not be read yet, after some progress has been made."""
+
+    @abc.abstractmethod
+    def finish(self, unit: int) -> None:
+        """Blocks until a unit may be read."""
+
+    @abc.abstractmethod
+    def finish_all(self) -> None:
+        """Blocks until all updates have been made, are in the compute parameters, and written home."""
+
+    @abc.abstractmethod
+    def progress(self) -> None:
+        """Moves updates on that wait for nothing, and raises what went wrong with them."""
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Everything else is built: threads may start."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends threads, if there are any; never raises. The updater is its owner's to close."""
+
+
+class SynchronousUpdates(UpdateScheduler):
+    """A unit is read again only when its update is done.
+
+    Owns which jobs are pending for which unit.
+    I3: a unit that has a pending job is not read before that job is done (`finish`).
+    I4: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
+
+    Args:
+        units: stores by unit; flats and optimizers: as above.
+        updater: runs the jobs.
+        gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
+        in_thread: the updater works in a thread of its own, not in that of compute.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitStore],
+        flats: Sequence[Sequence[FlatUpdate]],
+        optimizers: Sequence[Optimizer],
+        updater: Updater,
+        gradient_room_bytes: int,
+        *,
+        in_thread: bool,
+    ) -> None:
+        super().__init__(flats, optimizers)
+        self._units = units
+        self._updater = updater
+        self._gradient_room_bytes = gradient_room_bytes
+        self._in_thread = in_thread
+        self._pending: dict[int, list[_Pending]] = {}
+
+    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+        store = flat.store
+        source = flat.gradient.source()
+        if not store.resident:
+            self._units[unit].release()
+            self._units[unit].evict()
+        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, flat.gradient.leaving())
+        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
+
+    def _handed_over(self) -> None:
+        self._updater.pump()
+        for unit in list(self._pending):
+            self.pending(unit)
+        while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
+            self.finish(next(iter(self._pending)))  # I4
+
+    def _stepped(self) -> None:
+        self._updater.pump()
+
+    def _waiting_bytes(self) -> int:
+        return sum(job.flat.gradient.bytes for jobs in self._pending.values() for job in jobs)
+
+    def begin_iteration(self, *, training: bool) -> None:
+        return None
 
     def pending(self, unit: int) -> bool:
-        """Whether a unit's compute parameters are about to change, after some progress has been made."""
         jobs = self._pending.get(unit)
         if not jobs:
             return False
@@ -195,17 +261,21 @@ class UpdateScheduler:
         return True
 
     def finish(self, unit: int) -> None:
-        """Blocks until a unit's pending updates are in its compute parameters (I1)."""
         for job in self._pending.pop(unit, ()):
             self._updater.finish(job.handle)
             job.flat.gradient.used()
 
     def finish_all(self) -> None:
-        """Blocks until all updates have been made and written home."""
         for unit in list(self._pending):
             self.finish(unit)
         self._updater.drain()
 
     def progress(self) -> None:
-        """Moves updates on that wait for nothing."""
         self._updater.pump()
+
+    def start(self) -> None:
+        if self._in_thread:
+            self._updater.run_in_thread()
+
+    def close(self) -> None:
+        return None

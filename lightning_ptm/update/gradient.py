@@ -30,15 +30,17 @@ class Transform:
         unscale: 0-dim tensor, 1 / loss scale.
         clip: 0-dim tensor, the coefficient of clipping by norm (norms.py: `clip_coefficient`).
         clamp: bound of clipping by value.
+        share: last factor of all; not 1 where gradients of several steps were added (buffers.py).
     """
 
     unscale: torch.Tensor | None = None
     clip: torch.Tensor | None = None
     clamp: float | None = None
+    share: float = 1.0
 
     @property
     def is_identity(self) -> bool:
-        return self.clamp is None and _is_one(self.unscale) and _is_one(self.clip)
+        return self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
 
     def apply_(self, gradient: torch.Tensor) -> None:
         """Transform `gradient` in place."""
@@ -47,6 +49,8 @@ class Transform:
                 gradient.mul_(factor.to(gradient.device))
         if self.clamp is not None:
             gradient.clamp_(min=-self.clamp, max=self.clamp)
+        if self.share != 1.0:
+            gradient.mul_(self.share)
 
 
 NO_TRANSFORM = Transform()
@@ -100,6 +104,18 @@ class ShardGradient:
             raise InternalError(f"{self.paged.name} has {self.paged.numel} elements, its shard {flat.shard_numel}")
         return self._present if self._present is not None else (True,) * len(flat.slots)
 
+    def transform_(self, transform: Transform) -> None:
+        """Transform every element where it lies; pages in RAM only."""
+        transform.apply_(self.paged.tensor())
+
+    def add_(self, other: ShardGradient) -> None:
+        """Add another step's gradient of the same flat, rounded to this one's dtype; pages in RAM only."""
+        self.paged.tensor().add_(other.paged.tensor())
+        if self._present is None or other._present is None:
+            self._present = None
+        else:
+            self._present = tuple(a or b for a, b in zip(self._present, other._present, strict=True))
+
 
 class ParameterGradients:
     """The parameters' own gradients, when one rank holds the flat whole (world size 1): no shard is made.
@@ -137,6 +153,21 @@ class ParameterGradients:
                     "parameters must keep their shape during a fit"
                 )
         return tuple(gradient is not None for gradient in self._flat)
+
+    def transform_(self, transform: Transform) -> None:
+        """Transform every gradient in place."""
+        for gradient in self._flat:
+            if gradient is not None:
+                transform.apply_(gradient)
+
+    def add_(self, other: ParameterGradients) -> None:
+        """Add another step's gradients of the same flat, rounded to this one's dtype; what is missing here is taken over."""
+        for index, theirs in enumerate(other._flat):
+            ours = self._flat[index]
+            if ours is None:
+                self._flat[index] = theirs
+            elif theirs is not None:
+                ours.add_(theirs)
 
     def view(self, run: Run) -> torch.Tensor | None:
         return self._piece(run.segments[0]) if len(run.segments) == 1 else None

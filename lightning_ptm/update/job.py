@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -53,6 +53,8 @@ class UpdateJob:
         hyper: the step's hyper-parameters.
         transform: what happens to the gradient first.
         after: what the gradient waits for; master states are read ahead meanwhile.
+        fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
+        on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
     """
 
     states: FlatStates
@@ -62,15 +64,18 @@ class UpdateJob:
     hyper: HyperParameters
     transform: Transform = NO_TRANSFORM
     after: Sequence[Pending] = ()
+    fresh_target: bool = False
+    on_done: Callable[[], None] | None = None
 
 
 class JobHandle:
     """The end of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
 
-    __slots__ = ("_event", "event", "name")
+    __slots__ = ("_event", "_on_done", "event", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_done: Callable[[], None] | None = None) -> None:
         self.name = name
+        self._on_done = on_done
         self._event = threading.Event()
         # CUDA: what the arithmetic's stream had queued when the job ended; another stream waits for it.
         self.event: torch.cuda.Event | None = None
@@ -81,6 +86,9 @@ class JobHandle:
 
     def mark_done(self) -> None:
         self._event.set()
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done()
 
     def block(self, timeout_s: float | None = None) -> bool:
         """Wait in another thread than the updater's; True when done."""
@@ -163,7 +171,7 @@ class Progress:
         self.waiting = [
             start
             for start in reversed(starts)
-            if job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
+            if job.fresh_target or job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
         ]
         """Starts of the chunks that were not begun, the first last."""
         self.active: list[Chunk] = []

@@ -372,7 +372,8 @@ class Pipeline:
             else column.home.tensor().narrow(0, chunk.start, chunk.numel)
             for column in progress.columns
         }
-        self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=TARGET in chunk.buffers)
+        whole_target = TARGET in chunk.buffers or progress.job.fresh_target
+        self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         self.stats.arithmetic_s += time.perf_counter() - started
         self.stats.chunks += 1
         progress.active.remove(chunk)

@@ -22,6 +22,7 @@ from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_
 from lightning_ptm.update.pipeline import Pipeline
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.stats import Stall, UpdateStats
+from lightning_ptm.update.threads import use_cores
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -122,7 +123,7 @@ class Updater:
         """
         self._check()
         flat = job.states.flat
-        handle = JobHandle(f"update of flat {flat.unit}/{flat.index}")
+        handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
         progress = Progress(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
         if self._device.type == "cuda":
             progress.submitted = torch.cuda.current_stream(self._device).record_event()
@@ -204,9 +205,11 @@ class Updater:
         """Whether any job is unfinished or any write in flight. Not meaningful while a thread does the work."""
         return self._pipeline.busy
 
-    def run_in_thread(self) -> None:
+    def run_in_thread(self, cores: int | None = None) -> None:
         """From now on a thread does the work, until `stop`.
 
+        Args:
+            cores: CPU cores that its arithmetic may use; None: as many as compute.
         Raises:
             UsageError: it runs already.
         """
@@ -214,7 +217,7 @@ class Updater:
         if self._thread is not None:
             raise UsageError("the updater already runs in a thread; stop it before starting another")
         self._stopping.clear()
-        self._thread = threading.Thread(target=self._work, name="lightning_ptm update", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(cores,), name="lightning_ptm update", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -284,7 +287,9 @@ class Updater:
             raise InternalError(f"{what} can neither go on nor names anything to wait for")
         self._pipeline.wait(blocker)
 
-    def _work(self) -> None:
+    def _work(self, cores: int | None) -> None:
+        if cores is not None:
+            use_cores(cores)
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
             while not self._stopping.is_set():
                 self._take_commands()

@@ -1,0 +1,250 @@
+"""Lock-free updates as compute sees them: gradients go, newer parameters come, and neither waits for the disk
+(section 4.3 of the paper, mended as design.md section 7 says).
+
+Owns how many gradients each flat has produced, and which units have been read in the micro-batch in progress. The buffers
+are the buffering thread's (update/buffering.py).
+
+I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
+    micro-batch ends: forward, recomputed forward and backward see one version.
+I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
+I3: at a drain, produced == applied + skipped for every flat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.memory import PagedTensor
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.update import HyperParameters, Transform, Updater
+from lightning_ptm.update.buffering import Buffering, LockFreeFlat
+from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateAudit:
+    """What became of the gradients of one flat: each was produced by one step.
+
+    Attributes:
+        name: the flat, by its unit and its first parameter.
+        produced: gradients that steps have produced.
+        applied: those that an update has applied.
+        pending: those that wait for one.
+        skipped: those of steps that were not taken: inf or NaN under a loss scale.
+    """
+
+    name: str
+    produced: int
+    applied: int
+    pending: int
+    skipped: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether none was lost and none was applied twice."""
+        return self.produced == self.applied + self.pending + self.skipped
+
+
+@dataclasses.dataclass(slots=True)
+class StalenessStats:
+    """Staleness of the units read in training since the run began, in steps, and how many steps there were."""
+
+    reads: int = 0
+    total: int = 0
+    maximum: int = 0
+    steps: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.reads if self.reads else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Clock:
+    """A flat's gradients as compute counts them."""
+
+    flat: FlatUpdate
+    produced: int = 0
+    skipped: int = 0
+
+
+class LockFreeUpdates(UpdateScheduler):
+    """Hands gradients over and never waits for what becomes of them, but to keep staleness bounded.
+
+    Args:
+        units: stores by unit; flats: all trainable flats, by unit; optimizers: the user's.
+        updater: not running yet; the buffering thread has the use of it until `close`.
+        spares: pages for versions in the making, see `SparePages`.
+        max_staleness: steps whose gradients a parameter in use may lack.
+        room: chunks of master states in flight.
+        cores: CPU cores that updates may use.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitStore],
+        flats: Sequence[Sequence[FlatUpdate]],
+        optimizers: Sequence[Optimizer],
+        updater: Updater,
+        spares: Sequence[PagedTensor],
+        *,
+        max_staleness: int,
+        room: int,
+        cores: int,
+    ) -> None:
+        super().__init__(flats, optimizers)
+        self._units = units
+        self._max_staleness = max_staleness
+        self._clocks = [_Clock(flat) for of_unit in flats for flat in of_unit]
+        place = iter(range(len(self._clocks)))
+        self._places = [[next(place) for _ in of_unit] for of_unit in flats]
+        self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
+        self._read: set[int] = set()
+        """Units that the micro-batch in progress has read."""
+        self._adopted = [0] * len(self._clocks)
+        """Contributions in the version that compute has, by place."""
+        self._steps = 0
+        self._training = False
+        self.stats = StalenessStats()
+        self._buffering = Buffering(
+            updater,
+            [LockFreeFlat(_buffer(clock.flat), clock.flat.states, self.shadow(clock.flat)) for clock in self._clocks],
+            SparePages(spares),
+            room=room,
+            cores=cores,
+        )
+
+    # -- gradients go -------------------------------------------------------------------------------------------------
+
+    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+        source, after, discard = flat.gradient.detach()
+        place = self._place_of[id(flat)]
+        self._clocks[place].produced += 1
+        self._buffering.offer(place, Contribution(source, (Origin(self._steps, hyper),), transform, after, discard))
+
+    def _handed_over(self) -> None:
+        return None
+
+    def _stepped(self) -> None:
+        self._steps += 1
+        self.stats.steps += 1
+        # What is read from now on, in manual optimization also within this iteration, may be of a newer version.
+        self._read.clear()
+
+    def skip(self, optimizer: int) -> None:
+        for _, flat in self.flats_of(optimizer):
+            if flat.gradient.any:
+                clock = self._clocks[self._place_of[id(flat)]]
+                clock.produced += 1
+                clock.skipped += 1
+        super().skip(optimizer)
+
+    # -- parameters come ----------------------------------------------------------------------------------------------
+
+    def begin_iteration(self, *, training: bool) -> None:
+        self._read.clear()
+        self._training = training
+        if not training and any(self._staleness(place) for place in range(len(self._clocks))):
+            self.finish_all()  # what is evaluated is what was trained
+
+    def pending(self, unit: int) -> bool:
+        if unit in self._read or not self._places[unit]:
+            return False
+        late = self._too_stale(unit)
+        for place in late:
+            self._buffering.hurry(place)
+        if not late:
+            self._renew(unit)
+        return bool(late)
+
+    def finish(self, unit: int) -> None:
+        if unit in self._read or not self._places[unit]:
+            return
+        late = self._too_stale(unit)
+        if late:
+            for place in late:
+                self._buffering.hurry(place)
+            self._buffering.wait(lambda: not self._too_stale(unit))
+        self._renew(unit)
+
+    def finish_all(self) -> None:
+        self._buffering.drain(self._adopt_all)
+        self._check_audit()
+
+    def progress(self) -> None:
+        self._buffering.check()
+
+    def start(self) -> None:
+        self._buffering.start()
+
+    def close(self) -> None:
+        self._buffering.stop()
+
+    def audit(self) -> tuple[UpdateAudit, ...]:
+        """What became of each flat's gradients, this rank's shards of them, up to now. Waits for the buffering thread."""
+        return tuple(
+            UpdateAudit(count.name, clock.produced, count.applied, count.pending, clock.skipped)
+            for clock, count in zip(self._clocks, self._buffering.counts(), strict=True)
+        )
+
+    def _check_audit(self) -> None:
+        audits = self.audit()
+        for audit in audits:
+            if not audit.balanced or audit.pending:
+                raise InternalError(f"gradients were lost or applied twice: {audit}")
+        log.debug(
+            "lock-free updates: %d gradients produced, %d applied, %d skipped",
+            *(sum(getattr(audit, name) for audit in audits) for name in ("produced", "applied", "skipped")),
+        )
+
+    def _too_stale(self, unit: int) -> list[int]:
+        return [place for place in self._places[unit] if self._staleness(place) > self._max_staleness]
+
+    def _staleness(self, place: int) -> int:
+        """Steps whose gradients the newest version lacks."""
+        clock = self._clocks[place]
+        return clock.produced - clock.skipped - self._buffering.applied(place)
+
+    def _renew(self, unit: int) -> None:
+        """The micro-batch reads a unit for the first time (I1)."""
+        self._read.add(unit)
+        self._adopt(unit)
+        if self._training:
+            staleness = max(
+                self._clocks[place].produced - self._clocks[place].skipped - self._adopted[place]
+                for place in self._places[unit]
+            )
+            self.stats.reads += 1
+            self.stats.total += staleness
+            self.stats.maximum = max(self.stats.maximum, staleness)
+
+    def _adopt_all(self) -> None:
+        for unit in range(len(self._places)):
+            self._adopt(unit)
+
+    def _adopt(self, unit: int) -> None:
+        """Puts the newest version of each of a unit's flats in the place of the one that was read so far."""
+        store = self._units[unit]
+        for place in self._places[unit]:
+            version = self._buffering.collect(place)
+            if version is None:
+                continue
+            flat = self._clocks[place].flat.store
+            if not flat.resident:
+                store.release()
+                store.evict()
+            self._buffering.give_back(flat.adopt(version.pages))
+            self._adopted[place] = version.applied
+
+
+def _buffer(flat: FlatUpdate) -> FlatBuffer:
+    layout = flat.store.layout
+    return FlatBuffer(f"{layout.slots[0].spec.name}...", layout.shard_numel, flat.store.binding.dtype)

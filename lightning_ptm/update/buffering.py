@@ -1,0 +1,225 @@
+"""The buffering thread: alone owns lock-free mode's buffers, between compute and the updating thread (Algorithm 2).
+
+Owns the thread and the queue of messages to it. What becomes of gradients and versions is decided in buffers.py; reads,
+arithmetic and writes are the updater's, which runs in a thread of its own.
+I1: compute and the updating thread only put messages into the queue; nobody but this thread touches a buffer.
+I2: after an error in either thread nothing is updated any more, and every later call of compute raises that error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, SparePages, Version, combined
+from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.shadow import Shadow
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.threads import use_cores
+from lightning_ptm.update.updater import Updater
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.paged import PagedTensor
+
+_LOOK_S = 0.1
+"""How often a waiting thread looks whether those that it waits for are alive."""
+_DRAIN_LOOK_S = 0.005
+"""How often a drain looks for versions; it may miss the notification of one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LockFreeFlat:
+    """A flat as the buffering thread knows it: its buffer, its master states, and the optimizer that they belong to."""
+
+    buffer: FlatBuffer
+    states: FlatStates
+    shadow: Shadow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """Contributions of one flat, as the buffering thread has counted them."""
+
+    name: str
+    received: int
+    applied: int
+    pending: int
+
+
+class Buffering:
+    """Takes gradients from compute, has the updater apply them, and publishes what comes of it.
+
+    Args:
+        updater: not running yet; between `start` and `stop` in a thread of its own. Closed by its owner.
+        flats: in the order in which a forward pass uses them; a flat is named by its place here.
+        spares: pages for new versions, see `SparePages`.
+        room: chunks of all jobs in hand at once, about.
+        cores: CPU cores that the updater's arithmetic may use, and this thread's.
+    """
+
+    def __init__(
+        self, updater: Updater, flats: Sequence[LockFreeFlat], spares: SparePages, *, room: int, cores: int
+    ) -> None:
+        self._updater = updater
+        self._flats = list(flats)
+        self._cores = cores
+        self._of_buffer = {id(flat.buffer): flat for flat in flats}
+        self._buffers = Buffers(
+            [flat.buffer for flat in flats],
+            spares,
+            self._submit,
+            size_of=lambda buffer: -(-buffer.numel // updater.chunk_numel),
+            room=room,
+        )
+
+        # State: `_handles` and `_when_idle` are the thread's; `_failure` is written by it once.
+        self._handles: dict[int, JobHandle] = {}
+        self._when_idle: list[threading.Event] = []
+        self._failure: BaseException | None = None
+        self._messages: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # Compute's side.
+
+    def start(self) -> None:
+        """Start both threads; call once."""
+        self._updater.run_in_thread(self._cores)
+        self._thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
+        self._thread.start()
+
+    def offer(self, flat: int, contribution: Contribution) -> None:
+        """Hand over a reduced gradient; it is applied exactly once, some time later."""
+        self.check()
+        self._messages.put(partial(self._buffers.offer, self._flats[flat].buffer, contribution))
+
+    def hurry(self, flat: int) -> None:
+        """Compute waits for a newer version of this flat: serve it first."""
+        self._messages.put(partial(self._hurry, self._flats[flat].buffer))
+
+    def give_back(self, pages: PagedTensor) -> None:
+        """Pages that a newer version has replaced, and that nobody reads any more."""
+        self._messages.put(partial(self._buffers.give_back, pages))
+
+    def collect(self, flat: int) -> Version | None:
+        """The newest version of a flat, unless it was collected before. Never blocks."""
+        return self._flats[flat].buffer.slot.collect()
+
+    def applied(self, flat: int) -> int:
+        """Contributions that the newest version of a flat includes. Never blocks."""
+        return self._flats[flat].buffer.slot.applied
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Block until `until`, which looks at versions, is true.
+
+        Raises:
+            What ended one of the threads, e.g. PageIOError.
+        """
+        with self._news:
+            while not until():
+                self.check()
+                self._news.wait(_LOOK_S)
+        self.check()
+
+    def drain(self, collect: Callable[[], None]) -> None:
+        """Block until every contribution is in a version and at home. Raises as `wait` does.
+
+        Args:
+            collect: collects versions and gives old pages back: without it updates would run out of spare pages.
+        """
+        self.check()
+        idle = threading.Event()
+        self._messages.put(partial(self._when_idle.append, idle))
+        while not idle.is_set():
+            collect()
+            with self._news:
+                # Versions that are published from now on notify; what was published before is collected in a moment.
+                self._news.wait(_DRAIN_LOOK_S)
+            self.check()
+        collect()
+        self._updater.drain()
+
+    def counts(self) -> list[Count]:
+        """Of each flat, counted after all that was handed over before this call."""
+        self.check()
+        answer: queue.SimpleQueue[list[Count]] = queue.SimpleQueue()
+        self._messages.put(lambda: answer.put([_count(flat.buffer) for flat in self._flats]))
+        while True:
+            try:
+                return answer.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self.check()
+
+    def check(self) -> None:
+        """Raise the error that ended one of the threads, if one has."""
+        if self._failure is not None:
+            raise self._failure
+        self._updater.pump()
+        if self._thread is None or not self._thread.is_alive():
+            raise InternalError("the buffering thread has ended; nothing is updated any more")
+
+    def stop(self) -> None:
+        """End both threads; what is pending stays undone. Idempotent, never raises."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._messages.put(None)
+            thread.join()
+        self._updater.stop()
+
+    # The thread's side.
+
+    def _work(self) -> None:
+        use_cores(self._cores)
+        try:
+            while (message := self._messages.get()) is not None:
+                message()
+                if self._buffers.idle:
+                    waiting, self._when_idle = self._when_idle, []
+                    for event in waiting:
+                        event.set()
+                    if waiting:
+                        self._notify()
+        except BaseException as error:  # I2
+            self._failure = error
+            self._notify()
+
+    def _submit(self, buffer: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
+        flat = self._of_buffer[id(buffer)]
+        hyper, transform = combined(contribution)
+        job = UpdateJob(
+            flat.states,
+            flat.shadow,
+            contribution.source,
+            target,
+            hyper,
+            transform,
+            contribution.after,
+            fresh_target=True,
+            on_done=lambda: self._messages.put(partial(self._finish, buffer)),
+        )
+        handle = self._updater.submit(job)
+        self._handles[id(buffer)] = handle
+        if buffer.urgent:
+            self._updater.promote(handle)
+
+    def _hurry(self, buffer: FlatBuffer) -> None:
+        if self._buffers.hurry(buffer):
+            self._updater.promote(self._handles[id(buffer)])
+
+    def _finish(self, buffer: FlatBuffer) -> None:
+        del self._handles[id(buffer)]
+        self._buffers.finish(buffer)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+
+def _count(buffer: FlatBuffer) -> Count:
+    return Count(buffer.name, buffer.received, buffer.applied, buffer.pending)

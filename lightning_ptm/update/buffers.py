@@ -1,0 +1,280 @@
+"""Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute
+(section 4.3 and Algorithm 2 of the paper, mended as design.md section 7 says).
+
+Passive, and driven by one thread (buffering.py; by hand in tests). Only a `VersionSlot` has two sides.
+I1: exactly once. A contribution is in one place: waiting, taken by one job, or counted as applied. A job takes what waits
+    by leaving nothing in its place; nothing is ever cleared, so what comes meanwhile waits for the next job.
+I2: no half updates. A job writes pages that nobody reads. They are published at once, when all are written; the pages
+    that they replace are used again only after compute has given them back.
+I3: one job at a time for a flat, so its updates follow each other.
+I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
+    for, which gives its old ones back at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, Transform
+from lightning_ptm.update.job import Pending
+from lightning_ptm.update.shadow import HyperParameters
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.paged import PagedTensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """The optimizer step that a gradient came from: its number, and the hyper-parameters as they were then."""
+
+    step: int
+    hyper: HyperParameters
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Contribution:
+    """Gradients of one flat, from one step or, once added up, from several.
+
+    Attributes:
+        source: the gradients; owned by whoever has the contribution.
+        origins: a step each, oldest first.
+        transform: still to be done to the gradients: the clip factor and loss scale of their step.
+        after: what the gradients wait for.
+        discard: gives their memory back; called once, after the update.
+    """
+
+    source: GradientSource
+    origins: tuple[Origin, ...]
+    transform: Transform = NO_TRANSFORM
+    after: Sequence[Pending] = ()
+    discard: Callable[[], None] = lambda: None
+
+    def add(self, other: Contribution) -> None:
+        """Take in a later step's gradients of the same flat. Each step's transform is done to its own first."""
+        for contribution in (self, other):
+            for pending in contribution.after:
+                pending.wait()
+            contribution.after = ()
+            if not contribution.transform.is_identity:
+                contribution.source.transform_(contribution.transform)
+                contribution.transform = NO_TRANSFORM
+        self.source.add_(other.source)  # type: ignore[arg-type]  # a flat's gradients are of one kind
+        self.origins = (*self.origins, *other.origins)
+        other.discard()
+
+
+def combined(contribution: Contribution) -> tuple[HyperParameters, Transform]:
+    """How one update applies a contribution.
+
+    From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
+    From k steps: the mean of their gradients (each clipped by its own step's factor), with the sum of their learning
+    rates, so that k steps go as far, and decay weights as much, as they would have one by one; everything else as in the
+    newest of them. The rule was chosen by convergence (benchmarks/lock_free_loss.py; numbers in benchmarks/LOG.md).
+    """
+    origins = contribution.origins
+    if len(origins) == 1:
+        return origins[0].hyper, contribution.transform
+    groups = tuple(
+        _combined_group([origin.hyper.groups[index] for origin in origins])
+        for index in range(len(origins[-1].hyper.groups))
+    )
+    return HyperParameters(groups), dataclasses.replace(contribution.transform, share=1.0 / len(origins))
+
+
+def _combined_group(groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    newest = dict(groups[-1])
+    if "lr" in newest:
+        newest["lr"] = sum((group["lr"] for group in groups[1:]), groups[0]["lr"])
+    return newest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Version:
+    """Compute parameters of a flat's shard: `pages`, which include `applied` contributions."""
+
+    pages: PagedTensor
+    applied: int
+
+
+class VersionSlot:
+    """Hands the newest version of one flat from the buffering thread to compute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._published: Version | None = None
+        self.applied = 0
+        """Contributions in the newest version, published or collected before."""
+
+    def publish(self, version: Version) -> Version | None:
+        """Put a version there. Returns the one that it replaces, which compute has not seen and now never will."""
+        with self._lock:
+            replaced, self._published = self._published, version
+            self.applied = version.applied
+        return replaced
+
+    def collect(self) -> Version | None:
+        """Take the newest version, if there is one that was not taken before: from now on it is compute's."""
+        with self._lock:
+            version, self._published = self._published, None
+        return version
+
+
+class SparePages:
+    """Pages for versions in the making, by number of elements and dtype.
+
+    Args:
+        pages: all there are.
+    """
+
+    def __init__(self, pages: Iterable[PagedTensor]) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
+        for tensor in pages:
+            self.give_back(tensor)
+        self._total = Counter({kind: len(tensors) for kind, tensors in self._free.items()})
+
+    def take(self, numel: int, dtype: torch.dtype, *, urgent: bool) -> PagedTensor | None:
+        """Spare pages, or None. Where a kind has several, the last is for `urgent` (I4)."""
+        kind = (numel, dtype)
+        free = self._free.get(kind, [])
+        if len(free) > (0 if urgent or self._total[kind] == 1 else 1):
+            return free.pop()
+        return None
+
+    def give_back(self, tensor: PagedTensor) -> None:
+        self._free.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
+
+
+class FlatBuffer:
+    """What is on its way for one flat. `slot` is shared with compute; the rest is the buffering thread's.
+
+    Args:
+        name: for messages and audits.
+        numel, dtype: of the shard's compute parameters.
+        slot: where compute gets versions.
+    """
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self.slot = VersionSlot()
+
+        self.waiting: Contribution | None = None
+        self.taken: Contribution | None = None
+        self.target: PagedTensor | None = None
+        """Pages that the job of `taken` writes."""
+        self.received = 0
+        self.applied = 0
+        self.urgent = False
+
+    @property
+    def pending(self) -> int:
+        """Contributions that no version includes."""
+        return sum(len(held.origins) for held in (self.waiting, self.taken) if held is not None)
+
+    def hold(self, contribution: Contribution) -> None:
+        """A new contribution waits, added to what waits already."""
+        self.received += len(contribution.origins)
+        if self.waiting is None:
+            self.waiting = contribution
+        else:
+            self.waiting.add(contribution)
+
+    def take(self, target: PagedTensor) -> Contribution:
+        """A job takes what waits and will write `target` (I1)."""
+        if self.waiting is None or self.taken is not None:
+            raise InternalError(f"{self.name} has nothing that a job could take")
+        self.taken, self.waiting = self.waiting, None
+        self.target = target
+        return self.taken
+
+    def finish(self) -> Version | None:
+        """The job has written its target: publish it. Returns a version that nobody has seen and nobody will."""
+        taken, target = self.taken, self.target
+        if taken is None or target is None:
+            raise InternalError(f"{self.name} has no job that could be finished")
+        self.taken = self.target = None
+        self.urgent = False
+        self.applied += len(taken.origins)
+        taken.discard()
+        return self.slot.publish(Version(target, self.applied))
+
+
+Submit = Callable[[FlatBuffer, Contribution, "PagedTensor"], None]
+
+
+class Buffers:
+    """All flats' buffers, and which job comes next.
+
+    Args:
+        flats: in the order in which a forward pass uses them.
+        spares: pages for new versions.
+        submit: starts a flat's job; `finish` is to be called when it has ended.
+        size_of: what a flat counts for against `room`.
+        room: jobs are started until this much is in hand, and two at least, so that reads go on between them.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatBuffer],
+        spares: SparePages,
+        submit: Submit,
+        *,
+        size_of: Callable[[FlatBuffer], int] = lambda flat: 1,
+        room: int = 2,
+    ) -> None:
+        self.flats = list(flats)
+        self._spares = spares
+        self._submit = submit
+        self._size_of = size_of
+        self._room = room
+        self._in_hand: list[FlatBuffer] = []
+
+    def offer(self, flat: FlatBuffer, contribution: Contribution) -> None:
+        """A reduced, eligible gradient has come."""
+        flat.hold(contribution)
+        self.feed()
+
+    def hurry(self, flat: FlatBuffer) -> bool:
+        """Compute waits for this flat; returns whether its job is in hand already."""
+        flat.urgent = flat.waiting is not None or flat.taken is not None
+        self.feed()
+        return flat.taken is not None
+
+    def give_back(self, pages: PagedTensor) -> None:
+        """Compute has replaced these pages and reads them no more."""
+        self._spares.give_back(pages)
+        self.feed()
+
+    def finish(self, flat: FlatBuffer) -> None:
+        """A flat's job has ended."""
+        replaced = flat.finish()
+        self._in_hand.remove(flat)
+        if replaced is not None:
+            self._spares.give_back(replaced.pages)
+        self.feed()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is in hand."""
+        return not self._in_hand and all(flat.waiting is None for flat in self.flats)
+
+    def feed(self) -> None:
+        """Start jobs as far as there is room: what compute waits for first, then the oldest gradients."""
+        ready = [flat for flat in self.flats if flat.waiting is not None and flat.taken is None]
+        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting.origins[0].step if flat.waiting else 0))
+        for flat in ready:
+            held = sum(map(self._size_of, self._in_hand))
+            if not flat.urgent and len(self._in_hand) >= 2 and held + self._size_of(flat) > self._room:
+                return
+            target = self._spares.take(flat.numel, flat.dtype, urgent=flat.urgent)
+            if target is not None:
+                self._in_hand.append(flat)
+                self._submit(flat, flat.take(target), target)

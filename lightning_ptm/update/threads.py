@@ -1,0 +1,46 @@
+"""How many cores one thread's tensor arithmetic uses.
+
+torch.set_num_threads is the process's: in a background thread it would slow compute down. What OpenMP keeps is each
+thread's own number, so the OpenMP library that PyTorch has loaded is asked directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+
+import torch
+
+
+def use_cores(count: int) -> bool:
+    """Run the tensor arithmetic of the calling thread, and of no other, on at most `count` cores.
+
+    Returns:
+        False where PyTorch's OpenMP library is not found: the thread then uses as many as any other.
+    """
+    library = _openmp()
+    if library is None:
+        return False
+    torch.get_num_threads()  # a thread's first use of PyTorch sets the number, and would set it again
+    library.omp_set_num_threads(ctypes.c_int(count))
+    return True
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^\s/]*\.so\S*)", mapped)))
+    of_torch = [path for path in found if path.startswith(str(Path(torch.__file__).parent))]
+    for path in of_torch or found:
+        try:
+            library = ctypes.CDLL(path)
+            library.omp_set_num_threads  # noqa: B018  raises where there is none
+        except (OSError, AttributeError):
+            continue
+        return library
+    return None
