@@ -218,7 +218,7 @@ class AngelPTMPrecision(Precision):
 
 
 def _overrides(thing: Any, name: str) -> bool:
-    method = getattr(type(thing), name, None)
+    method = getattr(thing, name, None)  # of the object: LambdaCallback has its hooks there
     return method is not None and not getattr(method, "__module__", "").startswith(
         ("lightning.pytorch.core", "lightning.pytorch.callbacks.callback")
     )
