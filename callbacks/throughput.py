@@ -21,7 +21,7 @@ milliseconds. In between, Lightning goes on showing and logging the last value."
 
 
 class Throughput(Callback):
-    """Logs `speed/tokens_per_s`, over all ranks, and shows it in the progress bar as `tokens/s`.
+    """Logs `speed/tokens_per_s`, over all ranks, and shows it in the progress bar as `ktokens/s`.
 
     The tokens of a batch are the elements of its first tensor, and every rank is taken to have as many. For a model
     of images or tables the number reads as elements per second.
@@ -64,8 +64,8 @@ class Throughput(Callback):
             self._logged_at_s = now_s
             speed = window_tokens / seconds
             pl_module.log("speed/tokens_per_s", speed, batch_size=1)
-            # The bar is narrow: a short name there, and no digits that change with every batch.
-            pl_module.log("tokens/s", float(round(speed)), prog_bar=True, logger=False, batch_size=1)
+            # The bar is narrow: three digits, in thousands, or it would show 2.16e+4.
+            pl_module.log("ktokens/s", float(f"{speed / 1000:.3g}"), prog_bar=True, logger=False, batch_size=1)
 
 
 def _first_tensor_numel(batch: Any) -> int | None:

@@ -8,7 +8,8 @@ itself is whole, on rank 0 only. Every function is collective.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from copy import copy
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +20,8 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.engine import Engine
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer, out of Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
@@ -35,13 +37,11 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return {}
     # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides); parameters
     # in it are replaced by identity.
-    named = module.state_dict(keep_vars=True)
-    state: dict[str, Any] = {}
-    for name, item in named.items():
+    # It is filled in place: it also carries the modules' versions, which `load_state_dict` asks for.
+    state = module.state_dict(keep_vars=True)
+    for name, item in state.items():
         if isinstance(item, Tensor):
             state[name] = values[id(item)] if id(item) in values else item.detach()
-        else:
-            state[name] = item
     return state
 
 
@@ -60,10 +60,10 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     engine.values.load_parameters(by_id)
     # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
     # as empty meta tensors of the right shape, so that it copies nothing into released storage.
-    rest = {
-        name: (named[name] if name in named and id(named[name]) in parameters else value)
-        for name, value in state.items()
-    }
+    rest = cast(dict[str, Any], copy(state))
+    for name in state:
+        if name in named and id(named[name]) in parameters:
+            rest[name] = named[name]
     with _frozen_copies(module):
         result = module.load_state_dict(rest, strict=strict)
     for name, item in named.items():
@@ -99,7 +99,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     """The optimizer's state dict with full state tensors; empty where not `keep`."""
     engine.drain()
     engine.executor.release_all()
-    optimizer = _inner(optimizer)
+    optimizer = plain_optimizer(optimizer)
     index = engine.updates.index_of(optimizer)
     order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states: dict[int, dict[str, Any]] = {}
@@ -120,7 +120,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
         ConfigError: it was saved by an optimizer with other parameter groups.
     """
     engine.drain()
-    optimizer = _inner(optimizer)
+    optimizer = plain_optimizer(optimizer)
     saved, ours = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:
         raise ConfigError(
@@ -133,3 +133,11 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
     engine.values.load_optimizer_states(engine.updates.index_of(optimizer), states)
     for group, loaded in zip(ours, saved, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
+    """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
+    optimizer = plain_optimizer(optimizer)
+    for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer)):
+        if keep:
+            optimizer.state[parameter] = state

@@ -1,7 +1,7 @@
 """The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
 
 LightningCLI with three additions: a bare name of a config file is also looked up in `configs/`, the config of a run may
-be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses.
+be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -57,11 +58,18 @@ class PTMCommandLine(LightningCLI):
 
     @rank_zero_only
     def after_fit(self) -> None:
-        """Prints the last losses, with every digit that float32 has, and what they are to be compared with."""
+        """Prints the last losses with every digit of float32, what they are to be compared with, and the checkpoint."""
+        self._print_losses()
+        saves = self.trainer.checkpoint_callback
+        if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
+            print(f"checkpoint: {saves.best_model_path}")
+
+    def _print_losses(self) -> None:
         metrics = self.trainer.callback_metrics
         if "train_loss" in metrics:
             print(f"training loss of the last batch: {float(metrics['train_loss']):.9g} nats/token")
         if "val_loss" not in metrics:
+            print(f"no validation in {self.trainer.global_step} steps; see trainer.val_check_interval")
             return
         if not isinstance(self.datamodule, TextBytes):
             print(f"validation loss: {float(metrics['val_loss']):.9g}")

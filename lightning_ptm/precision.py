@@ -198,10 +198,16 @@ class AngelPTMPrecision(Precision):
             return False
         if trainer.gradient_clip_val:
             return False
-        watched = ("on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping", "backward")
-        if any(_overrides(model, name) for name in (*watched, "optimizer_zero_grad")):
+        if any(_overrides(model, name) for name in ("configure_gradient_clipping", "backward", "optimizer_zero_grad")):
             return False
-        return not any(_overrides(callback, name) for callback in trainer.callbacks for name in watched[:2])  # type: ignore[attr-defined]
+        return not self.gradient_readers(model)
+
+    @staticmethod
+    def gradient_readers(model: LightningModule) -> list[str]:
+        """Class names of those, model or callback, that have a hook between backward and step."""
+        hooks = ("on_before_optimizer_step", "on_after_backward")
+        candidates = (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
+        return [type(each).__name__ for each in candidates if any(_overrides(each, name) for name in hooks)]
 
     def _running(self) -> StepEngine:
         if self._engine is None:
@@ -212,7 +218,7 @@ class AngelPTMPrecision(Precision):
 
 
 def _overrides(thing: Any, name: str) -> bool:
-    method = getattr(type(thing), name, None)
+    method = getattr(thing, name, None)  # of the object: LambdaCallback has its hooks there
     return method is not None and not getattr(method, "__module__", "").startswith(
         ("lightning.pytorch.core", "lightning.pytorch.callbacks.callback")
     )

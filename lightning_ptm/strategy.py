@@ -3,7 +3,8 @@
 Owns the engine of the run in progress: `setup` builds it, `teardown` ends it. Knows Lightning; pages are the engine's.
 
 I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout.
-I2: after a run the module has ordinary parameters again, when RAM holds them.
+I2: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when they
+were in RAM all the time.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import checkpoint as checkpoints
+from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
@@ -49,6 +51,7 @@ from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.terms import Tier
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +91,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
-        self._watched: list[Optimizer | LightningOptimizer | nn.Module] = []
+        self._weights_given_back = True
+        self._states_given_back = False
+        self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
@@ -205,6 +210,9 @@ class AngelPTMStrategy(ParallelStrategy):
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watch_zero_grad(optimizer, wrapper)
         self._watch_modules(self._engine)
+        if fitting:
+            self._wrapped += gather_for_averaging(trainer.callbacks, self.gathered)  # type: ignore[attr-defined]
+            self._warn_of_gradients_in_pages(self._engine)
         self.barrier()
 
     def _settings_for(self, trainer: Trainer) -> Settings:
@@ -222,6 +230,16 @@ class AngelPTMStrategy(ParallelStrategy):
             self.lightning_module
         )
 
+    def _warn_of_gradients_in_pages(self, engine: Engine) -> None:
+        assert self.lightning_module is not None
+        readers = self.precision_plugin.gradient_readers(self.lightning_module)
+        if readers and not engine.gradients_in_place:
+            rank_zero_warn(
+                f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
+                f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
+                f"self.clip_gradients to clip, and trainer.strategy.engine.gradient_norm(optimizer) for the norm"
+            )
+
     def _make_communicator(self) -> Communicator:
         if self.world_size == 1:
             return SoloCommunicator()
@@ -238,7 +256,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]  # inherited from Optimizer otherwise
-        self._watched += [optimizer, wrapper]
+        self._wrapped += [(optimizer, "zero_grad"), (wrapper, "zero_grad")]
 
     def _watch_modules(self, engine: Engine) -> None:
         """The same for `zero_grad` of the LightningModule and of its parts."""
@@ -251,7 +269,7 @@ class AngelPTMStrategy(ParallelStrategy):
                 engine.forget_gradients(owner)
 
             owner.zero_grad = zero_grad  # type: ignore[method-assign]
-            self._watched.append(owner)
+            self._wrapped.append((owner, "zero_grad"))
 
     @override
     def model_to_device(self) -> None:
@@ -321,7 +339,14 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return checkpoints.module_state(self.engine, self.lightning_module, keep=self.is_global_zero)
+        if self._engine is not None:
+            return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
+        if not self._weights_given_back:
+            raise UsageError(
+                "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
+                "inside the run, as ModelCheckpoint does"
+            )
+        return self.lightning_module.state_dict() if self.is_global_zero else {}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -330,7 +355,14 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return checkpoints.optimizer_state(self.engine, optimizer, keep=self.is_global_zero)
+        if self._engine is not None:
+            return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
+        if not self._states_given_back:
+            raise UsageError(
+                "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
+                "save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True)"
+            )
+        return checkpoints.plain_optimizer(optimizer).state_dict() if self.is_global_zero else {}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -370,7 +402,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             for owner in self.lightning_module.modules():
                 for name, buffer in owner._buffers.items():
-                    if buffer is not None:
+                    if buffer is not None and not buffer.is_meta:  # set-up may have failed before it had memory
                         owner._buffers[name] = buffer.cpu()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.cluster_environment is not None and self.accelerator is not None
@@ -386,30 +418,33 @@ class AngelPTMStrategy(ParallelStrategy):
             if communicator is not None:  # set-up failed
                 communicator.close()
             return
-        for watched in self._watched:
-            watched.__dict__.pop("zero_grad", None)
-        self._watched = []
+        for owner, name in self._wrapped:
+            owner.__dict__.pop(name, None)
+        self._wrapped = []
         self.precision_plugin.attach(None)
+        self._weights_given_back = self._states_given_back = False
         try:
-            self._give_back_weights(engine)
+            self._weights_given_back = self._give_back_weights(engine)
+            if self._weights_given_back and not engine.failed:
+                self._states_given_back = self._give_back_optimizer_states(engine)
         finally:
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()
             engine.close()
 
-    def _give_back_weights(self, engine: Engine) -> None:
+    def _give_back_weights(self, engine: Engine) -> bool:
         if engine.failed and self.world_size > 1:
             log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
             engine.values.let_go()
-            return
+            return False
         if not self.settings.restore_weights:
             try:
                 if not engine.failed:
                     engine.drain()
             finally:
                 engine.values.let_go()
-            return
+            return False
         needed = engine.precise_bytes() * max(1, self.num_processes)
         if not engine.all_ranks(needed <= free_host_bytes()):
             warnings.warn(
@@ -418,7 +453,7 @@ class AngelPTMStrategy(ParallelStrategy):
                 stacklevel=2,
             )
             engine.values.let_go()
-            return
+            return False
         try:
             engine.drain()
             engine.executor.release_all()
@@ -428,6 +463,17 @@ class AngelPTMStrategy(ParallelStrategy):
             if not engine.failed:
                 raise  # the first to hear of the last step's update: nobody else would report it
             log.warning("the weights could not be given back to the module: %s", error)
+            return False
+        return True
+
+    def _give_back_optimizer_states(self, engine: Engine) -> bool:
+        """So that `save_checkpoint` after `fit` saves all that it saves with any strategy."""
+        needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
+        if engine.optimizer_state_bytes(Tier.DISK) or not engine.all_ranks(needed <= free_host_bytes()):
+            return False
+        for optimizer in self.optimizers:
+            checkpoints.give_back_optimizer_state(engine, optimizer, keep=self.is_global_zero)
+        return True
 
 
 def register() -> None:

@@ -317,6 +317,23 @@ def test_a_parameter_whose_data_is_replaced(strategy_at: Any, tier: str) -> None
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)
 
 
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+def test_a_parameter_that_is_written_to_by_hand(strategy_at: Any, tier: str) -> None:
+    """Nothing but a copy would have the new values, and the next update would overwrite it."""
+
+    @torch.no_grad()
+    def write(module: Stack) -> None:
+        module.blocks[1].up.weight.mul_(0.5)
+
+    with pytest.raises(UsageError) as caught:
+        trainer_with(strategy_at(tier), precision="bf16-mixed").fit(built(at(2, write)), batches())
+    assert "the data of parameter blocks.1.up.weight was written to, and its fp32 master knows nothing" in str(
+        caught.value
+    )
+    # In a true precision the compute parameter is the truth.
+    trainer_with(strategy_at(tier), precision="32-true").fit(built(at(2, write)), batches())
+
+
 @pytest.mark.parametrize("tier", EVERYWHERE)
 def test_a_frozen_parameter_that_is_unfrozen(strategy_at: Any, tier: str) -> None:
     module = built(at(2, lambda module: module.blocks[0].requires_grad_()))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptm.cli import CONFIG_FOLDERS, command_line, main, resolve_config_names
 from lightning_ptm.errors import ConfigError
@@ -79,7 +80,6 @@ def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pyte
             "accelerator": "cpu",
             "max_steps": 4,
             "logger": False,
-            "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(tmp_path),
@@ -100,6 +100,13 @@ def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pyte
     metrics = run.trainer.callback_metrics
     assert f"training loss of the last batch: {metrics['train_loss'].item():.9g} nats/token" in printed
     assert f"validation loss: {metrics['val_loss'].item():.9g} nats/byte" in printed
+    saves = run.trainer.checkpoint_callback
+    assert isinstance(saves, ModelCheckpoint) and Path(saves.best_model_path).is_file()
+    assert f"checkpoint: {saves.best_model_path}\n" in printed
     assert f"unigram model of the same text: {run.datamodule.unigram_loss:.4f} nats/byte" in printed
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved["model"]["init_args"]["width"] == 16
+    command_line(
+        ["fit", "--config", str(tmp_path / "tiny.yaml"), "--trainer.max_steps=2", "--trainer.val_check_interval=4"]
+    )
+    assert "no validation in 2 steps; see trainer.val_check_interval" in capsys.readouterr().out

@@ -30,10 +30,20 @@ class Packed:
 
 
 class FlatBinding:
-    """One flat of a unit and its parameters, in the order of the layout's slots."""
+    """One flat of a unit and its parameters, in the order of the layout's slots.
+
+    Args:
+        is_copy: the parameters are copies of masters, so what is written into them by hand would be lost.
+    """
 
     def __init__(
-        self, layout: FlatLayout, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device
+        self,
+        layout: FlatLayout,
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_copy: bool = False,
     ) -> None:
         if len(parameters) != len(layout.slots):
             raise InternalError(f"flat {layout.index} has {len(layout.slots)} slots and {len(parameters)} parameters")
@@ -43,7 +53,9 @@ class FlatBinding:
         self.device = device
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._is_copy = is_copy
         self._base: Tensor | None = None
+        self._versions: list[int] = []
 
     @property
     def bound(self) -> bool:
@@ -66,6 +78,7 @@ class FlatBinding:
             self._check_shape(slot)
             parameter.data = self.view(full, slot)
         self._base = full
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def unbind(self) -> None:
         """Lets go of the flat; the parameters read as NaN until they are bound again."""
@@ -75,19 +88,23 @@ class FlatBinding:
         self._base = None
 
     def check(self) -> None:
-        """Refuses parameters that somebody else has given other storage (I1); their values would be lost.
+        """Refuses parameters that somebody else has given other storage (I1) or written to: the values would be lost.
 
         Raises:
-            UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same.
+            UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
+                was written to in place. (A write through `parameter.data` leaves no trace.)
         """
         for slot, parameter in enumerate(self.parameters):
             self._check_shape(slot)
             place = self.layout.slots[slot]
             ours = self._nan if self._base is None else self._base[place.start :]
-            if place.numel and parameter.data_ptr() != ours.data_ptr():
+            replaced = place.numel and parameter.data_ptr() != ours.data_ptr()
+            written = self._is_copy and self._base is not None and parameter._version != self._versions[slot]
+            if replaced or written:
                 raise UsageError(
-                    f"the data of parameter {place.spec.name} was replaced, and its pages know nothing of it, so the new "
-                    f"values would be lost; edit parameters inside `with strategy.gathered(module):`"
+                    f"the data of parameter {place.spec.name} was {'replaced' if replaced else 'written to'}, and its "
+                    f"{'pages know' if replaced else 'fp32 master knows'} nothing of it, so the new values would be lost; "
+                    f"edit parameters inside `with strategy.gathered(module):`"
                 )
 
     def restore(self, slot: int, value: Tensor) -> None:

@@ -393,6 +393,11 @@ class Engine:
     def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None:
         self.clipping.by_value(self.updates.index_of(optimizer), clip_value)
 
+    @property
+    def gradients_in_place(self) -> bool:
+        """Whether every gradient stays in `.grad` until the optimizer's step."""
+        return all(flat.gradient.in_place for flats in self.flats for flat in flats)
+
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
         self._reach(_STEP_ENDS - 2)
@@ -448,6 +453,11 @@ class Engine:
             flat.numel * (8 if dtype is torch.float64 else 4)
             for flat, dtype in zip(drawn.layout.flats, drawn.dtypes, strict=True)
         )
+
+    def optimizer_state_bytes(self, *tiers: Tier) -> int:
+        """Bytes of all ranks' optimizer states, masters not counted, that are at home in `tiers`."""
+        states = [flat.states for flats in self.flats for flat in flats if flat.states.home() in tiers]
+        return sum(paged.nbytes for each in states for paged in each.slots.values()) * self.communicator.world_size
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

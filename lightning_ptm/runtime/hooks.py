@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,13 @@ class Hooks:
         self._wrapped = False
         for unit in units:
             self._attach(unit, unit.index in recompute)
+
+    def __reduce__(self) -> NoReturn:
+        # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
+        raise UsageError(
+            "a module whose parameters are in pages cannot be copied or pickled while a run is in progress; copy it before "
+            "the run (in __init__ or setup), or take its state_dict() inside `with strategy.gathered(module):`"
+        )
 
     def close(self) -> None:
         """Takes every hook off; the modules are as they were."""
@@ -250,6 +257,11 @@ class Hooks:
                 watch.reentrant = True
                 self._watch_inputs(index, args, kwargs)
             return
+        if torch._C._get_tracing_state() is not None and not self._stores[index].resident:
+            raise UsageError(
+                f"{self._units[index].name} is traced (torch.jit.trace, or a logger with log_graph=True) while its weights "
+                f"are in pages, and the trace would hold their moves; trace the module before or after the run"
+            )
         self._executor.enter(index, Phase.FORWARD)
         self._listener.progress()
         if not torch.is_grad_enabled():

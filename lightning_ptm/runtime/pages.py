@@ -39,7 +39,13 @@ class Pages:
         flats = []
         for layout in drawn.layout.flats_of(unit):
             dtype = drawn.dtypes[layout.index]
-            binding = FlatBinding(layout, [by_name[slot.spec.name] for slot in layout.slots], dtype, self._device)
+            binding = FlatBinding(
+                layout,
+                [by_name[slot.spec.name] for slot in layout.slots],
+                dtype,
+                self._device,
+                is_copy=drawn.master_dtypes[layout.index] is not None,
+            )
             home = self._allocator.allocate(
                 f"flat {layout.index} parameters",
                 layout.shard_numel,

@@ -41,7 +41,7 @@ def test_the_speed_is_logged_and_shown(tmp_path: Path) -> None:
     )
     trainer.fit(BoringModel())
     assert trainer.callback_metrics["speed/tokens_per_s"] > 0
-    assert "tokens/s" in trainer.progress_bar_metrics
+    assert "ktokens/s" in trainer.progress_bar_metrics
 
 
 def test_a_window_of_nothing_is_refused() -> None:

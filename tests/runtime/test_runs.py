@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -286,6 +287,38 @@ def test_zeroing_a_released_parameter_is_an_error(strategy_at, tier) -> None:
     callbacks = [Editing("on_train_start", zero, 0)]
     with pytest.raises(UsageError, match=r"blocks.2.* was written to .* strategy.gathered"):
         make_trainer(strategy_at(tier), callbacks=callbacks).fit(make(), BATCHES.loader())
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
+def test_a_copy_in_a_run_is_refused(strategy_at, tier, copies) -> None:
+    """Its hooks would work on the pages of the original."""
+
+    def act(strategy: Any, module: Evaluated) -> None:
+        copies(module.blocks[2])
+
+    module = make()
+    with pytest.raises(UsageError, match="cannot be copied or pickled while a run is in progress"):
+        make_trainer(strategy_at(tier), callbacks=[Editing("on_train_start", act, 0)]).fit(module, BATCHES.loader())
+    copies(module.blocks[2])
+
+
+@pytest.mark.parametrize("tier", ["all_on_disk", "three_tiers"])
+def test_a_trace_of_released_weights_is_refused(strategy_at, tier) -> None:
+    def act(strategy: Any, module: Evaluated) -> None:
+        torch.jit.trace(module.blocks[2], torch.zeros(2, WIDTH))
+
+    with pytest.raises(UsageError, match=r"blocks.2 is traced .* log_graph"):
+        make_trainer(strategy_at(tier), callbacks=[Editing("on_train_start", act, 0)]).fit(make(), BATCHES.loader())
+
+
+def test_an_error_before_the_pages_is_not_hidden(strategy_at, tier) -> None:
+    class Broken(Evaluated):
+        def setup(self, stage: str) -> None:
+            self.register_buffer("shadow", torch.empty(3, device="meta"))
+            raise RuntimeError("the user's own")
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        make_trainer(strategy_at(tier)).fit(Broken(), BATCHES.loader())
 
 
 def test_no_run_no_engine(strategy_at, tier) -> None:

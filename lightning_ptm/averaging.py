@@ -1,0 +1,46 @@
+"""Lightning's weight averaging callbacks, for which the weights are gathered while they copy them.
+
+They read and write parameters by hand: released ones read as NaN, and under mixed precision what is written into compute
+parameters never reaches their masters. Knows the callbacks' methods; pages are the strategy's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+
+Gathered = Callable[..., AbstractContextManager[None]]
+"""`AngelPTMStrategy.gathered`."""
+
+
+def gather_for_averaging(callbacks: Iterable[Callback], gathered: Gathered) -> Iterator[tuple[Any, str]]:
+    """Wraps what copies weights in those of `callbacks` that average them; yields (object, name of its wrapped method).
+
+    Call it after the callbacks' `setup`. Deleting the attribute of that name from the object undoes it.
+    """
+    for callback in callbacks:
+        reading: list[tuple[Any, str]] = []
+        writing: list[tuple[Any, str]] = []
+        if isinstance(callback, WeightAveraging):
+            # Not the hooks that call these: most of their calls copy nothing, and gathering has a price.
+            reading = [(callback._average_model, "update_parameters")]
+            writing = [(callback, name) for name in ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")]
+        elif isinstance(callback, StochasticWeightAveraging):
+            reading = [(callback, "update_parameters")]
+            writing = [(callback, "transfer_weights")]
+        for owner, name in (*reading, *writing):
+            setattr(owner, name, _wrapped(getattr(owner, name), gathered, write=(owner, name) in writing))
+            yield owner, name
+
+
+def _wrapped(method: Callable[..., Any], gathered: Gathered, *, write: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with gathered(write=write):
+            return method(*args, **kwargs)
+
+    return call
