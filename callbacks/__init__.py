@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # Relative: in a checkout this folder is also the package `callbacks`.
+from .page_monitor import PageMonitor
 from .throughput import Throughput
 
-__all__ = ["Throughput"]
+__all__ = ["PageMonitor", "Throughput"]

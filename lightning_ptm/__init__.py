@@ -11,6 +11,8 @@ from lightning_ptm.errors import (
     UsageError,
 )
 from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.lockfree import UpdateAudit
+from lightning_ptm.runtime.statistics import Statistics
 from lightning_ptm.strategy import AngelPTMStrategy, register
 
 __version__ = "0.1.0"
@@ -27,6 +29,8 @@ __all__ = [
     "PageIOError",
     "RankError",
     "Settings",
+    "Statistics",
+    "UpdateAudit",
     "UsageError",
     "__version__",
 ]

@@ -50,7 +50,9 @@ from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.statistics import Statistics, audit, collect
 from lightning_ptm.terms import Tier
 
 log = logging.getLogger(__name__)
@@ -335,6 +337,15 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         with self._engine.gathered(modules or (self.lightning_module,), write=write):
             yield
+
+    def statistics(self) -> Statistics:
+        """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        return collect(self.engine)
+
+    def update_audit(self) -> tuple[UpdateAudit, ...]:
+        """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
+        pending. Checked by itself at each drain; empty for synchronous updates."""
+        return audit(self.engine)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The disk alone: as many bytes read as written, in one block size, past the page cache, as fast as it takes them.
 
-The floor under any step that moves so many bytes. In which order, and by how many threads, is what this disk likes best,
-found by trying when the side is built: reads and writes in turns of one block or of several, or at once by threads of
-their own.
+The floor under any step that moves so many bytes. Blocks are read one after the other and written back in the same order,
+as an update does. In which turns, and by how many threads, is what this disk likes best, found by trying when the side is
+built: reads and writes in turns of one block or of several, or at once by threads of their own.
 
 Options: `folder`; `block_bytes`; `step_bytes` (read and written in one step, together); `file_bytes`.
 """
@@ -57,7 +57,7 @@ class DirectFile:
         os.posix_fallocate(self._fd, 0, self.blocks * block_bytes)
         self._memory = [self._block() for _ in range(max(DEPTHS))]
         self._pool = ThreadPoolExecutor(max(DEPTHS))
-        self._next = itertools.count()
+        self._next = {os.preadv: itertools.count(), os.pwritev: itertools.count()}
         self._lock = threading.Lock()
 
     def _block(self) -> memoryview:
@@ -99,7 +99,7 @@ class DirectFile:
                     call = next(calls, None)
                     if call is None:
                         return
-                    block = next(self._next) % self.blocks
+                    block = next(self._next[call]) % self.blocks
                 done = call(self._fd, [memory], block * self.block_bytes)
                 if done != self.block_bytes:
                     raise OSError(f"{done} of {self.block_bytes} bytes transferred at block {block}")

@@ -188,6 +188,12 @@ class LockFreeUpdates(UpdateScheduler):
     def close(self) -> None:
         self._buffering.stop()
 
+    @property
+    def updates_per_step(self) -> float:
+        """How often a flat was updated for each step so far."""
+        possible = self.stats.steps * len(self._clocks)
+        return self._buffering.updates / possible if possible else 0.0
+
     def audit(self) -> tuple[UpdateAudit, ...]:
         """What became of each flat's gradients, this rank's shards of them, up to now. Waits for the buffering thread."""
         return tuple(

@@ -77,6 +77,9 @@ class Buffering:
             room=room,
         )
 
+        self.updates = 0
+        """Jobs finished since the start; written by the thread."""
+
         # State: `_handles` and `_when_idle` are the thread's; `_failure` is written by it once.
         self._handles: dict[int, JobHandle] = {}
         self._when_idle: list[threading.Event] = []
@@ -214,6 +217,7 @@ class Buffering:
     def _finish(self, buffer: FlatBuffer) -> None:
         del self._handles[id(buffer)]
         self._buffers.finish(buffer)
+        self.updates += 1
         self._notify()
 
     def _notify(self) -> None:

@@ -1,0 +1,53 @@
+"""What a run has moved, waited for and updated so far, in numbers for logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lightning_ptm.memory.links import LinkStats
+from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statistics:
+    """Totals of one rank since the run began.
+
+    Attributes:
+        links: by "disk_to_device" and so on: bytes, transfers, and seconds with at least one in flight.
+        stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them.
+        update_arithmetic_s: seconds of optimizer arithmetic.
+        staleness: of the parameters that training read; None for synchronous updates.
+        updates_per_step: how often a parameter was updated for each optimizer step; 1 in synchronous runs.
+    """
+
+    links: Mapping[str, LinkStats]
+    stall_s: Mapping[str, float]
+    update_arithmetic_s: float
+    staleness: StalenessStats | None
+    updates_per_step: float
+
+
+def collect(engine: Engine) -> Statistics:
+    """The numbers of an engine, now. Cheap: nothing is waited for."""
+    updates = engine.updates
+    lock_free = isinstance(updates, LockFreeUpdates)
+    return Statistics(
+        links={
+            f"{source.name.lower()}_to_{target.name.lower()}": stats
+            for (source, target), stats in engine.allocator.stats().items()
+        },
+        stall_s=dict(engine.executor.stall_s),
+        update_arithmetic_s=engine.updater.stats.arithmetic_s,
+        staleness=dataclasses.replace(updates.stats) if lock_free else None,
+        updates_per_step=updates.updates_per_step if lock_free else 1.0,
+    )
+
+
+def audit(engine: Engine) -> tuple[UpdateAudit, ...]:
+    """What became of each flat's gradients; empty for synchronous updates, where nothing can be pending between steps."""
+    return engine.updates.audit() if isinstance(engine.updates, LockFreeUpdates) else ()

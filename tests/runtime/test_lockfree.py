@@ -1,0 +1,407 @@
+"""Lock-free runs with real threads: bounded staleness, one version a micro-batch, nothing lost, errors that come through.
+
+That `max_staleness=0` gives the synchronous numbers is tested wherever tests go through all tiers (`lock_free` is one).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from tiny_models import Block, ScheduledStack, Stack
+from torch import Tensor
+
+from lightning_ptm import (
+    AngelPTMPrecision,
+    AngelPTMStrategy,
+    ConfigError,
+    PageIOError,
+    Statistics,
+    UpdateAudit,
+    UsageError,
+)
+from lightning_ptm.memory import FileOps
+from lightning_ptm.update import LossScale
+from lightning_ptm.update.buffers import Buffers
+from lightning_ptm.update.shadow import Shadow
+
+BATCHES = tokens(12)
+WHERE = ["lock_free", "lock_free_three_tiers"]
+
+
+class Gate(FileOps):
+    """A disk that serves nothing while it is closed."""
+
+    def __init__(self) -> None:
+        self.open_ = threading.Event()
+        self.open_.set()
+        self.fault: int | None = None
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._pass()
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._pass()
+        return super().pwritev(fd, buffers, offset)
+
+    def _pass(self) -> None:
+        assert self.open_.wait(60)
+        if self.fault is not None:
+            raise OSError(self.fault, os.strerror(self.fault))
+
+
+class Watch(L.Callback):
+    """Keeps the run's statistics and audit as they are after each step; `after` is called with the number of steps done."""
+
+    def __init__(self, after: Callable[[int], object] = lambda step: None) -> None:
+        self.after = after
+        self.seen: list[tuple[Statistics, tuple[UpdateAudit, ...]]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, AngelPTMStrategy)
+        self.seen.append((strategy.statistics(), strategy.update_audit()))
+        self.after(len(self.seen))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.strategy.engine.drain()  # type: ignore[attr-defined]
+        self.on_train_batch_end(trainer, pl_module)
+
+
+def run(
+    strategy: AngelPTMStrategy,
+    module: TrainModule,
+    watch: Watch | None = None,
+    precision: str = "bf16-mixed",
+    **options: Any,
+) -> TrainModule:
+    callbacks = [watch] if watch is not None else []
+    make_trainer(strategy, precision, callbacks=callbacks, **options).fit(module, BATCHES.loader())
+    return module
+
+
+def built(build: Callable[[], TrainModule] = ScheduledStack) -> TrainModule:
+    torch.manual_seed(0)
+    return build()
+
+
+def assert_all_applied(audits: Sequence[UpdateAudit], produced: int) -> None:
+    assert audits
+    for audit in audits:
+        assert audit.balanced
+        assert (audit.produced, audit.applied + audit.skipped, audit.pending) == (produced, produced, 0)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_compute_goes_on_while_the_disk_serves_nothing(strategy_at, where) -> None:
+    gate = Gate()
+    strategy = strategy_at(where, max_staleness=100, poison=False)
+    strategy.file_ops = gate
+
+    def after(step: int) -> None:
+        if step == 2:
+            strategy.engine.drain()
+            gate.open_.clear()
+        if step == 10:
+            gate.open_.set()
+
+    watch = Watch(after)
+    module = run(strategy, built(), watch)
+    assert all(torch.isfinite(loss) for loss in module.losses)
+    # Eight steps without the disk: each produced a gradient, and none was applied.
+    assert [audit.pending for audit in watch.seen[9][1]] == [8] * len(watch.seen[9][1])
+    staleness = watch.seen[9][0].staleness
+    assert staleness is not None and staleness.maximum == 7
+    assert watch.seen[9][0].stall_s["update"] < 1.0
+    assert_all_applied(watch.seen[-1][1], 12)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_compute_waits_rather_than_exceed_max_staleness(strategy_at, where) -> None:
+    gate = Gate()
+    strategy = strategy_at(where, max_staleness=2, poison=False)
+    strategy.file_ops = gate
+    module = built()
+    done_when_opened: list[int] = []
+
+    def open_again() -> None:
+        done_when_opened.append(len(module.losses))
+        gate.open_.set()
+
+    timer = threading.Timer(0.7, open_again)
+
+    def after(step: int) -> None:
+        if step == 2:
+            strategy.engine.drain()
+            gate.open_.clear()
+            timer.start()
+
+    watch = Watch(after)
+    run(strategy, module, watch)
+    timer.join()
+    # Steps 2, 3 and 4 computed with what they had; step 5 would have lacked three gradients.
+    assert done_when_opened == [5]
+    statistics, audits = watch.seen[-1]
+    assert statistics.staleness is not None and statistics.staleness.maximum == 2
+    assert statistics.stall_s["update"] > 0.2
+    assert_all_applied(audits, 12)
+
+
+def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) -> None:
+    plain = PlainLoop(ScheduledStack).run(BATCHES)
+    zero = run(strategy_at("lock_free", max_staleness=0), built())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(zero.losses, plain.losses, strict=True))
+    gate = Gate()
+    strategy = strategy_at("lock_free", max_staleness=3, poison=False)
+    strategy.file_ops = gate
+    late = run(
+        strategy,
+        built(),
+        Watch(lambda step: gate.open_.clear() if step == 1 else gate.open_.set() if step == 3 else None),
+    )
+    assert torch.equal(late.losses[0], plain.losses[0])
+    assert not torch.equal(late.losses[2], plain.losses[2])
+
+
+class Seen(Block):
+    """Notes the bytes of its weights whenever they are read."""
+
+    reads: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reads.append(self.up.weight.detach().clone())
+        return super().forward(x)
+
+
+class SeesItsWeights(ScheduledStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Seen() for _ in range(4))
+        for block in self.blocks:
+            block.reads = []
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_forward_and_recomputed_forward_see_one_version(strategy_at, where) -> None:
+    module = run(strategy_at(where, max_staleness=3, recompute="all"), built(SeesItsWeights))
+    assert isinstance(module, SeesItsWeights)
+    for block in module.blocks:
+        assert isinstance(block, Seen)
+        reads = block.reads
+        assert len(reads) == 2 * 12
+        assert all(torch.equal(reads[2 * step], reads[2 * step + 1]) for step in range(12))
+        assert not torch.equal(reads[0], reads[-1])
+
+
+class Validated(ScheduledStack):
+    """What is evaluated is what was trained: nothing is pending, and the weights are the masters', rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: list[int] = []
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, AngelPTMStrategy)
+        audits = strategy.update_audit()
+        assert all(audit.pending == 0 for audit in audits)
+        self.applied.append(audits[0].applied)
+        loss = self.loss(batch, index)
+        assert loss is not None
+        with strategy.gathered(write=False):
+            precise = {name: value.detach().clone() for name, value in self.named_parameters()}
+        copy = ScheduledStack().requires_grad_(False)
+        copy.load_state_dict({name: value.bfloat16() for name, value in precise.items()})
+        for parameter in copy.parameters():
+            parameter.data = parameter.data.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = copy.loss(batch, index)
+        assert expected is not None and torch.equal(loss, expected)
+
+
+def test_drained_before_validation(strategy_at) -> None:
+    module = built(Validated)
+    strategy = strategy_at("lock_free", max_staleness=4)
+    trainer = make_trainer(strategy, val_check_interval=4)
+    trainer.fit(module, BATCHES.loader(), tokens(2, seed=2).loader())
+    assert isinstance(module, Validated)
+    assert module.applied == [4, 4, 8, 8, 12, 12]
+
+
+class Overflows(ScheduledStack):
+    """The gradients of steps 3 and 4 are infinite."""
+
+    def loss(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().loss(batch, index)
+        assert loss is not None
+        return loss * (1e38 if index in (3, 4) else 1.0)
+
+
+def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
+    watch = Watch()
+    plugin = AngelPTMPrecision("16-mixed", LossScale(init_scale=8.0))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy_at("lock_free", max_staleness=2),
+        plugins=[plugin],
+        callbacks=[watch],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(built(Overflows), BATCHES.loader())
+    audits = watch.seen[-1][1]
+    assert_all_applied(audits, 12)
+    assert [audit.skipped for audit in audits] == [2] * len(audits)
+
+
+class TwoOptimizers(ScheduledStack):
+    """Manual optimization: blocks and the rest, in turns; block 1 is frozen."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks[1].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        blocks = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        rest = [*self.embedding.parameters(), *self.norm.parameters(), *self.head.parameters()]
+        return torch.optim.SGD(blocks, lr=1e-2, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            loss = self.loss(batch, index)
+            assert loss is not None
+            self.losses.append(loss.detach().clone())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize("where", WHERE)
+def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness) -> None:
+    watch = Watch()
+    module = run(strategy_at(where, max_staleness=staleness), built(TwoOptimizers), watch)
+    expected = run(strategy_at("ram"), built(TwoOptimizers))
+    assert_all_applied(watch.seen[-1][1], 12)
+    same = [torch.equal(ours, theirs) for ours, theirs in zip(module.losses, expected.losses, strict=True)]
+    assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_accumulation_and_clipping(strategy_at, where) -> None:
+    watch = Watch()
+    run(strategy_at(where, max_staleness=2), built(), watch, accumulate_grad_batches=3, gradient_clip_val=0.5)
+    assert_all_applied(watch.seen[-1][1], 4)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(strategy_at, name) -> None:
+    class WithIt(Stack):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return OPTIMIZERS[name](self.parameters())
+
+    ours = run(strategy_at("lock_free", max_staleness=0), built(WithIt))
+    theirs = run(strategy_at("ram"), built(WithIt))
+    assert all(torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True))
+    watch = Watch()
+    run(strategy_at("lock_free", max_staleness=3), built(WithIt), watch)
+    assert_all_applied(watch.seen[-1][1], 12)
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC])
+def test_a_disk_error_in_the_background_ends_the_run(strategy_at, fault, disk) -> None:
+    gate = Gate()
+    strategy = strategy_at("lock_free", max_staleness=2, poison=False)
+    strategy.file_ops = gate
+
+    def after(step: int) -> None:
+        if step == 3:
+            gate.fault = fault
+
+    module = built()
+    with pytest.raises(PageIOError, match=os.strerror(fault)) as caught:
+        run(strategy, module, Watch(after))
+    assert caught.value.path == str(disk) and caught.value.errno == fault
+    assert len(module.losses) <= 3 + 2 + 1
+
+
+@pytest.mark.parametrize(("owner", "method"), [(Buffers, "finish"), (Shadow, "step")])
+def test_a_thread_that_dies_ends_the_run(strategy_at, monkeypatch, owner, method) -> None:
+    """The buffering thread, and the updating thread."""
+
+    def dies(*_: Any) -> None:
+        raise RuntimeError("slipped on a banana")
+
+    def after(step: int) -> None:
+        if step == 3:
+            monkeypatch.setattr(owner, method, dies)
+
+    module = built()
+    with pytest.raises(RuntimeError, match="slipped on a banana"):
+        run(strategy_at("lock_free", max_staleness=2), module, Watch(after))
+    assert len(module.losses) <= 3 + 2 + 1
+
+
+def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                trainer.save_checkpoint(tmp_path / "seven.ckpt")
+
+    for staleness in (0, 3):
+        strategy = strategy_at("lock_free", max_staleness=staleness)
+        make_trainer(strategy, callbacks=[Saves()]).fit(built(), BATCHES.loader())
+        saved = torch.load(tmp_path / "seven.ckpt", weights_only=False)
+        states = saved["optimizer_states"][0]["state"]
+        assert len(states) == len(list(built().parameters()))
+        steps = {float(state["step"]) for state in states.values()}
+        # Several steps' gradients may be one update, but none is missing from the weights: see the audit.
+        assert steps == {7.0} if staleness == 0 else all(1 <= step <= 7 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lock_free": True, "parameter_home": "disk"}, "lock_free=True computes with parameters that lie in RAM"),
+        ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
+        ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
+    ],
+)
+def test_settings_that_cannot_work(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AngelPTMStrategy(**settings)
+
+
+def test_statistics_need_a_run(disk) -> None:
+    with pytest.raises(UsageError, match="no run is in progress"):
+        AngelPTMStrategy(disk_path=str(disk)).statistics()

@@ -1,0 +1,315 @@
+"""Lock-free buffers, driven by hand: nothing is lost, nothing applied twice, nobody reads half of an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from lightning_ptm.memory import PagedTensor
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import HyperParameters, ParameterGradients, Transform
+from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Origin, SparePages, combined
+
+NUMEL = 8
+
+
+def hyper(lr: float = 0.1, decay: float = 0.0) -> HyperParameters:
+    return HyperParameters((MappingProxyType({"lr": lr, "weight_decay": decay}),))
+
+
+def gradient(step: int, value: float = 1.0, lr: float = 0.1, **transform: torch.Tensor) -> Contribution:
+    values = torch.full((NUMEL,), value)
+    return Contribution(ParameterGradients([values]), (Origin(step, hyper(lr, decay=step)),), Transform(**transform))  # type: ignore[arg-type]
+
+
+def pages(tensor_id: int) -> PagedTensor:
+    return PagedTensor(tensor_id, f"pages {tensor_id}", NUMEL, torch.bfloat16, Tier.DEVICE)
+
+
+def value_of(contribution: Contribution) -> float:
+    source = contribution.source
+    assert isinstance(source, ParameterGradients)
+    (tensor,) = source._flat
+    assert tensor is not None
+    return float(tensor[0])
+
+
+@dataclasses.dataclass
+class Job:
+    flat: FlatBuffer
+    contribution: Contribution
+    target: PagedTensor
+
+
+class Bench:
+    """Buffers whose jobs end when a test says so; `readers` is what compute holds of each flat."""
+
+    def __init__(self, flats: int = 1, spares: int = 2, room: int = 2) -> None:
+        self.jobs: list[Job] = []
+        self.flats = [FlatBuffer(f"flat {index}", NUMEL, torch.bfloat16) for index in range(flats)]
+        self.held = {flat.name: pages(index) for index, flat in enumerate(self.flats)}
+        self.buffers = Buffers(
+            self.flats, SparePages(pages(100 + index) for index in range(spares)), self._start, room=room
+        )
+
+    def _start(self, flat: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
+        self.jobs.append(Job(flat, contribution, target))
+
+    def end(self, job: Job) -> None:
+        self.jobs.remove(job)
+        self.buffers.finish(job.flat)
+
+    def read(self, flat: FlatBuffer) -> int:
+        """Compute takes the newest version, as it does at a unit's first use; returns what it includes."""
+        version = flat.slot.collect()
+        if version is not None:
+            old, self.held[flat.name] = self.held[flat.name], version.pages
+            self.buffers.give_back(old)
+        return flat.slot.applied
+
+
+class PapersBuffer:
+    """Algorithm 2 as printed: gradients are added to the buffer, which is cleared when the update has ended."""
+
+    def __init__(self) -> None:
+        self.buffer = 0.0
+        self.applied = 0.0
+
+    def offer(self, value: float) -> None:
+        self.buffer += value
+
+    def read(self) -> float:
+        return self.buffer
+
+    def finish(self, read: float) -> None:
+        self.applied += read
+        self.buffer = 0.0
+
+
+def test_what_comes_during_an_update_is_lost_by_the_papers_clear_and_not_here() -> None:
+    """In slow motion: gradient 1 comes, an update begins, gradient 2 comes, the update ends, and one more runs."""
+    paper = PapersBuffer()
+    paper.offer(1.0)
+    read = paper.read()
+    paper.offer(2.0)
+    paper.finish(read)
+    paper.finish(paper.read())
+    assert paper.applied == 1.0  # of 3.0
+
+    bench = Bench()
+    (flat,) = bench.flats
+    bench.buffers.offer(flat, gradient(0, 1.0))
+    first = bench.jobs[0]
+    bench.buffers.offer(flat, gradient(1, 2.0))
+    assert (flat.received, flat.applied, flat.pending) == (2, 0, 2)
+    assert value_of(first.contribution) == 1.0  # what is being applied does not change any more
+    bench.end(first)
+    assert (flat.applied, flat.pending) == (1, 1)
+    (second,) = bench.jobs
+    assert value_of(second.contribution) == 2.0
+    bench.end(second)
+    assert (flat.received, flat.applied, flat.pending) == (2, 2, 0)
+
+
+def test_an_update_writes_pages_that_nobody_reads() -> None:
+    bench = Bench()
+    (flat,) = bench.flats
+    bench.buffers.offer(flat, gradient(0))
+    (job,) = bench.jobs
+    before = bench.held[flat.name]
+    assert job.target is not before
+    assert bench.read(flat) == 0 and bench.held[flat.name] is before  # not half of it
+    bench.end(job)
+    assert bench.held[flat.name] is before  # not while it is read
+    assert bench.read(flat) == 1 and bench.held[flat.name] is job.target
+
+
+def test_a_version_that_nobody_took_is_replaced_and_its_pages_are_used_again() -> None:
+    bench = Bench(spares=2)
+    (flat,) = bench.flats
+    for step in range(6):
+        bench.buffers.offer(flat, gradient(step))
+        bench.buffers.hurry(flat)
+        bench.end(bench.jobs[0])
+    assert bench.read(flat) == 6
+    assert bench.buffers.idle
+
+
+def test_gradients_that_wait_are_added_and_one_update_applies_them() -> None:
+    bench = Bench()
+    (flat,) = bench.flats
+    bench.buffers.offer(flat, gradient(0))
+    for step, value in ((1, 2.0), (2, 4.0), (3, 8.0)):
+        bench.buffers.offer(flat, gradient(step, value))
+    bench.end(bench.jobs[0])
+    (job,) = bench.jobs
+    assert value_of(job.contribution) == 14.0
+    assert [origin.step for origin in job.contribution.origins] == [1, 2, 3]
+    assert (flat.received, flat.applied, flat.pending) == (4, 1, 3)
+
+
+def test_each_step_clips_and_unscales_its_own_gradient() -> None:
+    first = gradient(0, 8.0, clip=torch.tensor(0.5))
+    first.add(gradient(1, 8.0, clip=torch.tensor(0.25), unscale=torch.tensor(2.0)))
+    first.add(gradient(2, 1.0))
+    assert value_of(first) == 4.0 + 4.0 + 1.0
+    assert combined(first)[1] == Transform(share=1 / 3)
+
+
+def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_added() -> None:
+    waited: list[str] = []
+
+    @dataclasses.dataclass
+    class OnItsWay:
+        name: str
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            waited.append(self.name)
+
+    one, other = gradient(0), gradient(1)
+    one.after, other.after = (OnItsWay("one"),), (OnItsWay("other"),)
+    discarded: list[int] = []
+    other.discard = lambda: discarded.append(1)
+    one.add(other)
+    assert waited == ["one", "other"] and discarded == [1] and not one.after
+
+
+def test_one_steps_gradient_is_applied_with_that_steps_hyper_parameters() -> None:
+    clip = torch.tensor(0.5)
+    contribution = gradient(3, lr=0.3, clip=clip)
+    assert combined(contribution) == (hyper(0.3, decay=3), Transform(clip=clip))
+
+
+def test_several_steps_are_applied_with_the_sum_of_their_learning_rates_to_the_mean_of_their_gradients() -> None:
+    contribution = gradient(3, lr=0.25)
+    contribution.add(gradient(4, lr=0.5))
+    made, transform = combined(contribution)
+    assert dict(made.groups[0]) == {"lr": 0.75, "weight_decay": 4}
+    assert transform == Transform(share=0.5)
+    values = torch.full((2,), 6.0)
+    transform.apply_(values)
+    assert values.tolist() == [3.0, 3.0]
+
+
+def test_the_oldest_gradients_come_first_but_for_what_compute_waits_for() -> None:
+    bench = Bench(flats=5, spares=5)
+    for step, index in ((0, 0), (0, 1), (5, 2), (3, 3), (4, 4)):
+        bench.buffers.offer(bench.flats[index], gradient(step))
+    assert [job.flat.name for job in bench.jobs] == ["flat 0", "flat 1"]  # two are in hand
+    assert not bench.buffers.hurry(bench.flats[4]) or bench.jobs[-1].flat is bench.flats[4]
+    bench.end(bench.jobs[0])
+    bench.end(bench.jobs[0])
+    assert [job.flat.name for job in bench.jobs][:2] == ["flat 4", "flat 3"]
+
+
+def test_jobs_are_started_as_far_as_there_is_room() -> None:
+    bench = Bench(flats=6, spares=7, room=4)
+    for flat in bench.flats:
+        bench.buffers.offer(flat, gradient(0))
+    assert len(bench.jobs) == 4
+
+
+def test_the_last_spare_pages_are_for_what_compute_waits_for() -> None:
+    """Versions that compute cannot take yet, because it is using the old ones, must not leave it without pages."""
+    bench = Bench(flats=3, spares=2)
+    for flat in bench.flats:
+        bench.buffers.offer(flat, gradient(0))
+    (job,) = bench.jobs
+    bench.end(job)
+    assert bench.jobs == []  # one spare is left, and the version of flat 0 is not taken
+    bench.buffers.hurry(bench.flats[2])
+    (job,) = bench.jobs
+    assert job.flat is bench.flats[2]
+    bench.end(job)
+    assert bench.read(bench.flats[2]) == 1
+    assert bench.jobs == []
+    bench.read(bench.flats[0])
+    assert [job.flat for job in bench.jobs] == [bench.flats[1]]
+
+
+class Interleaving(Bench):
+    """Random events, with a model beside them: every contribution is a power of two, so a sum tells which are in it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        super().__init__(self.random.randint(1, 4), 2, self.random.randint(1, 3))
+        self.offered: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
+        self.done: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
+
+    def offer_one(self, flat: FlatBuffer) -> None:
+        offered = self.offered[flat.name]
+        offered.append(2.0 ** len(offered))
+        self.buffers.offer(flat, gradient(len(offered) - 1, offered[-1]))
+
+    def end_one(self) -> None:
+        if self.jobs:
+            job = self.random.choice(self.jobs)
+            self.done[job.flat.name].append(value_of(job.contribution))
+            self.end(job)
+
+    def check(self) -> None:
+        in_use = [*self.held.values(), *(job.target for job in self.jobs)]
+        in_use += [flat.slot._published.pages for flat in self.flats if flat.slot._published is not None]
+        assert len({tensor.id for tensor in in_use}) == len(in_use), "pages have two owners"
+        for flat in self.flats:
+            assert flat.received == len(self.offered[flat.name]) == flat.applied + flat.pending
+            assert flat.slot.applied == flat.applied
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            flat = self.random.choice(self.flats)
+            event = self.random.choice(("offer", "end", "end", "read", "hurry"))
+            if event == "offer" and len(self.offered[flat.name]) < 20:
+                self.offer_one(flat)
+            elif event == "end":
+                self.end_one()
+            elif event == "read":
+                self.read(flat)
+            elif event == "hurry":
+                self.buffers.hurry(flat)
+            self.check()
+        for flat in self.flats:
+            self.wait_as_compute_does(flat)
+        for flat in self.flats:
+            # Each contribution is in one update: the updates' sums are disjoint, and make up all that was offered.
+            assert sum(self.done[flat.name]) == sum(self.offered[flat.name])
+            bits = [int(value) for value in self.done[flat.name]]
+            assert all(one & other == 0 for index, one in enumerate(bits) for other in bits[:index])
+            assert flat.pending == 0 and flat.applied == len(self.offered[flat.name])
+
+    def wait_as_compute_does(self, flat: FlatBuffer) -> None:
+        """Other flats are in use, so their versions are not taken: this one's must come nevertheless."""
+        for _ in range(100):
+            if flat.slot.applied == len(self.offered[flat.name]):
+                break
+            self.buffers.hurry(flat)
+            self.end_one()
+        assert self.read(flat) == len(self.offered[flat.name])
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_thousands_of_interleavings(block: int) -> None:
+    for seed in range(block * 1000, (block + 1) * 1000):
+        Interleaving(seed).run(40)
+
+
+def spare_ids(spares: SparePages, count: int, urgent: Sequence[bool]) -> list[int | None]:
+    taken = [spares.take(NUMEL, torch.bfloat16, urgent=each) for each in urgent[:count]]
+    return [tensor.id if tensor is not None else None for tensor in taken]
+
+
+def test_spare_pages_of_a_kind() -> None:
+    assert spare_ids(SparePages([pages(1), pages(2)]), 3, [False, False, True]) == [2, None, 1]
+    assert spare_ids(SparePages([pages(1)]), 2, [False, True]) == [
+        1,
+        None,
+    ]  # of a single flat: nothing can be in its way
+    assert SparePages([pages(1)]).take(NUMEL, torch.float32, urgent=True) is None
