@@ -30,7 +30,7 @@ MASTER_BYTES_PER_PARAMETER = 24  # 12 read and 12 written: fp32 parameter and tw
 
 # Keeps freed activations mapped, for all sides alike: glibc's defaults give large ones back at each free, and page
 # faults then cost every side the same seconds, which hides differences between them.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(8 * GIB), "MALLOC_TRIM_THRESHOLD_": str(16 * GIB)}
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(64 * GIB)}
 # The opposite: what is freed leaves the resident set at once, so that a peak is a peak of live bytes.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_TRIM_THRESHOLD_": "0"}
 

@@ -80,6 +80,8 @@ class Pacer(Callback):
         if self.left == 0:
             now = disk_numbers(trainer.strategy) if self.count_disk else {}
             spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
+            if "reads" in spent:
+                spent["mean_staleness"] = spent["total_staleness"] / spent["reads"]
             self.baton.report(float(outputs["loss"]), spent)
             self.before = now
             self._wait(trainer)
@@ -99,6 +101,9 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
 
     assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
     numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
+    staleness = strategy.statistics().staleness
+    if staleness is not None:
+        numbers |= {"reads": float(staleness.reads), "total_staleness": float(staleness.total)}
     for (source, target), link in strategy.engine.allocator.stats().items():
         if (source is Tier.DISK) != (target is Tier.DISK):
             verb = "read" if source is Tier.DISK else "written"

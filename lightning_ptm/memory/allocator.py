@@ -25,6 +25,7 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyRange, Machine, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
+from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.links import Link, LinkStats
@@ -52,7 +53,7 @@ class Allocator:
         disk_paths: existing folders, best on different disks.
         pin_host: page-lock the host tier when `device` is a CUDA device.
         poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
-        io_threads_per_path: transfers of one disk path that run at once.
+        io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
@@ -71,7 +72,7 @@ class Allocator:
         disk_paths: Sequence[Path] = (),
         pin_host: bool = False,
         poison: bool = False,
-        io_threads_per_path: int = 2,
+        io_threads_per_path: int | None = None,
         file_ops: FileOps | None = None,
     ) -> None:
         sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
@@ -101,7 +102,8 @@ class Allocator:
             if frames[Tier.DISK]:
                 disk = DiskRegion(disk_paths, page_size=page_size, total_frames=frames[Tier.DISK], file_ops=file_ops)
                 undo.callback(disk.close)
-                io = IoQueue(len(disk_paths), threads_per_lane=io_threads_per_path, page_size=page_size, pin=pin)
+                threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
+                io = IoQueue(len(disk_paths), threads_per_lane=threads, page_size=page_size, pin=pin)
                 undo.callback(io.close)
                 if poison:
                     poison_page = HostRegion(page_size)

@@ -1,0 +1,154 @@
+"""Lock-free updates with master states on disk: what does compute still wait for?
+
+Sides, in turns, on the same GPT, with so few tokens a step that the disk dominates:
+  ours         AngelPTMStrategy(lock_free=True)
+  synchronous  the same without lock_free: updates behind the backward pass and the next forward
+  at_step      the same with update_in_backward=False: updates between the backward pass and the next forward
+  compute      forward and backward of the bf16 model alone, no optimizer (sides/plain.py)
+  disk         O_DIRECT alone, as many bytes read as written, as this disk likes best (sides/disk.py)
+Once with all cores computing, and once with one core fewer, which is left to the updates (`--threads` says how many
+compute in the first case).
+Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
+less); step time of ours over compute; bytes a second of the updates' stream over the disk's; speed of synchronous over
+at_step (no bar).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from common import MASTER_BYTES_PER_PARAMETER as STEP_BYTES
+from common import (
+    MIB,
+    Bar,
+    argument_parser,
+    base_options,
+    chosen,
+    disk_folder,
+    ours,
+    publish,
+    quicken,
+    show_scores,
+)
+from disk_masters import compute_side, disk_side, page_speed
+from gpt import SHAPES, GPTShape
+from race import Race, Score, Side
+
+PAPERS_SPEED_UP = 2.96
+COMPUTE_LIMIT = {"to spare": 1.10, "that compute": 1.25}
+STREAM_LIMIT = 0.90
+
+
+def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
+    """The contestants, with what each is asked to train."""
+    options = base_options(shape, batch=args.batch)
+    settings = {
+        "page_size": f"{args.page_size}MiB",
+        "disk_path": str(folder),
+        "parameter_home": "auto",
+        "master_home": "disk",
+        "freed_memory": "keep",
+    }
+    lock_free = {"lock_free": True, "max_staleness": args.max_staleness}
+    return [
+        ours(options, args, settings | lock_free),
+        replace(ours(options, args, settings), name="synchronous"),
+        replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
+        compute_side(options, args),
+        disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),
+    ]
+
+
+def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
+    """The bars of the sides that took part."""
+    made: list[Bar] = []
+    mine = scores.get("ours")
+    what = f"{size} lock-free, cores {cores}"
+    if mine and "compute" in scores:
+        alone_s = scores["compute"].step_s
+        limit = COMPUTE_LIMIT[cores]
+        made.append(
+            Bar(
+                f"{what}: step over compute alone",
+                mine.step_s,
+                alone_s,
+                "s",
+                mine.step_s / alone_s,
+                limit,
+                at_least=False,
+            )
+        )
+    if mine and "synchronous" in scores and "compute" in scores:
+        waiting_s, alone_s = scores["synchronous"].step_s, scores["compute"].step_s
+        limit = min(PAPERS_SPEED_UP, 0.9 * waiting_s / alone_s)
+        ratio = waiting_s / mine.step_s
+        print(f"{what}: synchronous takes {waiting_s / alone_s:.2f} x compute alone")
+        made.append(
+            Bar(
+                f"{what}: speed over synchronous",
+                1 / mine.step_s,
+                1 / waiting_s,
+                "steps/s",
+                ratio,
+                limit,
+                at_least=True,
+            )
+        )
+    if mine and "disk" in scores:
+        speed = median(page_speed(turn) for turn in mine.turns)
+        alone = scores["disk"].traffic_bytes / scores["disk"].step_s
+        made.append(
+            Bar(
+                f"{what}: updates' stream over the disk",
+                speed / 1e9,
+                alone / 1e9,
+                "GB/s",
+                speed / alone,
+                STREAM_LIMIT,
+                True,
+            )
+        )
+    if "synchronous" in scores and "at_step" in scores:
+        behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
+        name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
+        made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
+    if mine:
+        staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
+        print(f"{what}: mean staleness {staleness:.2f} steps")
+    return made
+
+
+def main() -> None:
+    """Race, print, and write what the command line asked for."""
+    parser = argument_parser(__doc__, disk=True)
+    parser.add_argument("--size", default="124M", choices=tuple(SHAPES))
+    parser.add_argument("--batch", type=int, default=1, help="samples a step")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens of a sample: few, so that the disk dominates")
+    parser.add_argument("--max-staleness", type=int, default=16)
+    args = quicken(parser.parse_args())
+    size = "tiny" if args.quick else args.size
+    shape = SHAPES[size].with_sequence(args.sequence)
+    print(f"GPT {size}, {shape.numel:,} parameters, batch {args.batch} x {args.sequence}, page {args.page_size * MIB}")
+    all_bars: list[Bar] = []
+    all_scores: dict[str, Score] = {}
+    threads = args.threads
+    for cores, computing in (("that compute", threads), ("to spare", threads - 1)):
+        if computing < 1:
+            print("this machine has no core to spare")
+            continue
+        args.threads = computing
+        print(f"cores {cores}: {computing} threads compute")
+        with disk_folder(args.disk_path) as folder, Race(chosen(sides(shape, args, folder), args)) as race:
+            scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
+        show_scores(scores, tokens_per_step=args.batch * args.sequence)
+        all_bars += bars(size, scores, cores)
+        all_scores |= {f"cores {cores} {name}": score for name, score in scores.items()}
+    publish("lock_free.py", args, all_bars, all_scores)
+
+
+if __name__ == "__main__":
+    main()

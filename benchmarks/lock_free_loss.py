@@ -1,0 +1,196 @@
+"""Lock-free against synchronous updates on the main job: same seed, text and steps; what does staleness cost in loss?
+
+The disk is slowed down to `--disk-mb-per-s`, so that an update takes a few steps' time and staleness really occurs.
+Prints the final validation loss of each run and, for lock-free ones, the mean and the largest staleness. Bar: the mean over
+seeds of lock-free loss over synchronous loss, at most 1.01, at a mean staleness of at least 1.
+
+`--rules` also tries other ways to apply the gradients of several steps in one update (lightning_ptm/update/buffers.py has
+the one that is used, "mean-sum"): mean or sum of gradients, and sum, mean or newest of learning rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import ROOT, SEED, Bar, argument_parser, disk_folder, publish, quicken, show_table
+from race import Score
+
+sys.path.insert(0, str(ROOT))
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.cli import command_line
+from lightning_ptm.memory import FileOps
+from lightning_ptm.update import HyperParameters, Transform, buffering
+from lightning_ptm.update.buffers import Contribution
+
+LIMIT = 1.01
+LEAST_STALENESS = 1.0
+
+Rule = Callable[[Contribution], tuple[HyperParameters, Transform]]
+
+
+def rule(gradients: str, rates: str) -> Rule:
+    """Another `combined`: "mean" or "sum" of gradients; "sum", "mean" or "newest" of learning rates."""
+
+    def combine(contribution: Contribution) -> tuple[HyperParameters, Transform]:
+        origins = contribution.origins
+        if len(origins) == 1:
+            return origins[0].hyper, contribution.transform
+        groups = []
+        for index, newest in enumerate(origins[-1].hyper.groups):
+            each = [origin.hyper.groups[index]["lr"] for origin in origins]
+            lr = {"sum": sum(each), "mean": sum(each) / len(each), "newest": each[-1]}[rates]
+            groups.append({**newest, "lr": lr})
+        share = 1 / len(origins) if gradients == "mean" else 1.0
+        return HyperParameters(tuple(groups)), dataclasses.replace(contribution.transform, share=share)
+
+    return combine
+
+
+RULES = {
+    f"{gradients}-{rates}": rule(gradients, rates)
+    for gradients in ("mean", "sum")
+    for rates in ("sum", "mean", "newest")
+}
+
+
+class SlowDisk(FileOps):
+    """Reads and writes at a fixed bandwidth, one after the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._at_speed(super().preadv(fd, buffers, offset))
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._at_speed(super().pwritev(fd, buffers, offset))
+
+    def _at_speed(self, moved_bytes: int) -> int:
+        with self._lock:
+            time.sleep(moved_bytes / self._bytes_per_s)
+        return moved_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How one training ended."""
+
+    name: str
+    seed: int
+    loss: float
+    mean_staleness: float
+    max_staleness: int
+    updates_per_step: float
+    seconds: float
+
+
+def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_name: str | None) -> Run:
+    """The main job with other settings of the strategy."""
+    lock_free = rule_name is not None
+    options = [
+        f"--config={ROOT / 'configs' / 'gpt.yaml'}",
+        f"--seed_everything={seed}",
+        "--trainer.logger=false",
+        "--trainer.callbacks=null",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.enable_checkpointing=false",
+        f"--trainer.max_steps={args.train_steps}",
+        f"--trainer.val_check_interval={args.train_steps}",
+        f"--trainer.strategy.init_args.disk_path={folder}",
+        "--trainer.strategy.init_args.master_home=disk",
+        f"--trainer.strategy.init_args.lock_free={str(lock_free).lower()}",
+        f"--trainer.strategy.init_args.max_staleness={args.max_staleness}",
+    ]
+    original = buffering.combined
+    if rule_name is not None and rule_name != "mean-sum":
+        buffering.combined = RULES[rule_name]
+    try:
+        with tempfile.TemporaryDirectory() as runs:
+            cli = command_line(args=[*options, f"--trainer.default_root_dir={runs}"], run=False)
+            strategy = cli.trainer.strategy
+            assert isinstance(strategy, AngelPTMStrategy)
+            if lock_free:
+                strategy.file_ops = SlowDisk(args.disk_mb_per_s * 1e6)
+            last: list[Any] = []
+            cli.model.on_train_end = lambda: last.append(strategy.statistics())  # type: ignore[method-assign]
+            started = time.perf_counter()
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+            seconds = time.perf_counter() - started
+    finally:
+        buffering.combined = original
+    staleness = last[0].staleness
+    run = Run(
+        name,
+        seed,
+        float(cli.trainer.callback_metrics["val_loss"]),
+        staleness.mean if staleness else 0.0,
+        staleness.maximum if staleness else 0,
+        last[0].updates_per_step,
+        seconds,
+    )
+    print(run, flush=True)
+    return run
+
+
+def main() -> None:
+    """Train, print, and write what the command line asked for."""
+    parser = argument_parser(__doc__, disk=True)
+    parser.add_argument("--train-steps", type=int, default=300, help="optimizer steps of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
+    parser.add_argument("--disk-mb-per-s", type=float, default=100.0, help="bandwidth of the slowed disk")
+    parser.add_argument("--max-staleness", type=int, default=8)
+    parser.add_argument("--rules", default="mean-sum", help=f"by comma, of {', '.join(RULES)}")
+    args = quicken(parser.parse_args())
+    if args.quick:
+        args.train_steps, args.seeds = 6, 1
+    runs: list[Run] = []
+    with disk_folder(args.disk_path) as folder:
+        for seed in range(SEED, SEED + args.seeds):
+            runs.append(train("synchronous", seed, args, folder, None))
+            runs += [train(name, seed, args, folder, name) for name in args.rules.split(",")]
+    rows = [
+        (
+            run.name,
+            str(run.seed),
+            f"{run.loss:.5f}",
+            f"{run.mean_staleness:.2f}",
+            str(run.max_staleness),
+            f"{run.updates_per_step:.2f}",
+            f"{run.seconds:.0f} s",
+        )
+        for run in runs
+    ]
+    show_table(("updates", "seed", "validation loss", "mean staleness", "max", "updates/step", "took"), rows)
+    bars: list[Bar] = []
+    waiting = {run.seed: run.loss for run in runs if run.name == "synchronous"}
+    for name in args.rules.split(","):
+        mine = [run for run in runs if run.name == name]
+        ratio = mean(run.loss / waiting[run.seed] for run in mine)
+        staleness = mean(run.mean_staleness for run in mine)
+        if staleness < LEAST_STALENESS:
+            print(
+                f"{name}: mean staleness is {staleness:.2f}; lower --disk-mb-per-s: below {LEAST_STALENESS} says nothing"
+            )
+            continue
+        what = f"main job, {len(mine)} seeds, {name}, mean staleness {staleness:.2f}: validation loss over synchronous"
+        bars.append(
+            Bar(what, mean(run.loss for run in mine), mean(waiting.values()), "nats", ratio, LIMIT, at_least=False)
+        )
+    no_scores: dict[str, Score] = {}
+    publish("lock_free_loss.py", args, bars, no_scores)
+
+
+if __name__ == "__main__":
+    main()
