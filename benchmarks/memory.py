@@ -1,7 +1,8 @@
 """Compute parameters in RAM, masters on disk: how much memory does the process take beyond what it must?
 
 Sides:
-  ours         AngelPTMStrategy; the model is built on the meta device, so that building it is no peak
+  ours         AngelPTMStrategy with freed_memory="return", as it is set by itself where RAM is short; the model is built
+               on the meta device, so that building it is no peak
   activations  forward and backward of the bf16 model alone, freed memory returned at once: its peak less what was
                resident before the first step and less 2 bytes a parameter of gradients is the activations
   lock_free    as ours, with lock_free=True
@@ -44,6 +45,7 @@ def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
     """The contestants, with what each is asked to train."""
     options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": args.recompute}
+    settings["freed_memory"] = "return"
     homes = {"parameter_home": "device", "master_home": "disk"}
     alone = {**options, "update": False, "recompute": args.recompute == "all"}
     return [

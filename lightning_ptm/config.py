@@ -84,7 +84,8 @@ class Settings:
             than exceed it. 0 gives the numbers of a synchronous run.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
-            step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk.
+            step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and
+            pages take a quarter of the free RAM or more.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """

@@ -36,6 +36,8 @@ _HOST_RESERVE_BYTES = 1 << 30
 _DEVICE_SHARE = 0.5
 """Share of the free device memory that `auto` takes for pages; activations and the libraries get the rest."""
 _DISK_SHARE = 0.95
+_ROOMY_SHARE = 1 / 4
+"""With a disk tier: where pages take less of the free RAM than this, freed memory may stay for the next step."""
 _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
 _SPARES = 2
@@ -219,7 +221,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         update_in_backward=not at_step if lock_free else not keep,
         lock_free=plan,
         accumulates_whole=accumulates_whole,
-        keep_freed_memory=settings.freed_memory == "keep" or (settings.freed_memory == "auto" and not pools[Tier.DISK]),
+        keep_freed_memory=_keep_freed_memory(request, pools),
         gradient_room_bytes=gradient_room,
     )
 
@@ -450,6 +452,16 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
                     max(pages(flat.shard_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
                 )
     return pools
+
+
+def _keep_freed_memory(request: Request, pools: dict[Tier, int]) -> bool:
+    """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
+    if request.settings.freed_memory != "auto":
+        return request.settings.freed_memory == "keep"
+    if not pools[Tier.DISK]:
+        return True
+    in_ram = pools[Tier.DEVICE] + pools[Tier.HOST]
+    return in_ram < free_host_bytes() / request.ranks_on_host * _ROOMY_SHARE
 
 
 def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:

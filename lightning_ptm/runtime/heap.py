@@ -9,7 +9,7 @@ from lightning_ptm.memory.malloc import give_freed_memory_back, keep_freed_memor
 from lightning_ptm.runtime.machine import free_host_bytes
 
 _RESERVE_BYTES = 1 << 30
-"""With less RAM than this free, even a run that keeps freed memory gives it back between steps."""
+"""With less RAM than this free, a run that has kept freed memory gives it back from then on."""
 
 
 class Heap:
@@ -25,7 +25,10 @@ class Heap:
 
     def between_steps(self) -> None:
         """Freed activations of the last step leave the process, unless they may stay."""
-        if not self._keep or free_host_bytes() < _RESERVE_BYTES:
+        if self._keep and free_host_bytes() < _RESERVE_BYTES:
+            self._keep = False
+            give_freed_memory_back()
+        if not self._keep:
             trim()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from torch.optim import Optimizer
 
@@ -168,12 +169,20 @@ class LockFreeUpdates(UpdateScheduler):
     def finish(self, unit: int) -> None:
         if unit in self._read or not self._places[unit]:
             return
-        late = self._too_stale(unit)
-        if late:
+        while late := self._too_stale(unit):
             for place in late:
                 self._buffering.hurry(place)
-            self._buffering.wait(lambda: not self._too_stale(unit))
+            # The next version may need the pages of what nobody uses now.
+            unread = [other for other in range(len(self._places)) if other not in self._read]
+            for other in unread:
+                self._adopt(other)
+            self._buffering.wait(partial(self._has_news, unit, unread))
         self._renew(unit)
+
+    def _has_news(self, unit: int, others: Sequence[int]) -> bool:
+        if not self._too_stale(unit):
+            return True
+        return any(self._buffering.published(place) for other in others for place in self._places[other])
 
     def finish_all(self) -> None:
         self._buffering.drain(self._adopt_all)

@@ -34,8 +34,7 @@ class Statistics:
 
 def collect(engine: Engine) -> Statistics:
     """The numbers of an engine, now. Cheap: nothing is waited for."""
-    updates = engine.updates
-    lock_free = isinstance(updates, LockFreeUpdates)
+    updates = engine.updates if isinstance(engine.updates, LockFreeUpdates) else None
     return Statistics(
         links={
             f"{source.name.lower()}_to_{target.name.lower()}": stats
@@ -43,8 +42,8 @@ def collect(engine: Engine) -> Statistics:
         },
         stall_s=dict(engine.executor.stall_s),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
-        staleness=dataclasses.replace(updates.stats) if lock_free else None,
-        updates_per_step=updates.updates_per_step if lock_free else 1.0,
+        staleness=dataclasses.replace(updates.stats) if updates is not None else None,
+        updates_per_step=updates.updates_per_step if updates is not None else 1.0,
     )
 
 

@@ -113,6 +113,10 @@ class Buffering:
         """The newest version of a flat, unless it was collected before. Never blocks."""
         return self._flats[flat].buffer.slot.collect()
 
+    def published(self, flat: int) -> bool:
+        """Whether there is a version of a flat to collect. Never blocks."""
+        return self._flats[flat].buffer.slot.published
+
     def applied(self, flat: int) -> int:
         """Contributions that the newest version of a flat includes. Never blocks."""
         return self._flats[flat].buffer.slot.applied
@@ -137,7 +141,7 @@ class Buffering:
         """
         self.check()
         idle = threading.Event()
-        self._messages.put(partial(self._when_idle.append, idle))
+        self._messages.put(lambda: self._when_idle.append(idle))
         while not idle.is_set():
             collect()
             with self._news:

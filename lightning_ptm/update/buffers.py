@@ -8,7 +8,8 @@ I2: no half updates. A job writes pages that nobody reads. They are published at
     that they replace are used again only after compute has given them back.
 I3: one job at a time for a flat, so its updates follow each other.
 I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
-    for, which gives its old ones back at once.
+    for, or soon will, and while compute waits it collects the versions of all flats that it is not using, and gives their
+    old pages back.
 """
 
 from __future__ import annotations
@@ -118,6 +119,11 @@ class VersionSlot:
             replaced, self._published = self._published, version
             self.applied = version.applied
         return replaced
+
+    @property
+    def published(self) -> bool:
+        """Whether there is a version to collect."""
+        return self._published is not None
 
     def collect(self) -> Version | None:
         """Take the newest version, if there is one that was not taken before: from now on it is compute's."""

@@ -16,6 +16,7 @@ from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import UsageError
+from lightning_ptm.runtime import blueprint
 
 BATCHES = tokens(6)
 UNSEEN = tokens(3, seed=2)
@@ -346,11 +347,22 @@ class _Kept(L.Callback):
     [
         ("ram", "auto", True),
         ("ram", "return", False),
-        ("masters_on_disk", "auto", False),
-        ("masters_on_disk", "keep", True),
+        ("masters_on_disk", "auto", True),
+        ("masters_on_disk", "return", False),
     ],
 )
-def test_freed_memory_is_kept_unless_something_lives_on_disk(strategy_at, tier, freed, kept) -> None:
+def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, freed, kept) -> None:
     seen = _Kept()
     make_trainer(strategy_at(tier, freed_memory=freed), callbacks=[seen]).fit(make(), BATCHES.loader())
+    assert seen.kept is kept
+
+
+@pytest.mark.parametrize(
+    ("tier", "freed", "kept"), [("masters_on_disk", "auto", False), ("masters_on_disk", "keep", True)]
+)
+def test_freed_memory_goes_back_where_ram_is_short(strategy_at, monkeypatch, tier, freed, kept) -> None:
+    monkeypatch.setattr(blueprint, "free_host_bytes", lambda: 8 << 20)
+    seen = _Kept()
+    strategy = strategy_at(tier, freed_memory=freed, host_memory="64MiB")
+    make_trainer(strategy, callbacks=[seen]).fit(make(), BATCHES.loader())
     assert seen.kept is kept

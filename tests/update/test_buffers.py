@@ -109,6 +109,7 @@ def test_what_comes_during_an_update_is_lost_by_the_papers_clear_and_not_here() 
     assert (flat.received, flat.applied, flat.pending) == (2, 0, 2)
     assert value_of(first.contribution) == 1.0  # what is being applied does not change any more
     bench.end(first)
+    assert bench.read(flat) == 1
     assert (flat.applied, flat.pending) == (1, 1)
     (second,) = bench.jobs
     assert value_of(second.contribution) == 2.0
@@ -136,8 +137,8 @@ def test_a_version_that_nobody_took_is_replaced_and_its_pages_are_used_again() -
         bench.buffers.offer(flat, gradient(step))
         bench.buffers.hurry(flat)
         bench.end(bench.jobs[0])
-    assert bench.read(flat) == 6
     assert bench.buffers.idle
+    assert bench.read(flat) == 6
 
 
 def test_gradients_that_wait_are_added_and_one_update_applies_them() -> None:
@@ -147,6 +148,7 @@ def test_gradients_that_wait_are_added_and_one_update_applies_them() -> None:
     for step, value in ((1, 2.0), (2, 4.0), (3, 8.0)):
         bench.buffers.offer(flat, gradient(step, value))
     bench.end(bench.jobs[0])
+    bench.read(flat)
     (job,) = bench.jobs
     assert value_of(job.contribution) == 14.0
     assert [origin.step for origin in job.contribution.origins] == [1, 2, 3]
@@ -243,6 +245,8 @@ class Interleaving(Bench):
         super().__init__(self.random.randint(1, 4), 2, self.random.randint(1, 3))
         self.offered: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
         self.done: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
+        self.used: set[str] = set()
+        self.bound = self.random.randint(0, 3)
 
     def offer_one(self, flat: FlatBuffer) -> None:
         offered = self.offered[flat.name]
@@ -266,18 +270,19 @@ class Interleaving(Bench):
     def run(self, events: int) -> None:
         for _ in range(events):
             flat = self.random.choice(self.flats)
-            event = self.random.choice(("offer", "end", "end", "read", "hurry"))
+            event = self.random.choice(("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next"))
             if event == "offer" and len(self.offered[flat.name]) < 20:
                 self.offer_one(flat)
             elif event == "end":
                 self.end_one()
-            elif event == "read":
-                self.read(flat)
-            elif event == "hurry":
-                self.buffers.hurry(flat)
+            elif event == "prefetch":
+                self.prefetch(flat)
+            elif event == "use":
+                self.use(flat)
+            elif event == "next":
+                self.used.clear()
             self.check()
-        for flat in self.flats:
-            self.wait_as_compute_does(flat)
+        self.drain()
         for flat in self.flats:
             # Each contribution is in one update: the updates' sums are disjoint, and make up all that was offered.
             assert sum(self.done[flat.name]) == sum(self.offered[flat.name])
@@ -285,14 +290,42 @@ class Interleaving(Bench):
             assert all(one & other == 0 for index, one in enumerate(bits) for other in bits[:index])
             assert flat.pending == 0 and flat.applied == len(self.offered[flat.name])
 
-    def wait_as_compute_does(self, flat: FlatBuffer) -> None:
-        """Other flats are in use, so their versions are not taken: this one's must come nevertheless."""
-        for _ in range(100):
-            if flat.slot.applied == len(self.offered[flat.name]):
-                break
+    def too_stale(self, flat: FlatBuffer) -> bool:
+        return len(self.offered[flat.name]) - flat.slot.applied > self.bound
+
+    def prefetch(self, flat: FlatBuffer) -> None:
+        """Compute would like to have the flat and does not wait for it."""
+        if flat.name in self.used:
+            return
+        if self.too_stale(flat):
             self.buffers.hurry(flat)
+        else:
+            self.used.add(flat.name)
+            self.read(flat)
+
+    def use(self, flat: FlatBuffer) -> None:
+        """Compute waits for the flat. What it uses already keeps its pages."""
+        rounds = 0
+        while flat.name not in self.used and self.too_stale(flat):
+            self.buffers.hurry(flat)
+            for other in self.flats:
+                if other.name not in self.used:
+                    self.read(other)
+            assert self.jobs, "compute would wait for ever"
             self.end_one()
-        assert self.read(flat) == len(self.offered[flat.name])
+            rounds += 1
+            assert rounds < 1000
+        self.prefetch(flat)
+
+    def drain(self) -> None:
+        """As at a validation: nothing is in use."""
+        self.used.clear()
+        while not self.buffers.idle:
+            for flat in self.flats:
+                self.read(flat)
+            assert self.jobs, "the drain would wait for ever"
+            self.end_one()
+            self.check()
 
 
 @pytest.mark.parametrize("block", range(4))
