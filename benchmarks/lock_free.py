@@ -4,13 +4,14 @@ Sides, in turns, on the same GPT, with so few tokens a step that the disk domina
   ours         AngelPTMStrategy(lock_free=True)
   synchronous  the same without lock_free: updates behind the backward pass and the next forward
   at_step      the same with update_in_backward=False: updates between the backward pass and the next forward
-  compute      forward and backward of the bf16 model alone, no optimizer (sides/plain.py)
+  compute      forward and backward of the bf16 model alone, no optimizer, freed memory kept as by ours (sides/plain.py)
+  stream       the updater alone, with nothing computing (sides/stream.py)
   disk         O_DIRECT alone, as many bytes read as written, as this disk likes best (sides/disk.py)
 Once with all cores computing, and once with one core fewer, which is left to the updates (`--threads` says how many
 compute in the first case).
 Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
-less); step time of ours over compute; bytes a second of the updates' stream over the disk's; speed of synchronous over
-at_step (no bar).
+less); step time of ours over compute; bytes a second of stream over the disk's; speed of synchronous over at_step (what
+overlap gains).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from common import MASTER_BYTES_PER_PARAMETER as STEP_BYTES
 from common import (
+    KEEP_FREED_MEMORY,
     MIB,
     Bar,
     argument_parser,
@@ -33,7 +34,9 @@ from common import (
     publish,
     quicken,
     show_scores,
+    side_environment,
 )
+from common import MASTER_BYTES_PER_PARAMETER as STEP_BYTES
 from disk_masters import compute_side, disk_side, page_speed
 from gpt import SHAPES, GPTShape
 from race import Race, Score, Side
@@ -46,6 +49,7 @@ STREAM_LIMIT = 0.90
 def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
     """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=args.batch)
+    page_bytes = args.page_size * MIB
     settings = {
         "page_size": f"{args.page_size}MiB",
         "disk_path": str(folder),
@@ -58,7 +62,12 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
         ours(options, args, settings | lock_free),
         replace(ours(options, args, settings), name="synchronous"),
         replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
-        compute_side(options, args),
+        replace(compute_side(options, args), environment=side_environment(args) | KEEP_FREED_MEMORY),
+        Side(
+            "stream",
+            "stream",
+            {"folder": str(folder), "numel": shape.numel, "flats": 16, "page_bytes": args.page_size * MIB},
+        ),
         disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),
     ]
 
@@ -98,27 +107,21 @@ def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
                 at_least=True,
             )
         )
-    if mine and "disk" in scores:
-        speed = median(page_speed(turn) for turn in mine.turns)
+    if "stream" in scores and "disk" in scores:
+        speed = median(turn.extra["page_bytes"] / turn.seconds for turn in scores["stream"].turns)
         alone = scores["disk"].traffic_bytes / scores["disk"].step_s
-        made.append(
-            Bar(
-                f"{what}: updates' stream over the disk",
-                speed / 1e9,
-                alone / 1e9,
-                "GB/s",
-                speed / alone,
-                STREAM_LIMIT,
-                True,
-            )
-        )
+        name = f"{size} updates' stream alone over the disk, {cores}"
+        made.append(Bar(name, speed / 1e9, alone / 1e9, "GB/s", speed / alone, STREAM_LIMIT, at_least=True))
     if "synchronous" in scores and "at_step" in scores:
         behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
         name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
         made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
     if mine:
         staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
-        print(f"{what}: mean staleness {staleness:.2f} steps")
+        stream = median(page_speed(turn) for turn in mine.turns)
+        print(
+            f"{what}: mean staleness {staleness:.2f} steps; the updates' stream beside compute {stream / 1e9:.2f} GB/s"
+        )
     return made
 
 

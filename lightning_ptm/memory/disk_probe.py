@@ -18,8 +18,8 @@ from lightning_ptm.memory.region import HostRegion
 log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 2
-"""Two keep a disk busy while a third transfer is being prepared."""
-_DEPTHS = (1, 2, 4, 8)
+"""The least: one is prepared while the other runs."""
+_DEPTHS = (2, 4, 8)
 _LEAST_BYTES = 1 << 30
 """Smaller tiers are read and written in a moment, whatever the depth."""
 _TRIAL_BYTES = 96 << 20

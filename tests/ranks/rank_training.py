@@ -36,6 +36,7 @@ TIERS: dict[str, dict[str, Any]] = {
         "parameter_home": "host",
         "master_home": "disk",
     },
+    "lock_free": {"lock_free": True, "max_staleness": 0},
 }
 """Where model states live, as settings of the strategy."""
 

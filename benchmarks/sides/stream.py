@@ -1,0 +1,70 @@
+"""This project's updater alone: AdamW over master states on disk, with nothing else computing.
+
+Options: `folder`; `numel`, of the model; `page_bytes`; `flats`, over which the parameters are spread evenly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from race import Baton
+
+from lightning_ptm.memory import Allocator
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import FlatStates, ParameterGradients, Shadow, UpdateJob, Updater, probe, snapshot
+
+CPU = torch.device("cpu")
+STAGING_CHUNKS = 12
+
+
+def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over; a step is one update of every parameter, until its last write has landed."""
+    page_bytes, flats = options["page_bytes"], options["flats"]
+    numel = options["numel"] // flats
+    units = [
+        UnitSpec(f"unit {index}", (ParameterSpec(f"weight {index}", (numel,), "bfloat16", 2, True, 0),))
+        for index in range(flats)
+    ]
+    layout = build_layout(units, page_size=page_bytes, world_size=1)
+    room = flats * (3 * (4 * numel // page_bytes + 1)) * page_bytes
+    with Allocator(
+        page_size=page_bytes,
+        device=CPU,
+        device_bytes=flats * (2 * numel // page_bytes + 1) * page_bytes + 6 * STAGING_CHUNKS * page_bytes,
+        host_bytes=0,
+        disk_bytes=room,
+        disk_paths=[Path(options["folder"])],
+    ) as allocator:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
+        traits = probe(optimizer, dtype=torch.float32, device=CPU)
+        updater = Updater(allocator, staging=STAGING_CHUNKS)
+        shadow = Shadow(optimizer, traits)
+        jobs = []
+        for flat in layout.flats:
+            states = FlatStates.allocate(allocator, flat, 0, traits, Tier.DISK, master_dtype=torch.float32)
+            target = allocator.allocate("parameters", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
+            jobs.append((states, torch.randn(numel).bfloat16(), target))
+        moved_bytes = 0
+
+        def step() -> None:
+            hyper = snapshot(optimizer, traits)
+            handles = [
+                updater.submit(UpdateJob(states, shadow, ParameterGradients([gradient]), target, hyper))
+                for states, gradient, target in jobs
+            ]
+            for handle in handles:
+                updater.finish(handle)
+            updater.drain()
+
+        step()  # the first reads nothing: there are no moments yet
+        baton.ready()
+        while steps := baton.wait():
+            moved_bytes = updater.stats.bytes_read + updater.stats.bytes_written
+            for _ in range(steps):
+                step()
+            moved_bytes = updater.stats.bytes_read + updater.stats.bytes_written - moved_bytes
+            baton.report(0.0, {"page_bytes": float(moved_bytes)})
+        updater.close()
