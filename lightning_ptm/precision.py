@@ -203,6 +203,11 @@ class AngelPTMPrecision(Precision):
         return not self.gradient_readers(model)
 
     @staticmethod
+    def forgets_gradients(model: LightningModule) -> bool:
+        """Whether Lightning surely forgets gradients between two steps."""
+        return model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
+
+    @staticmethod
     def gradient_readers(model: LightningModule) -> list[str]:
         """Class names of those, model or callback, that have a hook between backward and step."""
         hooks = ("on_before_optimizer_step", "on_after_backward")

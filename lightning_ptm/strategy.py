@@ -190,6 +190,7 @@ class AngelPTMStrategy(ParallelStrategy):
                 mixed=plan.mixed,
                 device=self.root_device,
                 keep_gradients=fitting and self._keeps_gradients(trainer),
+                gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
                 ranks_on_host=max(1, self.num_processes),
             ),
             self._communicator,

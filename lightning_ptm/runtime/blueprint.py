@@ -64,11 +64,13 @@ class LockFree:
 
     Attributes:
         max_staleness: in steps.
+        gradients_stay: see Request.
         spares: pages to take beside the homes.
         cores: CPU cores that updates may use.
     """
 
     max_staleness: int
+    gradients_stay: bool
     spares: tuple[SpareKind, ...]
     cores: int
 
@@ -126,6 +128,7 @@ class Request:
         compute: dtype of floating-point parameters while they compute.
         mixed: keep fp32 master parameters.
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
+        gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
         ranks_on_host: ranks that share this machine's RAM.
     """
 
@@ -136,6 +139,7 @@ class Request:
     mixed: bool
     device: torch.device
     keep_gradients: bool
+    gradients_stay: bool
     ranks_on_host: int
 
 
@@ -174,7 +178,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     accumulates_whole = communicator.world_size > 1 and settings.reduce_gradients == "each_step"
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
-    plan = _lock_free(settings, layout, dtypes) if lock_free else None
+    plan = _lock_free(request, layout, dtypes) if lock_free else None
     beside = (
         0 if plan is None else _beside_bytes(plan, layout, request, in_place=unified and communicator.world_size == 1)
     )
@@ -330,10 +334,11 @@ def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
     return Wishes(parameter=Tier.DEVICE if unified else Tier.HOST, master=tier(settings.wanted_master_home))
 
 
-def _lock_free(settings: Settings, layout: ModelLayout, dtypes: Sequence[torch.dtype]) -> LockFree:
+def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dtype]) -> LockFree:
     kinds = Counter((flat.shard_numel, dtypes[flat.index]) for flat in layout.flats if flat.trainable)
     spares = tuple(SpareKind(numel, dtype, min(count, _SPARES)) for (numel, dtype), count in kinds.items())
-    return LockFree(settings.max_staleness, spares, max(1, (os.cpu_count() or 1) // 2))
+    cores = max(1, (os.cpu_count() or 1) // 2)
+    return LockFree(request.settings.max_staleness, request.gradients_stay, spares, cores)
 
 
 def _beside_bytes(plan: LockFree, layout: ModelLayout, request: Request, *, in_place: bool) -> int:

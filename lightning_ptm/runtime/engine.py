@@ -185,6 +185,7 @@ class Engine:
             self.updater,
             pages.spares(),
             max_staleness=drawn.lock_free.max_staleness,
+            gradients_stay=drawn.lock_free.gradients_stay,
             room=drawn.staging_chunks,
             cores=drawn.lock_free.cores,
         )

@@ -211,6 +211,22 @@ class FlatGradient:
         self._present = [False] * len(self._present)
         return source, self.leaving(), partial(self._allocator.release, pages)
 
+    def duplicate(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+        """As `detach`, with a copy: the gradient stays here until it is cleared."""
+        self.settle()
+        if self.in_place:
+            parameters = self.store.binding.parameters
+            copies = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+            return ParameterGradients(copies), (), _nothing
+        if self._pages is None:
+            raise InternalError(f"flat {self.store.layout.index} has no gradient to copy")
+        layout = self.store.layout
+        copy = self._allocator.allocate(
+            f"flat {layout.index} gradient copy", layout.shard_numel, self.store.binding.dtype, self._pages.tier
+        )
+        transfer = self._allocator.copy(self._pages, copy)
+        return ShardGradient(copy, tuple(self._present)), (transfer,), partial(self._allocator.release, copy)
+
     @property
     def bytes(self) -> int:
         """What this flat's gradient takes on this rank."""

@@ -1,7 +1,7 @@
 """Lock-free updates as compute sees them: gradients go, newer parameters come, and neither waits for the disk
 (section 4.3 of the paper, mended as design.md section 7 says).
 
-Owns how many gradients each flat has produced, and which units have been read in the micro-batch in progress. The buffers
+Owns how many gradients each flat has produced, and which flats have been read in the micro-batch in progress. The buffers
 are the buffering thread's (update/buffering.py).
 
 I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
@@ -85,6 +85,7 @@ class LockFreeUpdates(UpdateScheduler):
         updater: not running yet; the buffering thread has the use of it until `close`.
         spares: pages for versions in the making, see `SparePages`.
         max_staleness: steps whose gradients a parameter in use may lack.
+        gradients_stay: gradients are the user's until zero_grad, so a step takes copies (manual optimization).
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
     """
@@ -98,18 +99,20 @@ class LockFreeUpdates(UpdateScheduler):
         spares: Sequence[PagedTensor],
         *,
         max_staleness: int,
+        gradients_stay: bool,
         room: int,
         cores: int,
     ) -> None:
         super().__init__(flats, optimizers)
         self._units = units
         self._max_staleness = max_staleness
+        self._gradients_stay = gradients_stay
         self._clocks = [_Clock(flat) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
         self._read: set[int] = set()
-        """Units that the micro-batch in progress has read."""
+        """Flats, by place, that the micro-batch in progress has read."""
         self._adopted = [0] * len(self._clocks)
         """Contributions in the version that compute has, by place."""
         self._steps = 0
@@ -126,19 +129,24 @@ class LockFreeUpdates(UpdateScheduler):
     # -- gradients go -------------------------------------------------------------------------------------------------
 
     def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
-        source, after, discard = flat.gradient.detach()
+        # A step's gradients stay until zero_grad where the user may use them again.
+        source, after, discard = flat.gradient.duplicate() if self._gradients_stay else flat.gradient.detach()
         place = self._place_of[id(flat)]
+        if self._staleness(place) > self._max_staleness:
+            # Steps without a forward in between: with a bound of 0 each must be an update of its own.
+            self._catch_up([place])
         self._clocks[place].produced += 1
         self._buffering.offer(place, Contribution(source, (Origin(self._steps, hyper),), transform, after, discard))
 
     def _handed_over(self) -> None:
         return None
 
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: int) -> None:
         self._steps += 1
         self.stats.steps += 1
-        # What is read from now on, in manual optimization also within this iteration, may be of a newer version.
-        self._read.clear()
+        # In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
+        # those of other optimizers may still be alive.
+        self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
 
     def skip(self, optimizer: int) -> None:
         for _, flat in self.flats_of(optimizer):
@@ -157,34 +165,41 @@ class LockFreeUpdates(UpdateScheduler):
             self.finish_all()  # what is evaluated is what was trained
 
     def pending(self, unit: int) -> bool:
-        if unit in self._read or not self._places[unit]:
-            return False
-        late = self._too_stale(unit)
+        unread = self._unread(unit)
+        late = self._too_stale(unread)
         for place in late:
             self._buffering.hurry(place)
-        if not late:
-            self._renew(unit)
+        if unread and not late:
+            self._renew(unit, unread)
         return bool(late)
 
     def finish(self, unit: int) -> None:
-        if unit in self._read or not self._places[unit]:
-            return
-        while late := self._too_stale(unit):
+        unread = self._unread(unit)
+        if unread:
+            self._catch_up(unread)
+            self._renew(unit, unread)
+
+    def _unread(self, unit: int) -> list[int]:
+        return [place for place in self._places[unit] if place not in self._read]
+
+    def _catch_up(self, places: Sequence[int]) -> None:
+        """Waits until the newest versions of these flats are new enough (I2)."""
+        while late := self._too_stale(places):
             for place in late:
                 self._buffering.hurry(place)
-            # The next version may need the pages of what nobody uses now.
-            unread = [other for other in range(len(self._places)) if other not in self._read]
-            for other in unread:
-                self._adopt(other)
-            self._buffering.wait(partial(self._has_news, unit, unread))
-        self._renew(unit)
+            # The next versions may need the pages of what nobody uses now.
+            for unit in range(len(self._places)):
+                self._adopt(unit)
+            self._buffering.wait(partial(self._has_news, late))
 
-    def _has_news(self, unit: int, others: Sequence[int]) -> bool:
-        if not self._too_stale(unit):
+    def _has_news(self, late: Sequence[int]) -> bool:
+        if len(self._too_stale(late)) < len(late):
             return True
-        return any(self._buffering.published(place) for other in others for place in self._places[other])
+        unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
+        return any(map(self._buffering.published, unread))
 
     def finish_all(self) -> None:
+        self._read.clear()  # nobody drains in mid-pass
         self._buffering.drain(self._adopt_all)
         self._check_audit()
 
@@ -220,23 +235,21 @@ class LockFreeUpdates(UpdateScheduler):
             *(sum(getattr(audit, name) for audit in audits) for name in ("produced", "applied", "skipped")),
         )
 
-    def _too_stale(self, unit: int) -> list[int]:
-        return [place for place in self._places[unit] if self._staleness(place) > self._max_staleness]
+    def _too_stale(self, places: Sequence[int]) -> list[int]:
+        return [place for place in places if self._staleness(place) > self._max_staleness]
 
     def _staleness(self, place: int) -> int:
         """Steps whose gradients the newest version lacks."""
         clock = self._clocks[place]
         return clock.produced - clock.skipped - self._buffering.applied(place)
 
-    def _renew(self, unit: int) -> None:
-        """The micro-batch reads a unit for the first time (I1)."""
-        self._read.add(unit)
+    def _renew(self, unit: int, places: Sequence[int]) -> None:
+        """The micro-batch reads these flats of a unit for the first time (I1)."""
         self._adopt(unit)
+        self._read.update(places)
         if self._training:
-            staleness = max(
-                self._clocks[place].produced - self._clocks[place].skipped - self._adopted[place]
-                for place in self._places[unit]
-            )
+            clocks = [(self._clocks[place], self._adopted[place]) for place in places]
+            staleness = max(clock.produced - clock.skipped - applied for clock, applied in clocks)
             self.stats.reads += 1
             self.stats.total += staleness
             self.stats.maximum = max(self.stats.maximum, staleness)
@@ -246,9 +259,9 @@ class LockFreeUpdates(UpdateScheduler):
             self._adopt(unit)
 
     def _adopt(self, unit: int) -> None:
-        """Puts the newest version of each of a unit's flats in the place of the one that was read so far."""
+        """Puts the newest versions of a unit's flats in the place of older ones, but for those that are being read (I1)."""
         store = self._units[unit]
-        for place in self._places[unit]:
+        for place in self._unread(unit):
             version = self._buffering.collect(place)
             if version is None:
                 continue

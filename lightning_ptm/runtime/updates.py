@@ -129,7 +129,7 @@ class UpdateScheduler(abc.ABC):
                 if hyper is None:
                     hyper = snapshot(self._optimizers[optimizer], flat.states.traits)
                 self._update(unit, flat, hyper, transform)
-        self._stepped()
+        self._stepped(optimizer)
 
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
@@ -162,7 +162,7 @@ class UpdateScheduler(abc.ABC):
         """All flats of a unit have been through `_update`, behind the backward pass."""
 
     @abc.abstractmethod
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: int) -> None:
         """All flats of a step have been through `_update`."""
 
     @abc.abstractmethod
@@ -241,7 +241,7 @@ class SynchronousUpdates(UpdateScheduler):
         while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
             self.finish(next(iter(self._pending)))  # I4
 
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: int) -> None:
         self._updater.pump()
 
     def _waiting_bytes(self) -> int:

@@ -302,6 +302,32 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
+class StepsBeforeTheOthersBackward(TwoOptimizers):
+    """The second loss's graph is older than the first optimizer's step, and must keep what it was built from."""
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        x = self.embedding(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x.detach())
+        inner = x.float().square().mean()
+        outer = self.score(batch, self.embedding(batch[:, :-1]))
+        self.losses.append((inner + outer).detach().clone())
+        for optimizer, loss in ((first, inner), (second, outer)):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_graph_that_is_older_than_another_optimizers_step(strategy_at, where) -> None:
+    watch = Watch()
+    ours = run(strategy_at(where, max_staleness=0), built(StepsBeforeTheOthersBackward), watch)
+    theirs = run(strategy_at("ram"), built(StepsBeforeTheOthersBackward))
+    assert all(torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True))
+    assert_all_applied([audit for audit in watch.seen[-1][1] if "blocks" not in audit.name], 12)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_accumulation_and_clipping(strategy_at, where) -> None:
     watch = Watch()
