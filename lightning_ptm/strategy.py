@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import checkpoint as checkpoints
+from lightning_ptm import restore
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
@@ -51,11 +50,7 @@ from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.lockfree import UpdateAudit
-from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
-from lightning_ptm.terms import Tier
-
-log = logging.getLogger(__name__)
 
 
 class AngelPTMStrategy(ParallelStrategy):
@@ -436,56 +431,15 @@ class AngelPTMStrategy(ParallelStrategy):
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
         try:
-            self._weights_given_back = self._give_back_weights(engine)
+            ranks_here = max(1, self.num_processes)
+            self._weights_given_back = restore.weights(engine, wanted=self.settings.restore_weights, ranks_here=ranks_here)
             if self._weights_given_back and not engine.failed:
-                self._states_given_back = self._give_back_optimizer_states(engine)
+                self._states_given_back = restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero)
         finally:
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()
             engine.close()
-
-    def _give_back_weights(self, engine: Engine) -> bool:
-        if engine.failed and self.world_size > 1:
-            log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
-            engine.values.let_go()
-            return False
-        if not self.settings.restore_weights:
-            try:
-                if not engine.failed:
-                    engine.drain()
-            finally:
-                engine.values.let_go()
-            return False
-        needed = engine.precise_bytes() * max(1, self.num_processes)
-        if not engine.all_ranks(needed <= free_host_bytes()):
-            warnings.warn(
-                f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
-                f"NaN after this run; load them from a checkpoint",
-                stacklevel=2,
-            )
-            engine.values.let_go()
-            return False
-        try:
-            engine.drain()
-            engine.executor.release_all()
-            engine.values.restore()
-        except Exception as error:
-            engine.values.let_go()
-            if not engine.failed:
-                raise  # the first to hear of the last step's update: nobody else would report it
-            log.warning("the weights could not be given back to the module: %s", error)
-            return False
-        return True
-
-    def _give_back_optimizer_states(self, engine: Engine) -> bool:
-        """So that `save_checkpoint` after `fit` saves all that it saves with any strategy."""
-        needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
-        if engine.optimizer_state_bytes(Tier.DISK) or not engine.all_ranks(needed <= free_host_bytes()):
-            return False
-        for optimizer in self.optimizers:
-            checkpoints.give_back_optimizer_state(engine, optimizer, keep=self.is_global_zero)
-        return True
 
 
 def register() -> None:

@@ -1,0 +1,82 @@
+"""What the user's module and optimizers get back when a run ends: ordinary tensors, where RAM holds them.
+
+Knows the engine; decides nothing about pages. Every function is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoint import give_back_optimizer_state
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.terms import Tier
+
+log = logging.getLogger(__name__)
+
+
+def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
+    """Puts whole, precise weights into the module's parameters; otherwise lets them go: they read as NaN then.
+
+    Args:
+        wanted: the user wants them.
+        ranks_here: ranks that share this machine's RAM.
+
+    Returns:
+        Whether the parameters have their values.
+
+    Raises:
+        What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
+    """
+    if engine.failed and engine.communicator.world_size > 1:
+        log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
+        engine.values.let_go()
+        return False
+    if not wanted:
+        try:
+            if not engine.failed:
+                engine.drain()
+        finally:
+            engine.values.let_go()
+        return False
+    needed = engine.precise_bytes() * ranks_here
+    if not engine.all_ranks(needed <= free_host_bytes()):
+        warnings.warn(
+            f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
+            f"NaN after this run; load them from a checkpoint",
+            stacklevel=2,
+        )
+        engine.values.let_go()
+        return False
+    try:
+        engine.drain()
+        engine.executor.release_all()
+        engine.values.restore()
+    except Exception as error:
+        engine.values.let_go()
+        if not engine.failed:
+            raise  # the first to hear of the last step's update: nobody else would report it
+        log.warning("the weights could not be given back to the module: %s", error)
+        return False
+    return True
+
+
+def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], *, keep: bool) -> bool:
+    """Puts the optimizers' states back, so that `save_checkpoint` after `fit` saves all that it saves with any strategy.
+
+    Args:
+        keep: on this rank.
+
+    Returns:
+        Whether they have them: not when any lived on disk, or RAM cannot hold a copy.
+    """
+    needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
+    if engine.optimizer_state_bytes(Tier.DISK) or not engine.all_ranks(needed <= free_host_bytes()):
+        return False
+    for optimizer in optimizers:
+        give_back_optimizer_state(engine, optimizer, keep=keep)
+    return True
