@@ -432,7 +432,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._weights_given_back = self._states_given_back = False
         try:
             ranks_here = max(1, self.num_processes)
-            self._weights_given_back = restore.weights(engine, wanted=self.settings.restore_weights, ranks_here=ranks_here)
+            self._weights_given_back = restore.weights(
+                engine, wanted=self.settings.restore_weights, ranks_here=ranks_here
+            )
             if self._weights_given_back and not engine.failed:
                 self._states_given_back = restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero)
         finally:

@@ -62,7 +62,7 @@ class DirectFile:
 
     def _block(self) -> memoryview:
         """Memory in huge pages, where there are: the kernel then has fewer pieces to tell the disk of."""
-        whole = mmap.mmap(-1, self.block_bytes + HUGE_PAGE_BYTES)
+        whole = mmap.mmap(-1, self.block_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):
             whole.madvise(mmap.MADV_HUGEPAGE)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES

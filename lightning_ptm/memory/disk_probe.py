@@ -31,28 +31,30 @@ _WORTH = 1.05
 def threads_per_path(disk: DiskRegion) -> int:
     """The number of threads for each path at which reads and writes of pages, half of them each, are fastest.
 
-    Takes some tenths of a second; DEFAULT_THREADS without a trial where the tier has less than a gigabyte.
+    Takes some tenths of a second; DEFAULT_THREADS without a trial where the tier has less than a gigabyte or pages are so
+    large that a trial would take long.
 
     Raises:
         PageIOError: a transfer failed.
     """
     page_size, paths = disk.page_size, len(disk.paths)
-    frames = min(disk.total_frames, paths * max(2 * max(_DEPTHS), _TRIAL_BYTES // page_size))
-    if disk.total_frames * page_size < _LEAST_BYTES:
+    frames = min(disk.total_frames, paths * _TRIAL_BYTES // page_size)
+    depths = [depth for depth in _DEPTHS if 2 * depth * paths <= frames]
+    if disk.total_frames * page_size < _LEAST_BYTES or not depths:
         return DEFAULT_THREADS
     best: dict[int, float] = {}
-    region = HostRegion(max(_DEPTHS) * paths * page_size)
+    region = HostRegion(max(depths) * paths * page_size)
     try:
-        with ThreadPoolExecutor(max(_DEPTHS) * paths) as pool:
+        with ThreadPoolExecutor(max(depths) * paths) as pool:
             trial = _Trial(disk, region, pool, frames)
-            trial.run(max(_DEPTHS), writes_only=True)  # blocks that were never written read as zeros, for nothing
-            for _, depth in itertools.product(range(_ROUNDS), _DEPTHS):
+            trial.run(max(depths), writes_only=True)  # blocks that were never written read as zeros, for nothing
+            for _, depth in itertools.product(range(_ROUNDS), depths):
                 seconds = trial.run(depth)
                 best[depth] = min(seconds, best.get(depth, seconds))
     finally:
         region.close()
-    chosen = min(_DEPTHS)
-    for depth in _DEPTHS:
+    chosen = min(depths)
+    for depth in depths:
         if best[depth] * _WORTH < best[chosen]:
             chosen = depth
     speed = frames * page_size / best[chosen] / 1e9

@@ -41,7 +41,9 @@ _ROOMY_SHARE = 1 / 4
 _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
 _SPARES = 2
-"""Versions in the making for flats of one size: one, and one for a flat that compute waits for."""
+"""Least versions in the making for flats of one size: one, and one for a flat that compute waits for."""
+_SPARE_PAGES = 16
+"""More of them, as far as they take no more than so many pages."""
 _STAGING_SHARE = 1 / 8
 """Share of the RAM budget that staging takes at most by itself."""
 
@@ -50,8 +52,8 @@ _FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SpareKind:
-    """Pages for versions in the making (update/buffers.py): `count` tensors of `numel` elements."""
+class Kind:
+    """`count` paged tensors of `numel` elements each."""
 
     numel: int
     dtype: torch.dtype
@@ -65,13 +67,15 @@ class LockFree:
     Attributes:
         max_staleness: in steps.
         gradients_stay: see Request.
-        spares: pages to take beside the homes.
+        spares: pages for versions in the making (update/buffers.py), beside the homes.
+        gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use.
     """
 
     max_staleness: int
     gradients_stay: bool
-    spares: tuple[SpareKind, ...]
+    spares: tuple[Kind, ...]
+    gradients: tuple[Kind, ...]
     cores: int
 
 
@@ -178,10 +182,9 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     accumulates_whole = communicator.world_size > 1 and settings.reduce_gradients == "each_step"
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
-    plan = _lock_free(request, layout, dtypes) if lock_free else None
-    beside = (
-        0 if plan is None else _beside_bytes(plan, layout, request, in_place=unified and communicator.world_size == 1)
-    )
+    in_place = unified and communicator.world_size == 1
+    plan = _lock_free(request, layout, dtypes, in_place=in_place) if lock_free else None
+    beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
     budget = _without(budget, beside, unified)
     chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
     at_step = request.keep_gradients or not settings.update_in_backward
@@ -204,7 +207,8 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     if placement is None:
         placement = place_with(keep_gradients=keep)
     pools = _pool_bytes(placement, layout, unified, staging)
-    pools[Tier.DEVICE if unified else Tier.HOST] += beside
+    if plan is not None:
+        pools[Tier.DEVICE if unified else Tier.HOST] += _beside_bytes(plan, layout, in_place=in_place, twice=False)
     per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
     # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
     gradient_room = max(2 * max(per_unit), (budget.device_bytes - pools[Tier.DEVICE]) if unified else 0)
@@ -334,27 +338,44 @@ def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
     return Wishes(parameter=Tier.DEVICE if unified else Tier.HOST, master=tier(settings.wanted_master_home))
 
 
-def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dtype]) -> LockFree:
+def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dtype], *, in_place: bool) -> LockFree:
     kinds = Counter((flat.shard_numel, dtypes[flat.index]) for flat in layout.flats if flat.trainable)
-    spares = tuple(SpareKind(numel, dtype, min(count, _SPARES)) for (numel, dtype), count in kinds.items())
-    cores = max(1, (os.cpu_count() or 1) // 2)
-    return LockFree(request.settings.max_staleness, request.gradients_stay, spares, cores)
+    spares, gradients = [], []
+    for (numel, dtype), count in kinds.items():
+        pages = max(1, -(-numel * dtype.itemsize // layout.page_size))
+        in_the_making = min(count, max(_SPARES, _SPARE_PAGES // pages))
+        spares.append(Kind(numel, dtype, in_the_making))
+        # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
+        gradients.append(Kind(numel, dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
+    cores = max(1, (os.cpu_count() or 1) // 2 // request.ranks_on_host)
+    return LockFree(
+        request.settings.max_staleness,
+        request.gradients_stay,
+        tuple(spares),
+        () if in_place else tuple(gradients),
+        cores,
+    )
 
 
-def _beside_bytes(plan: LockFree, layout: ModelLayout, request: Request, *, in_place: bool) -> int:
-    """Bytes of RAM that lock-free updates take beside homes and staging: spare versions, and gradients in an update."""
+def _beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
+    """Bytes of RAM for lock-free updates beside homes (which count one gradient of each flat) and staging.
+
+    Args:
+        in_place: gradients stay where autograd has put them, outside of pages.
+        twice: a flat's gradient may wait while the next one is kept for the step.
+    """
 
     def pages(size: int) -> int:
-        return -(-size // layout.page_size) * layout.page_size
+        return max(1, -(-size // layout.page_size)) * layout.page_size
 
-    spares = sum(kind.count * pages(kind.numel * kind.dtype.itemsize) for kind in plan.spares)
+    def taken(kinds: Sequence[Kind]) -> int:
+        return sum(kind.count * pages(kind.numel * kind.dtype.itemsize) for kind in kinds)
+
+    homes = sum(pages(flat.shard_bytes) for flat in layout.flats if flat.trainable)
     if in_place:
-        return spares  # gradients stay where autograd has put them
-    sizes = sorted((pages(flat.shard_bytes) for flat in layout.flats if flat.trainable), reverse=True)
-    # Those that arrive while others wait and others are being applied; all of them, where they come all at once.
-    return (
-        spares + (sum(sizes) if request.keep_gradients else sum(sizes[:3])) + pages(_STAGING_CHUNKS * layout.page_size)
-    )
+        return taken(plan.spares) + (homes if twice else 0)
+    # The homes of gradients are counted as they are laid end to end, which may be a page less for each.
+    return taken(plan.spares) + taken(plan.gradients) - sum(flat.shard_bytes for flat in layout.flats if flat.trainable)
 
 
 def _without(budget: Budget, size: int, unified: bool) -> Budget:

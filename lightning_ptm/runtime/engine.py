@@ -10,7 +10,7 @@ whatever failed before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -124,16 +124,19 @@ class Engine:
             staging_tier=drawn.placement.staging_tier,
             device=self.device,
         )
+        gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
         self._first_values()
         self._taken_over = True
         for flats in self.flats:
             for flat in flats:
-                if drawn.keep_gradients:
+                if drawn.keep_gradients and gradient_pages is None:
                     flat.gradient.reserve()
                 self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
         self.updates = self._update_scheduler(pages)
+        if gradient_pages is not None:
+            gradient_pages.while_waiting = self.updates.progress
         in_order = (*reversed(self.flats[1:]), *self.flats[:1])  # as units end in a backward pass
         self._read_ahead = [
             flat.states
@@ -300,6 +303,7 @@ class Engine:
     def backward_ended(self) -> None:
         """All units have ended."""
         self._backwards += 1
+        self.updates.graph_ended()
         self._reach(self._backwards)
         while self._behind:
             self._update_ready(self._behind.pop(0))
@@ -467,15 +471,14 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self.hooks.close()
-        self.executor.abandon()
-        self.updates.close()
-        try:
-            self.updater.close()
-        finally:
-            self.allocator.close()
-        if self._heap is not None:
-            self._heap.close()
+        with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
+            if self._heap is not None:
+                steps.callback(self._heap.close)
+            steps.callback(self.allocator.close)
+            steps.callback(self.updater.close)
+            steps.callback(self.updates.close)
+            steps.callback(self.executor.abandon)
+            steps.callback(self.hooks.close)
 
     def _check_frozen(self) -> None:
         for item in self._frozen:

@@ -28,6 +28,7 @@ from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradie
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Work
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.runtime.gradient_pages import GradientPages
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,12 +47,21 @@ class FlatGradient:
         store: the flat's compute parameters.
         home: tier of the gradient pages.
         passing: the pages are taken when gradients come and given back when the update has used them.
+        supply: where pages come from that are given away with the gradient (`detach`, `duplicate`).
     """
 
     def __init__(
-        self, store: FlatStore, home: Tier, allocator: Allocator, communicator: Communicator, *, passing: bool
+        self,
+        store: FlatStore,
+        home: Tier,
+        allocator: Allocator,
+        communicator: Communicator,
+        *,
+        passing: bool,
+        supply: GradientPages | None = None,
     ) -> None:
         self._passing = passing
+        self._supply = supply
         self.store = store
         self._allocator = allocator
         self._communicator = communicator
@@ -66,7 +76,11 @@ class FlatGradient:
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
-        if not self.in_place and self._pages is None:
+        if self.in_place or self._pages is not None:
+            return
+        if self._supply is not None:
+            self._pages = self._supply.take(self.store.layout.shard_numel, self.store.binding.dtype)
+        else:
             layout = self.store.layout
             name = f"flat {layout.index} gradient"
             self._pages = self._allocator.allocate(
@@ -206,26 +220,23 @@ class FlatGradient:
             self.hand_over()
             return source, (), _nothing
         pages, self._pages = self._pages, None
-        assert pages is not None
+        assert pages is not None and self._supply is not None
         self._filled = False
         self._present = [False] * len(self._present)
-        return source, self.leaving(), partial(self._allocator.release, pages)
+        return source, self.leaving(), partial(self._supply.give_back, pages)
 
     def duplicate(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
         """As `detach`, with a copy: the gradient stays here until it is cleared."""
         self.settle()
+        source = self.source()
         if self.in_place:
             parameters = self.store.binding.parameters
             copies = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
             return ParameterGradients(copies), (), _nothing
-        if self._pages is None:
-            raise InternalError(f"flat {self.store.layout.index} has no gradient to copy")
-        layout = self.store.layout
-        copy = self._allocator.allocate(
-            f"flat {layout.index} gradient copy", layout.shard_numel, self.store.binding.dtype, self._pages.tier
-        )
-        transfer = self._allocator.copy(self._pages, copy)
-        return ShardGradient(copy, tuple(self._present)), (transfer,), partial(self._allocator.release, copy)
+        assert isinstance(source, ShardGradient) and self._supply is not None
+        copy = self._supply.take(source.paged.numel, source.paged.dtype)
+        transfer = self._allocator.copy(source.paged, copy)
+        return ShardGradient(copy, tuple(self._present)), (transfer,), partial(self._supply.give_back, copy)
 
     @property
     def bytes(self) -> int:

@@ -19,7 +19,7 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
@@ -117,6 +117,8 @@ class LockFreeUpdates(UpdateScheduler):
         """Contributions in the version that compute has, by place."""
         self._steps = 0
         self._training = False
+        self._graph_open = False
+        """Whether a forward of training may still have its backward before it."""
         self.stats = StalenessStats()
         self._buffering = Buffering(
             updater,
@@ -144,9 +146,11 @@ class LockFreeUpdates(UpdateScheduler):
     def _stepped(self, optimizer: int) -> None:
         self._steps += 1
         self.stats.steps += 1
+        self._graph_open = False
         # In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
         # those of other optimizers may still be alive.
         self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
+        self._adopt_all()  # so that updates of what no graph needs any more have pages again
 
     def skip(self, optimizer: int) -> None:
         for _, flat in self.flats_of(optimizer):
@@ -154,21 +158,23 @@ class LockFreeUpdates(UpdateScheduler):
                 clock = self._clocks[self._place_of[id(flat)]]
                 clock.produced += 1
                 clock.skipped += 1
+        self._graph_open = False
         super().skip(optimizer)
 
     # -- parameters come ----------------------------------------------------------------------------------------------
 
     def begin_iteration(self, *, training: bool) -> None:
         self._read.clear()
-        self._training = training
+        self._training = self._graph_open = training
         if not training and any(self._staleness(place) for place in range(len(self._clocks))):
             self.finish_all()  # what is evaluated is what was trained
+        else:
+            self._adopt_all()
 
     def pending(self, unit: int) -> bool:
         unread = self._unread(unit)
         late = self._too_stale(unread)
-        for place in late:
-            self._buffering.hurry(place)
+        self._hurry(late)
         if unread and not late:
             self._renew(unit, unread)
         return bool(late)
@@ -185,12 +191,15 @@ class LockFreeUpdates(UpdateScheduler):
     def _catch_up(self, places: Sequence[int]) -> None:
         """Waits until the newest versions of these flats are new enough (I2)."""
         while late := self._too_stale(places):
-            for place in late:
-                self._buffering.hurry(place)
+            self._hurry(late)
             # The next versions may need the pages of what nobody uses now.
-            for unit in range(len(self._places)):
-                self._adopt(unit)
+            self._adopt_all()
             self._buffering.wait(partial(self._has_news, late))
+
+    def _hurry(self, places: Sequence[int]) -> None:
+        for place in places:
+            clock = self._clocks[place]
+            self._buffering.hurry(place, clock.produced - clock.skipped - self._max_staleness)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
@@ -199,12 +208,27 @@ class LockFreeUpdates(UpdateScheduler):
         return any(map(self._buffering.published, unread))
 
     def finish_all(self) -> None:
-        self._read.clear()  # nobody drains in mid-pass
+        newer = [clock for place, clock in enumerate(self._clocks) if place in self._read and self._has_newer(place)]
+        if self._graph_open and newer:
+            raise UsageError(
+                f"weights are gathered, or a state dict is made, between a forward and its backward, and the forward has "
+                f"read {newer[0].flat.store.layout.slots[0].spec.name} without the gradients of the last steps; with "
+                f"lock_free=True do this before the forward or after the backward"
+            )
+        self._read.clear()
         self._buffering.drain(self._adopt_all)
         self._check_audit()
 
+    def _has_newer(self, place: int) -> bool:
+        clock = self._clocks[place]
+        return clock.produced - clock.skipped > self._adopted[place]
+
+    def graph_ended(self) -> None:
+        self._graph_open = False
+
     def progress(self) -> None:
         self._buffering.check()
+        self._adopt_all()
 
     def start(self) -> None:
         self._buffering.start()
@@ -214,8 +238,8 @@ class LockFreeUpdates(UpdateScheduler):
 
     @property
     def updates_per_step(self) -> float:
-        """How often a flat was updated for each step so far."""
-        possible = self.stats.steps * len(self._clocks)
+        """How often a flat was updated for each step that had a gradient for it, so far."""
+        possible = sum(clock.produced - clock.skipped for clock in self._clocks)
         return self._buffering.updates / possible if possible else 0.0
 
     def audit(self) -> tuple[UpdateAudit, ...]:

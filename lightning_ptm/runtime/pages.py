@@ -5,12 +5,15 @@ Owns nothing afterwards: stores, gradients and states belong to the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.runtime.binding import FlatBinding
-from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.blueprint import Blueprint, Kind
+from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
@@ -31,6 +34,9 @@ class Pages:
         self._allocator = allocator
         self._communicator = communicator
         self._device = device
+
+        self.gradient_pages: GradientPages | None = None
+        """Made by `take_gradient_pages`, before `flats`."""
 
     def store(self, unit: int) -> UnitStore:
         """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
@@ -74,17 +80,29 @@ class Pages:
                 master_dtype=drawn.master_dtypes[flat.layout.index],
             )
             passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
-            gradient = FlatGradient(flat, gradient_home, self._allocator, self._communicator, passing=passing)
+            gradient = FlatGradient(
+                flat, gradient_home, self._allocator, self._communicator, passing=passing, supply=self.gradient_pages
+            )
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)
 
     def spares(self) -> tuple[PagedTensor, ...]:
         """Pages for versions in the making, beside the homes of compute parameters."""
-        drawn = self._blueprint
-        tier = Tier.DEVICE if drawn.unified else Tier.HOST
+        lock_free = self._blueprint.lock_free
+        return self._sets("version in the making", lock_free.spares) if lock_free is not None else ()
+
+    def take_gradient_pages(self) -> GradientPages | None:
+        """Pages for gradients on their way to updates that run beside compute; None where `.grad` itself travels."""
+        lock_free = self._blueprint.lock_free
+        if lock_free is not None and lock_free.gradients:
+            self.gradient_pages = GradientPages(self._sets("gradient", lock_free.gradients))
+        return self.gradient_pages
+
+    def _sets(self, name: str, kinds: Sequence[Kind]) -> tuple[PagedTensor, ...]:
+        tier = Tier.DEVICE if self._blueprint.unified else Tier.HOST
         made = []
-        for kind in drawn.lock_free.spares if drawn.lock_free is not None else ():
+        for kind in kinds:
             for _ in range(kind.count):
-                made.append(self._allocator.allocate("version in the making", kind.numel, kind.dtype, tier))
+                made.append(self._allocator.allocate(name, kind.numel, kind.dtype, tier))
                 self._allocator.merge(made[-1])
         return tuple(made)

@@ -170,6 +170,10 @@ class UpdateScheduler(abc.ABC):
         """A forward pass is about to start; nothing of the one before is used any more."""
 
     @abc.abstractmethod
+    def graph_ended(self) -> None:
+        """A backward pass has ended."""
+
+    @abc.abstractmethod
     def pending(self, unit: int) -> bool:
         """Whether a unit may not be read yet, after some progress has been made."""
 
@@ -248,6 +252,9 @@ class SynchronousUpdates(UpdateScheduler):
         return sum(job.flat.gradient.bytes for jobs in self._pending.values() for job in jobs)
 
     def begin_iteration(self, *, training: bool) -> None:
+        return None
+
+    def graph_ended(self) -> None:
         return None
 
     def pending(self, unit: int) -> bool:

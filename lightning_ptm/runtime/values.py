@@ -41,7 +41,10 @@ class Values:
         self._communicator = communicator
         self._stores = stores
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
-        self._mixed = any(update.states.master is not None for update in self._updates.values())
+        self._mixed = any(
+            update.states.master is not None and update.states.master.dtype is not update.store.binding.dtype
+            for update in self._updates.values()
+        )
         self._originals: dict[int, Tensor] = {}
 
     # -- first values -------------------------------------------------------------------------------------------------

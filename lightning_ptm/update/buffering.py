@@ -101,9 +101,9 @@ class Buffering:
         self.check()
         self._messages.put(partial(self._buffers.offer, self._flats[flat].buffer, contribution))
 
-    def hurry(self, flat: int) -> None:
-        """Compute waits for a newer version of this flat: serve it first."""
-        self._messages.put(partial(self._hurry, self._flats[flat].buffer))
+    def hurry(self, flat: int, needed: int) -> None:
+        """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
+        self._messages.put(partial(self._hurry, self._flats[flat].buffer, needed))
 
     def give_back(self, pages: PagedTensor) -> None:
         """Pages that a newer version has replaced, and that nobody reads any more."""
@@ -214,8 +214,8 @@ class Buffering:
         if buffer.urgent:
             self._updater.promote(handle)
 
-    def _hurry(self, buffer: FlatBuffer) -> None:
-        if self._buffers.hurry(buffer):
+    def _hurry(self, buffer: FlatBuffer, needed: int) -> None:
+        if self._buffers.hurry(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
     def _finish(self, buffer: FlatBuffer) -> None:

@@ -57,8 +57,12 @@ class Contribution:
     after: Sequence[Pending] = ()
     discard: Callable[[], None] = lambda: None
 
+    def goes_with(self, other: Contribution) -> bool:
+        """Whether both have gradients for the same parameters, so that one update can apply their sum."""
+        return self.source.which == other.source.which
+
     def add(self, other: Contribution) -> None:
-        """Take in a later step's gradients of the same flat. Each step's transform is done to its own first."""
+        """Take in a later step's gradients of the same parameters. Each step's transform is done to its own first."""
         for contribution in (self, other):
             for pending in contribution.after:
                 pending.wait()
@@ -77,7 +81,8 @@ def combined(contribution: Contribution) -> tuple[HyperParameters, Transform]:
     From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
     From k steps: the mean of their gradients (each clipped by its own step's factor), with the sum of their learning
     rates, so that k steps go as far, and decay weights as much, as they would have one by one; everything else as in the
-    newest of them. The rule was chosen by convergence (benchmarks/lock_free_loss.py; numbers in benchmarks/LOG.md).
+    newest of them. (benchmarks/lock_free_loss.py tries other rules.) ASGD and Rprop, whose learning rate is more than a
+    factor of the step, take such a step as if the user had set that rate for once.
     """
     origins = contribution.origins
     if len(origins) == 1:
@@ -172,7 +177,8 @@ class FlatBuffer:
         self.dtype = dtype
         self.slot = VersionSlot()
 
-        self.waiting: Contribution | None = None
+        self.waiting: list[Contribution] = []
+        """Oldest first; more than one where steps had gradients for different parameters."""
         self.taken: Contribution | None = None
         self.target: PagedTensor | None = None
         """Pages that the job of `taken` writes."""
@@ -183,21 +189,22 @@ class FlatBuffer:
     @property
     def pending(self) -> int:
         """Contributions that no version includes."""
-        return sum(len(held.origins) for held in (self.waiting, self.taken) if held is not None)
+        held = [*self.waiting, *([self.taken] if self.taken is not None else [])]
+        return sum(len(contribution.origins) for contribution in held)
 
     def hold(self, contribution: Contribution) -> None:
-        """A new contribution waits, added to what waits already."""
+        """A new contribution waits, added to what waits already if that goes."""
         self.received += len(contribution.origins)
-        if self.waiting is None:
-            self.waiting = contribution
+        if self.waiting and self.waiting[-1].goes_with(contribution):
+            self.waiting[-1].add(contribution)
         else:
-            self.waiting.add(contribution)
+            self.waiting.append(contribution)
 
     def take(self, target: PagedTensor) -> Contribution:
         """A job takes what waits and will write `target` (I1)."""
-        if self.waiting is None or self.taken is not None:
+        if not self.waiting or self.taken is not None:
             raise InternalError(f"{self.name} has nothing that a job could take")
-        self.taken, self.waiting = self.waiting, None
+        self.taken = self.waiting.pop(0)
         self.target = target
         return self.taken
 
@@ -248,9 +255,12 @@ class Buffers:
         flat.hold(contribution)
         self.feed()
 
-    def hurry(self, flat: FlatBuffer) -> bool:
-        """Compute waits for this flat; returns whether its job is in hand already."""
-        flat.urgent = flat.waiting is not None or flat.taken is not None
+    def hurry(self, flat: FlatBuffer, needed: int) -> bool:
+        """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand.
+
+        A request that has been overtaken by that version asks for nothing: the last spare pages are not for it (I4).
+        """
+        flat.urgent = flat.applied < needed
         self.feed()
         return flat.taken is not None
 
@@ -270,12 +280,12 @@ class Buffers:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in hand."""
-        return not self._in_hand and all(flat.waiting is None for flat in self.flats)
+        return not self._in_hand and not any(flat.waiting for flat in self.flats)
 
     def feed(self) -> None:
         """Start jobs as far as there is room: what compute waits for first, then the oldest gradients."""
-        ready = [flat for flat in self.flats if flat.waiting is not None and flat.taken is None]
-        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting.origins[0].step if flat.waiting else 0))
+        ready = [flat for flat in self.flats if flat.waiting and flat.taken is None]
+        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting[0].origins[0].step))
         for flat in ready:
             held = sum(map(self._size_of, self._in_hand))
             if not flat.urgent and len(self._in_hand) >= 2 and held + self._size_of(flat) > self._room:

@@ -104,17 +104,18 @@ class ShardGradient:
             raise InternalError(f"{self.paged.name} has {self.paged.numel} elements, its shard {flat.shard_numel}")
         return self._present if self._present is not None else (True,) * len(flat.slots)
 
+    @property
+    def which(self) -> tuple[bool, ...] | None:
+        """For each parameter, whether it has a gradient; None: all have."""
+        return None if self._present is None or all(self._present) else tuple(self._present)
+
     def transform_(self, transform: Transform) -> None:
         """Transform every element where it lies; pages in RAM only."""
         transform.apply_(self.paged.tensor())
 
     def add_(self, other: ShardGradient) -> None:
-        """Add another step's gradient of the same flat, rounded to this one's dtype; pages in RAM only."""
+        """Add another step's gradient of the same parameters, rounded to this one's dtype; pages in RAM only."""
         self.paged.tensor().add_(other.paged.tensor())
-        if self._present is None or other._present is None:
-            self._present = None
-        else:
-            self._present = tuple(a or b for a, b in zip(self._present, other._present, strict=True))
 
 
 class ParameterGradients:
@@ -154,6 +155,12 @@ class ParameterGradients:
                 )
         return tuple(gradient is not None for gradient in self._flat)
 
+    @property
+    def which(self) -> tuple[bool, ...] | None:
+        """For each parameter, whether it has a gradient; None: all have."""
+        here = tuple(gradient is not None for gradient in self._flat)
+        return None if all(here) else here
+
     def transform_(self, transform: Transform) -> None:
         """Transform every gradient in place."""
         for gradient in self._flat:
@@ -161,12 +168,9 @@ class ParameterGradients:
                 transform.apply_(gradient)
 
     def add_(self, other: ParameterGradients) -> None:
-        """Add another step's gradients of the same flat, rounded to this one's dtype; what is missing here is taken over."""
-        for index, theirs in enumerate(other._flat):
-            ours = self._flat[index]
-            if ours is None:
-                self._flat[index] = theirs
-            elif theirs is not None:
+        """Add another step's gradients of the same parameters, rounded to this one's dtype."""
+        for ours, theirs in zip(self._flat, other._flat, strict=True):
+            if ours is not None and theirs is not None:
                 ours.add_(theirs)
 
     def view(self, run: Run) -> torch.Tensor | None:

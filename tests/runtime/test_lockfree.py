@@ -415,6 +415,70 @@ def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
         assert steps == {7.0} if staleness == 0 else all(1 <= step <= 7 for step in steps)
 
 
+class GathersInMidPass(ScheduledStack):
+    """Reads weights between the forward and its backward."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        with self.trainer.strategy.gathered(self.blocks[0], write=False):  # type: ignore[attr-defined]
+            pass
+        return loss
+
+
+class GathersLater(GathersInMidPass):
+    """Not before step 2, which lacks the gradient of step 1."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return super().training_step(batch, index) if index > 1 else ScheduledStack.training_step(self, batch, index)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_at, where) -> None:
+    """Without staleness nothing is older, and it works."""
+    run(strategy_at(where, max_staleness=0), built(GathersInMidPass))
+    gate = Gate()
+    strategy = strategy_at(where, max_staleness=3, poison=False)
+    strategy.file_ops = gate
+
+    timer = threading.Timer(1.0, gate.open_.set)  # the end of the run needs the disk
+
+    def after(step: int) -> None:
+        if step == 1:
+            gate.open_.clear()
+            timer.start()
+
+    with pytest.raises(UsageError, match="between a forward and its backward"):
+        run(strategy, built(GathersLater), Watch(after))
+    timer.join()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true", "bf16-mixed"])
+def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
+    ours = run(strategy_at("lock_free"), built(), precision=precision)
+    theirs = run(strategy_at("masters_on_disk"), built(), precision=precision)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.dtype is other.dtype and torch.equal(mine, other)
+
+
+class SometimesUnused(ScheduledStack):
+    """Block 1 takes part in every other step."""
+
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            if place != 1 or index % 2:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
+    watch = Watch()
+    run(strategy_at(where, max_staleness=2), built(SometimesUnused), watch)
+    produced = {audit.name: (audit.produced, audit.applied, audit.pending) for audit in watch.seen[-1][1]}
+    assert produced.pop("blocks.1.up.weight...") == (6, 6, 0)
+    assert set(produced.values()) == {(12, 12, 0)}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

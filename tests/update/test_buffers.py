@@ -135,7 +135,7 @@ def test_a_version_that_nobody_took_is_replaced_and_its_pages_are_used_again() -
     (flat,) = bench.flats
     for step in range(6):
         bench.buffers.offer(flat, gradient(step))
-        bench.buffers.hurry(flat)
+        bench.buffers.hurry(flat, step + 1)
         bench.end(bench.jobs[0])
     assert bench.buffers.idle
     assert bench.read(flat) == 6
@@ -153,6 +153,33 @@ def test_gradients_that_wait_are_added_and_one_update_applies_them() -> None:
     assert value_of(job.contribution) == 14.0
     assert [origin.step for origin in job.contribution.origins] == [1, 2, 3]
     assert (flat.received, flat.applied, flat.pending) == (4, 1, 3)
+
+
+def test_gradients_of_other_parameters_wait_apart() -> None:
+    """One update of both would apply two steps' learning rates to half of one step's gradient."""
+    bench = Bench()
+    (flat,) = bench.flats
+    bench.buffers.offer(flat, gradient(0))
+    for step in (1, 2, 3):
+        source = ParameterGradients([torch.ones(NUMEL), None if step == 2 else torch.ones(NUMEL)])
+        bench.buffers.offer(flat, Contribution(source, (Origin(step, hyper()),)))
+    steps = []
+    while bench.jobs:
+        steps.append([origin.step for origin in bench.jobs[0].contribution.origins])
+        bench.end(bench.jobs[0])
+        bench.read(flat)
+    assert steps == [[0], [1], [2], [3]]
+    assert (flat.received, flat.applied, flat.pending) == (4, 4, 0)
+
+
+def test_a_request_that_was_overtaken_asks_for_nothing() -> None:
+    bench = Bench(flats=3, spares=2)
+    flat = bench.flats[0]
+    bench.buffers.offer(flat, gradient(0))
+    bench.end(bench.jobs[0])
+    bench.buffers.offer(flat, gradient(1))
+    assert not bench.buffers.hurry(flat, 1)
+    assert bench.jobs == []  # the last spare pages are not for it
 
 
 def test_each_step_clips_and_unscales_its_own_gradient() -> None:
@@ -206,7 +233,8 @@ def test_the_oldest_gradients_come_first_but_for_what_compute_waits_for() -> Non
     for step, index in ((0, 0), (0, 1), (5, 2), (3, 3), (4, 4)):
         bench.buffers.offer(bench.flats[index], gradient(step))
     assert [job.flat.name for job in bench.jobs] == ["flat 0", "flat 1"]  # two are in hand
-    assert not bench.buffers.hurry(bench.flats[4]) or bench.jobs[-1].flat is bench.flats[4]
+    assert bench.buffers.hurry(bench.flats[4], 1)
+    assert bench.jobs[-1].flat is bench.flats[4]
     bench.end(bench.jobs[0])
     bench.end(bench.jobs[0])
     assert [job.flat.name for job in bench.jobs][:2] == ["flat 4", "flat 3"]
@@ -227,7 +255,7 @@ def test_the_last_spare_pages_are_for_what_compute_waits_for() -> None:
     (job,) = bench.jobs
     bench.end(job)
     assert bench.jobs == []  # one spare is left, and the version of flat 0 is not taken
-    bench.buffers.hurry(bench.flats[2])
+    bench.buffers.hurry(bench.flats[2], 1)
     (job,) = bench.jobs
     assert job.flat is bench.flats[2]
     bench.end(job)
@@ -246,6 +274,7 @@ class Interleaving(Bench):
         self.offered: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
         self.done: dict[str, list[float]] = {flat.name: [] for flat in self.flats}
         self.used: set[str] = set()
+        self.requests: list[tuple[FlatBuffer, int]] = []
         self.bound = self.random.randint(0, 3)
 
     def offer_one(self, flat: FlatBuffer) -> None:
@@ -270,7 +299,9 @@ class Interleaving(Bench):
     def run(self, events: int) -> None:
         for _ in range(events):
             flat = self.random.choice(self.flats)
-            event = self.random.choice(("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next"))
+            event = self.random.choice(
+                ("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next", "deliver")
+            )
             if event == "offer" and len(self.offered[flat.name]) < 20:
                 self.offer_one(flat)
             elif event == "end":
@@ -281,6 +312,8 @@ class Interleaving(Bench):
                 self.use(flat)
             elif event == "next":
                 self.used.clear()
+            elif event == "deliver":
+                self.deliver(1)
             self.check()
         self.drain()
         for flat in self.flats:
@@ -293,12 +326,21 @@ class Interleaving(Bench):
     def too_stale(self, flat: FlatBuffer) -> bool:
         return len(self.offered[flat.name]) - flat.slot.applied > self.bound
 
+    def hurry(self, flat: FlatBuffer) -> None:
+        """A request travels to the buffering thread, which may be told of other things first."""
+        self.requests.append((flat, len(self.offered[flat.name]) - self.bound))
+
+    def deliver(self, count: int) -> None:
+        for flat, needed in self.requests[:count]:
+            self.buffers.hurry(flat, needed)
+        del self.requests[:count]
+
     def prefetch(self, flat: FlatBuffer) -> None:
         """Compute would like to have the flat and does not wait for it."""
         if flat.name in self.used:
             return
         if self.too_stale(flat):
-            self.buffers.hurry(flat)
+            self.hurry(flat)
         else:
             self.used.add(flat.name)
             self.read(flat)
@@ -307,7 +349,8 @@ class Interleaving(Bench):
         """Compute waits for the flat. What it uses already keeps its pages."""
         rounds = 0
         while flat.name not in self.used and self.too_stale(flat):
-            self.buffers.hurry(flat)
+            self.hurry(flat)
+            self.deliver(len(self.requests))
             for other in self.flats:
                 if other.name not in self.used:
                     self.read(other)
