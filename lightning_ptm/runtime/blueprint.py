@@ -42,8 +42,10 @@ _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
 _SPARES = 2
 """Least versions in the making for flats of one size: one, and one for a flat that compute waits for."""
-_SPARE_PAGES = 16
+_SPARE_PAGES = 8
 """More of them, as far as they take no more than so many pages."""
+_LOCK_FREE_CHUNKS = 8
+"""In lock-free mode, whose updates have a thread of their own: the rest of 64 pages is for versions in the making."""
 _STAGING_SHARE = 1 / 8
 """Share of the RAM budget that staging takes at most by itself."""
 
@@ -186,7 +188,11 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     plan = _lock_free(request, layout, dtypes, in_place=in_place) if lock_free else None
     beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
     budget = _without(budget, beside, unified)
-    chunks, staging = _staging(settings, per_element, budget) if disk and any(per_element) else (1, 0)
+    chunks, staging = (
+        _staging(settings, per_element, budget, _LOCK_FREE_CHUNKS if lock_free else _STAGING_CHUNKS)
+        if disk and any(per_element)
+        else (1, 0)
+    )
     at_step = request.keep_gradients or not settings.update_in_backward
     keep = at_step or lock_free
     place_with = partial(
@@ -391,7 +397,7 @@ def _without(budget: Budget, size: int, unified: bool) -> Budget:
     return dataclasses.replace(budget, host_bytes=ram - size)
 
 
-def _staging(settings: Settings, per_element: Sequence[int], budget: Budget) -> tuple[int, int]:
+def _staging(settings: Settings, per_element: Sequence[int], budget: Budget, most: int) -> tuple[int, int]:
     """(chunks in flight, bytes that they take): one page of fp32 of each master state, a compute copy, a gradient."""
     page = settings.page_bytes
     chunk_bytes = (-(-max(per_element) // 4) + 2) * page
@@ -404,7 +410,7 @@ def _staging(settings: Settings, per_element: Sequence[int], budget: Budget) -> 
             )
         return chunks, chunks * chunk_bytes
     ram = budget.host_bytes or budget.device_bytes
-    chunks = min(_STAGING_CHUNKS, max(2, int(ram * _STAGING_SHARE) // chunk_bytes))
+    chunks = min(most, max(2, int(ram * _STAGING_SHARE) // chunk_bytes))
     return chunks, chunks * chunk_bytes
 
 
