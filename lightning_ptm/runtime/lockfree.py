@@ -161,6 +161,11 @@ class LockFreeUpdates(UpdateScheduler):
         self._graph_open = False
         super().skip(optimizer)
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._graph_open = False  # its backward will never come
+        self._read.clear()
+
     # -- parameters come ----------------------------------------------------------------------------------------------
 
     def begin_iteration(self, *, training: bool) -> None:
