@@ -6,8 +6,7 @@ Sides, in turns:
            number of transfers in flight that this disk likes best (sides/disk.py)
   compute  forward and backward of the bf16 model alone, no optimizer (sides/plain.py)
 Ratios: step time of ours over max(compute, disk); bytes a second of ours while a page is read or written, over those
-of the disk. Reads and writes overlap, and the strategy counts the busy time of each: their bandwidth is taken as all
-bytes over min(sum of both busy times, whole turn), which never flatters.
+of the disk. Time in which reads and writes go on together counts once.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ def compute_side(options: Mapping[str, object], args: argparse.Namespace, *, rec
 
 
 def page_speed(turn: Turn) -> float:
-    """Bytes a second, at least, at which pages moved while any was being read or written."""
-    busy_s = min(turn.extra["read_busy_s"] + turn.extra["written_busy_s"], turn.seconds)
-    return (turn.extra["read_page_bytes"] + turn.extra["written_page_bytes"]) / busy_s
+    """Bytes a second at which pages moved while any was being read or written."""
+    return (turn.extra["read_page_bytes"] + turn.extra["written_page_bytes"]) / turn.extra["disk_busy_s"]
 
 
 def bars(size: str, shape: GPTShape, scores: dict[str, Score]) -> list[Bar]:

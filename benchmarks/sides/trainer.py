@@ -94,13 +94,15 @@ class Pacer(Callback):
 def disk_numbers(strategy: Strategy) -> dict[str, float]:
     """What this project's strategy counted on its links to and from the disk since the run began.
 
-    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight.
+    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight, and `disk_busy_s` with
+    any of either kind.
     """
     import lightning_ptm
     from lightning_ptm.terms import Tier
 
     assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
     numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
+    numbers["disk_busy_s"] = strategy.engine.allocator.disk_stats().busy_s
     staleness = strategy.statistics().staleness
     if staleness is not None:
         numbers |= {"reads": float(staleness.reads), "total_staleness": float(staleness.total)}

@@ -132,6 +132,11 @@ class Allocator:
         with self._lock:
             return self._copier.stats()
 
+    def disk_stats(self) -> LinkStats:
+        """Totals of reads and writes of the disk together: `busy_s` counts time in which both go on once."""
+        with self._lock:
+            return self._copier.disk_stats()
+
     # Tensors.
 
     def allocate(

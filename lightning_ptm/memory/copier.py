@@ -69,6 +69,8 @@ class Copier:
 
         # State, under the lock.
         self._links: dict[Link, LinkMeter] = {}
+        self._disk = LinkMeter()
+        """Reads and writes of the disk together."""
         self._streamed: list[StreamTransfer] = []
 
     def begin(self, copy: CopyRange, settle: Settle | None = None) -> StartedCopy:
@@ -81,6 +83,8 @@ class Copier:
         holds = self.unless_busy(lambda: self._hold(copy))
         meter = self._links.setdefault((copy.source.tier, copy.target.tier), LinkMeter())
         meter.begin(copy.length_bytes, time.perf_counter())
+        if Tier.DISK in (copy.source.tier, copy.target.tier):
+            self._disk.begin(copy.length_bytes, time.perf_counter())
         return StartedCopy(copy, holds, meter, settle)
 
     def launch(self, started: StartedCopy) -> Transfer:
@@ -90,6 +94,8 @@ class Copier:
         def finish(error: BaseException | None) -> None:
             with self._lock:
                 started.meter.end(time.perf_counter())
+                if Tier.DISK in (copy.source.tier, copy.target.tier):
+                    self._disk.end(time.perf_counter())
                 self._finish(started, error)
 
         try:
@@ -131,6 +137,10 @@ class Copier:
         self._reap()
         now_s = time.perf_counter()
         return {link: meter.stats(now_s) for link, meter in self._links.items()}
+
+    def disk_stats(self) -> LinkStats:
+        """Totals of the disk, reads and writes together (lock held)."""
+        return self._disk.stats(time.perf_counter())
 
     def finish_streamed(self) -> None:
         """Wait for every copy on a stream."""

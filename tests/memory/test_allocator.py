@@ -293,6 +293,9 @@ def test_stats_count_bytes_and_transfers_of_each_link(make_allocator: MakeAlloca
     assert (fetched.bytes, fetched.transfers) == (40, 1)
     assert written.busy_s > 0
     assert written.bytes_per_s == written.bytes / written.busy_s
+    both = allocator.disk_stats()
+    assert (both.bytes, both.transfers) == (12_040, 4)
+    assert max(written.busy_s, fetched.busy_s) <= both.busy_s <= 1.01 * (written.busy_s + fetched.busy_s) + 1e-3
 
 
 def test_bytes_go_to_every_path(make_allocator: MakeAllocator) -> None:
