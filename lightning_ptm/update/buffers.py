@@ -81,7 +81,7 @@ def combined(contribution: Contribution) -> tuple[HyperParameters, Transform]:
     From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
     From k steps: the mean of their gradients (each clipped by its own step's factor), with the sum of their learning
     rates, so that k steps go as far, and decay weights as much, as they would have one by one; everything else as in the
-    newest of them. (benchmarks/lock_free_loss.py tries other rules.) ASGD and Rprop, whose learning rate is more than a
+    newest of them. (benchmarks/lock_free_loss.py compares rules.) ASGD and Rprop, whose learning rate is more than a
     factor of the step, take such a step as if the user had set that rate for once.
     """
     origins = contribution.origins
