@@ -102,7 +102,7 @@ class Settings:
     update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
     lock_free: bool = False
-    max_staleness: int = 4
+    max_staleness: int = 1
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
     restore_weights: bool = True
