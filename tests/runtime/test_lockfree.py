@@ -269,8 +269,6 @@ def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
 class TwoOptimizers(ScheduledStack):
     """Manual optimization: blocks and the rest, in turns; block 1 is frozen."""
 
-    automatic_optimization = False
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

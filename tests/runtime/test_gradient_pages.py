@@ -1,0 +1,54 @@
+"""Sets of pages for gradients that come and go: one user each, and whoever finds none waits for one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lightning_ptm import CapacityError
+from lightning_ptm.memory import PagedTensor
+from lightning_ptm.runtime import gradient_pages
+from lightning_ptm.runtime.gradient_pages import GradientPages
+from lightning_ptm.terms import Tier
+
+
+def pages(number: int, numel: int = 8) -> PagedTensor:
+    return PagedTensor(number, f"pages {number}", numel, torch.bfloat16, Tier.DEVICE)
+
+
+def test_a_set_has_one_user() -> None:
+    supply = GradientPages([pages(1), pages(2), pages(3, numel=4)])
+    taken = {supply.take(8, torch.bfloat16).id for _ in range(2)}
+    assert taken == {1, 2}
+    assert supply.take(4, torch.bfloat16).id == 3
+
+
+def test_taking_waits_until_another_thread_gives_back() -> None:
+    supply = GradientPages([pages(1)])
+    first = supply.take(8, torch.bfloat16)
+    waited: list[int] = []
+    supply.while_waiting = lambda: waited.append(1)
+    timer = threading.Timer(0.1, supply.give_back, [first])
+    timer.start()
+    assert supply.take(8, torch.bfloat16) is first
+    assert waited
+    timer.join()
+
+
+def test_an_error_of_the_updates_ends_the_wait() -> None:
+    supply = GradientPages([])
+
+    def fails() -> None:
+        raise RuntimeError("the disk is gone")
+
+    supply.while_waiting = fails
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        supply.take(8, torch.bfloat16)
+
+
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_pages, "_PATIENCE_S", 0.05)
+    with pytest.raises(CapacityError, match="updates do not keep up; use a faster disk_path"):
+        GradientPages([]).take(8, torch.bfloat16)
