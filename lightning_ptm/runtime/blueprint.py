@@ -72,6 +72,7 @@ class LockFree:
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use.
+        forecast: parameters in use forecast the updates that they lack.
     """
 
     max_staleness: int
@@ -79,6 +80,7 @@ class LockFree:
     spares: tuple[Kind, ...]
     gradients: tuple[Kind, ...]
     cores: int
+    forecast: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,6 +362,7 @@ def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dty
         tuple(spares),
         () if in_place else tuple(gradients),
         cores,
+        request.settings.forecast and request.settings.max_staleness > 0,
     )
 
 

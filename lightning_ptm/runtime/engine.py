@@ -191,6 +191,7 @@ class Engine:
             gradients_stay=drawn.lock_free.gradients_stay,
             room=drawn.staging_chunks,
             cores=drawn.lock_free.cores,
+            forecast=drawn.lock_free.forecast,
         )
 
     def _updates_late(self, unit: int) -> bool:

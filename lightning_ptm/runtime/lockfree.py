@@ -7,6 +7,7 @@ are the buffering thread's (update/buffering.py).
 I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
     micro-batch ends: forward, recomputed forward and backward see one version.
 I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
+    Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
 """
 
@@ -25,7 +26,8 @@ from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
-from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages
+from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages, Version
+from lightning_ptm.update.forecast import Forecast
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,26 @@ class _Clock:
     flat: FlatUpdate
     produced: int = 0
     skipped: int = 0
+    adopted: int = 0
+    """Contributions in the version that compute has."""
+    seen: int = 0
+    """Contributions that it includes or forecasts."""
+    forecast: Forecast | None = None
+    exact: bool = True
+    """Whether nothing is forecast in it."""
+
+    @property
+    def received(self) -> int:
+        """Contributions that were handed over."""
+        return self.produced - self.skipped
+
+    def adopt(self, version: Version) -> None:
+        self.adopted, self.seen = version.applied, version.seen
+        self.forecast, self.exact = version.forecast, version.exact
+
+    def fits(self, bound: int) -> bool:
+        """Whether the version that compute has may be read (I2)."""
+        return self.received - self.adopted <= bound and (self.forecast is None or self.seen == self.received)
 
 
 class LockFreeUpdates(UpdateScheduler):
@@ -88,6 +110,7 @@ class LockFreeUpdates(UpdateScheduler):
         gradients_stay: gradients are the user's until zero_grad, so a step takes copies (manual optimization).
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
+        forecast: parameters in use forecast the updates that they lack (update/forecast.py).
     """
 
     def __init__(
@@ -102,6 +125,7 @@ class LockFreeUpdates(UpdateScheduler):
         gradients_stay: bool,
         room: int,
         cores: int,
+        forecast: bool,
     ) -> None:
         super().__init__(flats, optimizers)
         self._units = units
@@ -113,10 +137,10 @@ class LockFreeUpdates(UpdateScheduler):
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
         self._read: set[int] = set()
         """Flats, by place, that the micro-batch in progress has read."""
-        self._adopted = [0] * len(self._clocks)
-        """Contributions in the version that compute has, by place."""
         self._steps = 0
         self._training = False
+        self._drained = True
+        """Whether parameters in use are the master parameters, rounded."""
         self._graph_open = False
         """Whether a forward of training may still have its backward before it."""
         self.stats = StalenessStats()
@@ -126,6 +150,7 @@ class LockFreeUpdates(UpdateScheduler):
             SparePages(spares),
             room=room,
             cores=cores,
+            forecast=forecast,
         )
 
     # -- gradients go -------------------------------------------------------------------------------------------------
@@ -137,8 +162,29 @@ class LockFreeUpdates(UpdateScheduler):
         if self._staleness(place) > self._max_staleness:
             # Steps without a forward in between: with a bound of 0 each must be an update of its own.
             self._catch_up([place])
+        contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
+        self._foresee(unit, place, contribution)
         self._clocks[place].produced += 1
-        self._buffering.offer(place, Contribution(source, (Origin(self._steps, hyper),), transform, after, discard))
+        self._drained = False
+        self._buffering.offer(place, contribution)
+
+    def _foresee(self, unit: int, place: int, contribution: Contribution) -> None:
+        """Brings the parameters that compute has to where this contribution is expected to take them.
+
+        Not where the next to be read are others: those forecast it themselves.
+        """
+        clock = self._clocks[place]
+        stale = clock.received + 1 - clock.adopted > self._max_staleness
+        if clock.forecast is None or clock.seen != clock.received or stale or self._buffering.published(place):
+            return
+        store = clock.flat.store
+        if not store.resident:
+            self._units[unit].release()
+            self._units[unit].evict()
+        contribution.settle()
+        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform)
+        clock.seen += 1
+        clock.exact = False
 
     def _handed_over(self) -> None:
         return None
@@ -171,7 +217,7 @@ class LockFreeUpdates(UpdateScheduler):
     def begin_iteration(self, *, training: bool) -> None:
         self._read.clear()
         self._training = self._graph_open = training
-        if not training and any(self._staleness(place) for place in range(len(self._clocks))):
+        if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:
             self._adopt_all()
@@ -204,7 +250,7 @@ class LockFreeUpdates(UpdateScheduler):
     def _hurry(self, places: Sequence[int]) -> None:
         for place in places:
             clock = self._clocks[place]
-            self._buffering.hurry(place, clock.produced - clock.skipped - self._max_staleness)
+            self._buffering.hurry(place, clock.received - self._max_staleness)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
@@ -217,16 +263,17 @@ class LockFreeUpdates(UpdateScheduler):
         if self._graph_open and newer:
             raise UsageError(
                 f"weights are gathered, or a state dict is made, between a forward and its backward, and the forward has "
-                f"read {newer[0].flat.store.layout.slots[0].spec.name} without the gradients of the last steps; with "
-                f"lock_free=True do this before the forward or after the backward"
+                f"read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is expected to be after, the last "
+                f"steps' updates; with lock_free=True do this before the forward or after the backward"
             )
         self._read.clear()
         self._buffering.drain(self._adopt_all)
+        self._drained = True
         self._check_audit()
 
     def _has_newer(self, place: int) -> bool:
         clock = self._clocks[place]
-        return clock.produced - clock.skipped > self._adopted[place]
+        return clock.received > clock.adopted or not clock.exact
 
     def graph_ended(self) -> None:
         self._graph_open = False
@@ -244,7 +291,7 @@ class LockFreeUpdates(UpdateScheduler):
     @property
     def updates_per_step(self) -> float:
         """How often a flat was updated for each step that had a gradient for it, so far."""
-        possible = sum(clock.produced - clock.skipped for clock in self._clocks)
+        possible = sum(clock.received for clock in self._clocks)
         return self._buffering.updates / possible if possible else 0.0
 
     def audit(self) -> tuple[UpdateAudit, ...]:
@@ -265,20 +312,26 @@ class LockFreeUpdates(UpdateScheduler):
         )
 
     def _too_stale(self, places: Sequence[int]) -> list[int]:
-        return [place for place in places if self._staleness(place) > self._max_staleness]
+        return [place for place in places if not self._fits(place)]
+
+    def _fits(self, place: int) -> bool:
+        """Whether there is a version that may be read."""
+        clock = self._clocks[place]
+        newer = self._buffering.peek(place, clock.received)
+        if newer is not None:
+            return clock.received - newer.applied <= self._max_staleness
+        return clock.fits(self._max_staleness)
 
     def _staleness(self, place: int) -> int:
         """Steps whose gradients the newest version lacks."""
-        clock = self._clocks[place]
-        return clock.produced - clock.skipped - self._buffering.applied(place)
+        return self._clocks[place].received - self._buffering.applied(place)
 
     def _renew(self, unit: int, places: Sequence[int]) -> None:
         """The micro-batch reads these flats of a unit for the first time (I1)."""
         self._adopt(unit)
         self._read.update(places)
         if self._training:
-            clocks = [(self._clocks[place], self._adopted[place]) for place in places]
-            staleness = max(clock.produced - clock.skipped - applied for clock, applied in clocks)
+            staleness = max(self._clocks[place].received - self._clocks[place].adopted for place in places)
             self.stats.reads += 1
             self.stats.total += staleness
             self.stats.maximum = max(self.stats.maximum, staleness)
@@ -291,17 +344,19 @@ class LockFreeUpdates(UpdateScheduler):
         """Puts the newest versions of a unit's flats in the place of older ones, but for those that are being read (I1)."""
         store = self._units[unit]
         for place in self._unread(unit):
-            version = self._buffering.collect(place)
+            clock = self._clocks[place]
+            version = self._buffering.collect(place, clock.received)
             if version is None:
                 continue
-            flat = self._clocks[place].flat.store
+            flat = clock.flat.store
             if not flat.resident:
                 store.release()
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
-            self._adopted[place] = version.applied
+            clock.adopt(version)
 
 
 def _buffer(flat: FlatUpdate) -> FlatBuffer:
     layout = flat.store.layout
-    return FlatBuffer(f"{layout.slots[0].spec.name}...", layout.shard_numel, flat.store.binding.dtype)
+    name = f"{layout.slots[0].spec.name}..."
+    return FlatBuffer(name, layout.shard_numel, flat.store.binding.dtype, len(layout.slots))

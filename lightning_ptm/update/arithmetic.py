@@ -3,7 +3,8 @@
 Owns the scratch. Knows views, never transfers.
 I1: what a chunk reads and writes lies in the windows that it is given; nothing else is touched.
 I2: the compute copy of an element is the rounding of its master after the step, for updated elements, and for the
-    whole chunk where the compute pages are staged (unchanged elements then get the same bytes again).
+    whole chunk where the compute pages are staged (unchanged elements then get the same bytes again). Of a job with a
+    forecast it is what momentum alone makes of the master next.
 I3: where a chunk is cut into optimizer calls depends on the flat alone, never on the tiers, so the tiers cannot change bits.
 """
 
@@ -43,6 +44,7 @@ class Arithmetic:
         self._block_numel = block_numel
 
         self._scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._before: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def update(
         self, progress: Progress, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
@@ -61,13 +63,16 @@ class Arithmetic:
             progress,
             start,
             windows[PARAMETER],
-            {name: windows[name] for name in states.slots},
+            {name: windows[name] for name in states.slots if name in windows},
             None if whole_target else windows.get(TARGET),
             _reader(progress, start, windows),
         )
+        forecast = progress.job.forecast
+        before = self._copy_of(chunk.parameter) if forecast is not None else None
         small: list[Run] = []
         small_numel = 0
-        for run in states.runs(start, numel, progress.present):
+        runs = states.runs(start, numel, progress.present)
+        for run in runs:
             if run.numel > self._block_numel:
                 self._update_large(chunk, run)
                 continue
@@ -78,7 +83,13 @@ class Arithmetic:
             small_numel += run.numel
         if small:
             self._update_small(chunk, small)
-        if whole_target:
+        if forecast is not None and before is not None:
+            for run in runs:
+                place = (run.start - start, run.numel)
+                slots = {name: chunk.slots[name].narrow(0, *place) for name in self._slot_names(chunk, run)}
+                forecast.learn(run, before.narrow(0, *place), chunk.parameter.narrow(0, *place), slots)
+            windows[TARGET].copy_(before)
+        elif whole_target:
             windows[TARGET].copy_(chunk.parameter)
 
     def _update_small(self, chunk: _Chunk, runs: list[Run]) -> None:
@@ -153,6 +164,14 @@ class Arithmetic:
         ):
             return view
         return None
+
+    def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy that is good until the next chunk."""
+        key = (parameter.device, parameter.dtype)
+        known = self._before.get(key)
+        if known is None or known.numel() < parameter.numel():
+            known = self._before[key] = torch.empty_like(parameter)
+        return known.narrow(0, 0, parameter.numel()).copy_(parameter)
 
     def _scratch_like(self, parameter: torch.Tensor) -> torch.Tensor:
         key = (parameter.device, parameter.dtype)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, SparePages, Version, combined
+from lightning_ptm.update.forecast import Forecast, can_forecast
 from lightning_ptm.update.job import JobHandle, UpdateJob
 from lightning_ptm.update.shadow import Shadow
 from lightning_ptm.update.states import FlatStates
@@ -60,14 +61,23 @@ class Buffering:
         spares: pages for new versions, see `SparePages`.
         room: chunks of all jobs in hand at once, about.
         cores: CPU cores that the updater's arithmetic may use, and this thread's.
+        forecast: versions forecast the updates that they do not include, where the optimizer's can be.
     """
 
     def __init__(
-        self, updater: Updater, flats: Sequence[LockFreeFlat], spares: SparePages, *, room: int, cores: int
+        self,
+        updater: Updater,
+        flats: Sequence[LockFreeFlat],
+        spares: SparePages,
+        *,
+        room: int,
+        cores: int,
+        forecast: bool,
     ) -> None:
         self._updater = updater
         self._flats = list(flats)
         self._cores = cores
+        self._forecast = forecast
         self._of_buffer = {id(flat.buffer): flat for flat in flats}
         self._buffers = Buffers(
             [flat.buffer for flat in flats],
@@ -99,7 +109,7 @@ class Buffering:
     def offer(self, flat: int, contribution: Contribution) -> None:
         """Hand over a reduced gradient; it is applied exactly once, some time later."""
         self.check()
-        self._messages.put(partial(self._buffers.offer, self._flats[flat].buffer, contribution))
+        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution))
 
     def hurry(self, flat: int, needed: int) -> None:
         """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
@@ -109,9 +119,14 @@ class Buffering:
         """Pages that a newer version has replaced, and that nobody reads any more."""
         self._messages.put(partial(self._buffers.give_back, pages))
 
-    def collect(self, flat: int) -> Version | None:
-        """The newest version of a flat, unless it was collected before. Never blocks."""
-        return self._flats[flat].buffer.slot.collect()
+    def collect(self, flat: int, received: int) -> Version | None:
+        """The newest version of a flat, unless it was collected before, or lacks a forecast of the last of so many
+        contributions. Never blocks."""
+        return self._flats[flat].buffer.slot.collect(received)
+
+    def peek(self, flat: int, received: int) -> Version | None:
+        """What `collect` would return, or soon would. Never blocks."""
+        return self._flats[flat].buffer.slot.peek(received)
 
     def published(self, flat: int) -> bool:
         """Whether there is a version of a flat to collect. Never blocks."""
@@ -185,12 +200,11 @@ class Buffering:
         try:
             while (message := self._messages.get()) is not None:
                 message()
-                if self._buffers.idle:
+                if self._buffers.idle and self._when_idle and not self._buffers.publish_exact():
                     waiting, self._when_idle = self._when_idle, []
                     for event in waiting:
                         event.set()
-                    if waiting:
-                        self._notify()
+                    self._notify()
         except BaseException as error:  # I2
             self._failure = error
             self._notify()
@@ -198,6 +212,9 @@ class Buffering:
     def _submit(self, buffer: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
         flat = self._of_buffer[id(buffer)]
         hyper, transform = combined(contribution)
+        forecast = None
+        if self._forecast and contribution.origins and can_forecast(flat.states.traits):
+            forecast = Forecast(flat.states, contribution.origins[-1].hyper, hyper)
         job = UpdateJob(
             flat.states,
             flat.shadow,
@@ -207,7 +224,8 @@ class Buffering:
             transform,
             contribution.after,
             fresh_target=True,
-            on_done=lambda: self._messages.put(partial(self._finish, buffer)),
+            forecast=forecast,
+            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(contribution.origins))),
         )
         handle = self._updater.submit(job)
         self._handles[id(buffer)] = handle
@@ -218,10 +236,15 @@ class Buffering:
         if self._buffers.hurry(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
-    def _finish(self, buffer: FlatBuffer) -> None:
+    def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:
+        self._buffers.offer(buffer, contribution)
+        if buffer.slot.published:
+            self._notify()  # compute may have waited for the forecast
+
+    def _finish(self, buffer: FlatBuffer, forecast: Forecast | None, update: bool) -> None:
         del self._handles[id(buffer)]
-        self._buffers.finish(buffer)
-        self.updates += 1
+        self._buffers.finish(buffer, forecast)
+        self.updates += update
         self._notify()
 
     def _notify(self) -> None:

@@ -7,7 +7,8 @@ I1: exactly once. A contribution is in one place: waiting, taken by one job, or 
 I2: no half updates. A job writes pages that nobody reads. They are published at once, when all are written; the pages
     that they replace are used again only after compute has given them back.
 I3: one job at a time for a flat, so its updates follow each other.
-I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
+I4: a version that is published forecasts what has been received and is not in it (forecast.py), unless it cannot be.
+I5: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
     for, or soon will, and while compute waits it collects the versions of all flats that it is not using, and gives their
     old pages back.
 """
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, Transform
+from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.job import Pending
 from lightning_ptm.update.shadow import HyperParameters
 
@@ -45,7 +47,7 @@ class Contribution:
 
     Attributes:
         source: the gradients; owned by whoever has the contribution.
-        origins: a step each, oldest first.
+        origins: a step each, oldest first; none: there is no gradient, the parameters are to be published again.
         transform: still to be done to the gradients: the clip factor and loss scale of their step.
         after: what the gradients wait for.
         discard: gives their memory back; called once, after the update.
@@ -61,12 +63,21 @@ class Contribution:
         """Whether both have gradients for the same parameters, so that one update can apply their sum."""
         return self.source.which == other.source.which
 
+    @property
+    def step(self) -> int:
+        """The oldest step in it."""
+        return self.origins[0].step if self.origins else -1
+
+    def settle(self) -> None:
+        """Wait until the gradients are there."""
+        for pending in self.after:
+            pending.wait()
+        self.after = ()
+
     def add(self, other: Contribution) -> None:
         """Take in a later step's gradients of the same parameters. Each step's transform is done to its own first."""
         for contribution in (self, other):
-            for pending in contribution.after:
-                pending.wait()
-            contribution.after = ()
+            contribution.settle()
             if not contribution.transform.is_identity:
                 contribution.source.transform_(contribution.transform)
                 contribution.transform = NO_TRANSFORM
@@ -85,6 +96,8 @@ def combined(contribution: Contribution) -> tuple[HyperParameters, Transform]:
     factor of the step, take such a step as if the user had set that rate for once.
     """
     origins = contribution.origins
+    if not origins:
+        return HyperParameters(()), contribution.transform
     if len(origins) == 1:
         return origins[0].hyper, contribution.transform
     groups = tuple(
@@ -103,10 +116,25 @@ def _combined_group(groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """Compute parameters of a flat's shard: `pages`, which include `applied` contributions."""
+    """Compute parameters of a flat's shard.
+
+    Attributes:
+        pages: they are in.
+        applied: contributions that they include.
+        seen: contributions that they include or forecast, where they forecast any.
+        forecast: of the next update; None: there is none.
+        exact: they are the master parameters, rounded.
+    """
 
     pages: PagedTensor
     applied: int
+    seen: int
+    forecast: Forecast | None = None
+    exact: bool = True
+
+    def fits(self, received: int) -> bool:
+        """Whether it forecasts all of so many contributions, as far as can be."""
+        return self.forecast is None or self.seen >= received
 
 
 class VersionSlot:
@@ -130,10 +158,22 @@ class VersionSlot:
         """Whether there is a version to collect."""
         return self._published is not None
 
-    def collect(self) -> Version | None:
-        """Take the newest version, if there is one that was not taken before: from now on it is compute's."""
+    def peek(self, received: int) -> Version | None:
+        """What `collect` would return now, or soon."""
+        version = self._published
+        return version if version is not None and version.fits(received) else None
+
+    def collect(self, received: int = 0) -> Version | None:
+        """Take the newest version, if there is one that was not taken before: from now on it is the caller's.
+
+        Args:
+            received: contributions that it must include or forecast.
+        """
         with self._lock:
-            version, self._published = self._published, None
+            version = self._published
+            if version is None or not version.fits(received):
+                return None
+            self._published = None
         return version
 
 
@@ -151,7 +191,7 @@ class SparePages:
         self._total = Counter({kind: len(tensors) for kind, tensors in self._free.items()})
 
     def take(self, numel: int, dtype: torch.dtype, *, urgent: bool) -> PagedTensor | None:
-        """Spare pages, or None. Where a kind has several, the last is for `urgent` (I4)."""
+        """Spare pages, or None. Where a kind has several, the last is for `urgent` (I5)."""
         kind = (numel, dtype)
         free = self._free.get(kind, [])
         if len(free) > (0 if urgent or self._total[kind] == 1 else 1):
@@ -168,13 +208,14 @@ class FlatBuffer:
     Args:
         name: for messages and audits.
         numel, dtype: of the shard's compute parameters.
-        slot: where compute gets versions.
+        parameters: how many there are in the flat.
     """
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, numel: int, dtype: torch.dtype, parameters: int = 1) -> None:
         self.name = name
         self.numel = numel
         self.dtype = dtype
+        self.parameters = parameters
         self.slot = VersionSlot()
 
         self.waiting: list[Contribution] = []
@@ -185,6 +226,10 @@ class FlatBuffer:
         self.received = 0
         self.applied = 0
         self.urgent = False
+        self.exact = True
+        """Whether the newest version is."""
+        self.forecast: Forecast | None = None
+        """The newest."""
 
     @property
     def pending(self) -> int:
@@ -195,6 +240,11 @@ class FlatBuffer:
     def hold(self, contribution: Contribution) -> None:
         """A new contribution waits, added to what waits already if that goes."""
         self.received += len(contribution.origins)
+        version = self.slot.collect() if self.forecast is not None else None
+        if version is not None:  # compute has not seen it, and shall see this contribution in it (I4)
+            self._add_forecast(version.pages, contribution)
+            self.slot.publish(dataclasses.replace(version, seen=self.received, forecast=self.forecast, exact=False))
+            self.exact = False
         if self.waiting and self.waiting[-1].goes_with(contribution):
             self.waiting[-1].add(contribution)
         else:
@@ -208,8 +258,12 @@ class FlatBuffer:
         self.target = target
         return self.taken
 
-    def finish(self) -> Version | None:
-        """The job has written its target: publish it. Returns a version that nobody has seen and nobody will."""
+    def finish(self, forecast: Forecast | None) -> Version | None:
+        """The job has written its target: publish it. Returns a version that nobody has seen and nobody will.
+
+        Args:
+            forecast: what the job has learned of the next update.
+        """
         taken, target = self.taken, self.target
         if taken is None or target is None:
             raise InternalError(f"{self.name} has no job that could be finished")
@@ -217,7 +271,17 @@ class FlatBuffer:
         self.urgent = False
         self.applied += len(taken.origins)
         taken.discard()
-        return self.slot.publish(Version(target, self.applied))
+        self.exact = forecast is None
+        self.forecast = forecast or self.forecast
+        for contribution in self.waiting if self.forecast is not None else ():
+            self._add_forecast(target, contribution)
+            self.exact = False
+        return self.slot.publish(Version(target, self.applied, self.received, self.forecast, self.exact))
+
+    def _add_forecast(self, pages: PagedTensor, contribution: Contribution) -> None:
+        if self.forecast is not None and contribution.origins:
+            contribution.settle()
+            self.forecast.add_(pages.tensor(), contribution.source, contribution.transform)
 
 
 Submit = Callable[[FlatBuffer, Contribution, "PagedTensor"], None]
@@ -258,7 +322,7 @@ class Buffers:
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
         """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand.
 
-        A request that has been overtaken by that version asks for nothing: the last spare pages are not for it (I4).
+        A request that has been overtaken by that version asks for nothing: the last spare pages are not for it (I5).
         """
         flat.urgent = flat.applied < needed
         self.feed()
@@ -269,13 +333,25 @@ class Buffers:
         self._spares.give_back(pages)
         self.feed()
 
-    def finish(self, flat: FlatBuffer) -> None:
-        """A flat's job has ended."""
-        replaced = flat.finish()
+    def finish(self, flat: FlatBuffer, forecast: Forecast | None = None) -> None:
+        """A flat's job has ended, and has learned this."""
+        replaced = flat.finish(forecast)
         self._in_hand.remove(flat)
         if replaced is not None:
             self._spares.give_back(replaced.pages)
         self.feed()
+
+    def publish_exact(self) -> bool:
+        """Nothing waits: start to publish master parameters as they are, of flats whose newest version is a forecast.
+
+        Returns:
+            Whether there are any.
+        """
+        inexact = [flat for flat in self.flats if not flat.exact]
+        for flat in inexact:
+            flat.waiting.append(Contribution(ParameterGradients([None] * flat.parameters), ()))
+        self.feed()
+        return bool(inexact)
 
     @property
     def idle(self) -> bool:
@@ -285,7 +361,7 @@ class Buffers:
     def feed(self) -> None:
         """Start jobs as far as there is room: what compute waits for first, then the oldest gradients."""
         ready = [flat for flat in self.flats if flat.waiting and flat.taken is None]
-        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting[0].origins[0].step))
+        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting[0].step))
         for flat in ready:
             held = sum(map(self._size_of, self._in_hand))
             if not flat.urgent and len(self._in_hand) >= 2 and held + self._size_of(flat) > self._room:

@@ -174,12 +174,16 @@ class ParameterGradients:
                 ours.add_(theirs)
 
     def view(self, run: Run) -> torch.Tensor | None:
-        return self._piece(run.segments[0]) if len(run.segments) == 1 else None
+        return self.piece(run.segments[0]) if len(run.segments) == 1 else None
 
     def read_into(self, target: torch.Tensor, run: Run) -> None:
         for segment in run.segments:
-            target.narrow(0, segment.start - run.start, segment.numel).copy_(self._piece(segment))
+            target.narrow(0, segment.start - run.start, segment.numel).copy_(self.piece(segment))
         _zero_gaps(target, run)
+
+    def has(self, parameter: int) -> bool:
+        """Whether the flat's parameter at an index has a gradient."""
+        return self._flat[parameter] is not None
 
     def forget(self) -> None:
         """Drop the gradients: the job has used them, or has queued their use on the current CUDA stream."""
@@ -189,7 +193,8 @@ class ParameterGradients:
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
         self._flat.clear()
 
-    def _piece(self, segment: Segment) -> torch.Tensor:
+    def piece(self, segment: Segment) -> torch.Tensor:
+        """The gradient of a stretch of one parameter, (segment.numel,)."""
         gradient = self._flat[segment.parameter]
         if gradient is None:
             raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")

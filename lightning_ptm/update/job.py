@@ -17,6 +17,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import Tier
+from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
@@ -54,6 +55,8 @@ class UpdateJob:
         transform: what happens to the gradient first.
         after: what the gradient waits for; master states are read ahead meanwhile.
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
+        forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
+            a master parameter and a fresh target.
         on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
     """
 
@@ -65,6 +68,7 @@ class UpdateJob:
     transform: Transform = NO_TRANSFORM
     after: Sequence[Pending] = ()
     fresh_target: bool = False
+    forecast: Forecast | None = None
     on_done: Callable[[], None] | None = None
 
 
@@ -140,8 +144,11 @@ def state_columns(states: FlatStates) -> list[Column]:
     return columns
 
 
-def job_columns(job: UpdateJob) -> list[Column]:
-    """All columns of a job."""
+def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[Column]:
+    """All columns of a job. One without any gradient copies the master parameter to its target and changes no state."""
+    if job.states.master is not None and not any(present):
+        master = Column(PARAMETER, job.states.master, reads=True, writes=False)
+        return [master, Column(TARGET, job.target, reads=False, writes=True)]
     columns = state_columns(job.states)
     if job.states.master is None:
         columns.append(Column(PARAMETER, job.target, reads=True, writes=True))
@@ -162,9 +169,9 @@ class Progress:
         self.job = job
         self.handle = handle
         self.tier = arithmetic_tier(job.states, job.target, staging_tier)
-        self.columns = job_columns(job)
-        self.staged = [column for column in self.columns if column.home.tier is not self.tier]
         self.present: Sequence[bool] = job.gradient.present(flat)
+        self.columns = job_columns(job, self.present)
+        self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 
         starts = range(0, flat.shard_numel, chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.

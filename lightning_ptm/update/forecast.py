@@ -1,0 +1,195 @@
+"""What updates that are still to come will do to parameters: so that compute need not use old ones (lock-free mode).
+
+Gradients at old parameters are poor ones: with momentum 0.9 and a delay of one step, descent is stable up to a curvature
+of 1 / lr, without the delay up to 38 / lr. A forecast makes up for it. It has two parts, each cheap in time and memory:
+what momentum will do to each element without a new gradient, which the update writes into the compute copy itself; and how
+a block of `ALIGN_NUMEL` elements answers to a gradient, which is kept (4 bytes a block) until gradients come that no update
+has applied yet. Adam's and SGD's formulas are known here; other optimizers are not forecast.
+
+Knows views and numbers; no pages, no threads. A forecast changes the copy that compute uses, never master states: the
+update applies each gradient, once, to exact ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.terms import ALIGN_NUMEL
+from lightning_ptm.update.gradient import GradientSource, ParameterGradients, Transform
+from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.states import FlatStates, Run
+from lightning_ptm.update.traits import OptimizerTraits
+
+_ADAM = frozenset({"Adam", "AdamW", "FusedAdam"})
+_SGD = frozenset({"SGD"})
+
+
+def can_forecast(traits: OptimizerTraits) -> bool:
+    """Whether this optimizer's updates can be forecast."""
+    return traits.name.rpartition(".")[2] in _ADAM | _SGD
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """The next step of one parameter group: x -= gain * g / (sqrt(curvature + noise * mean(g * g)) + eps).
+
+    `persistence` is how much of the last change momentum would repeat without a gradient.
+    """
+
+    gain: float
+    noise: float
+    eps: float
+    persistence: float
+    second_moment: str | None
+    scale: float
+    """Curvature is this times the mean of the second moment."""
+
+
+def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
+    """The step after `steps` steps."""
+    lr = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
+    if kind in _SGD:
+        momentum = float(group["momentum"])
+        fresh = 1.0 if momentum == 0.0 else 1.0 - float(group["dampening"])
+        gain = lr * (1.0 + momentum * fresh if group.get("nesterov") else fresh)
+        return _Rule(gain, 0.0, 0.0, momentum, None, 0.0)
+    first, second = (float(beta) for beta in group["betas"])
+    corrected = bool(group.get("bias_correction", True))
+
+    def correction(beta: float, count: int) -> float:
+        return 1.0 - beta**count if corrected else 1.0
+
+    now = (correction(first, steps), correction(second, steps))
+    then = (correction(first, steps + 1), correction(second, steps + 1))
+    shrinks = (second * now[1] / then[1]) ** 0.5  # of the denominator, without a new gradient
+    return _Rule(
+        gain=lr * (1.0 - first) / then[0],
+        noise=(1.0 - second) / then[1],
+        eps=float(group["eps"]),
+        persistence=first * now[0] / then[0] / shrinks if shrinks else 0.0,
+        second_moment="exp_avg_sq",
+        scale=second / then[1],
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stretch:
+    start: int
+    stop: int
+    rule: _Rule
+
+
+class Forecast:
+    """The next update of one flat, as it looks after the update that learned it.
+
+    Learned by the updating thread, chunk by chunk; read by any thread once its job is done.
+
+    Args:
+        states: of the flat, as they are before the update.
+        newest: hyper-parameters of the newest step in the update, taken to be those of the next.
+        used: those that the update uses.
+    """
+
+    def __init__(self, states: FlatStates, newest: HyperParameters, used: HyperParameters) -> None:
+        self._states = states
+        self._kind = states.traits.name.rpartition(".")[2]
+        self._newest = newest
+        self._used = used
+        self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL))
+        self._stretches: list[_Stretch] = []
+
+    def learn(self, run: Run, before: torch.Tensor, parameter: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
+        """A run was updated. Afterwards `before` holds what it will be after a step of momentum alone.
+
+        Args:
+            before: its master values before the update; parameter: after; slots: after. All (run.numel,).
+        """
+        rule = _rule(self._kind, self._newest.groups[run.group], _steps(run, self._used.groups[run.group]) + 1)
+        rates = (float(groups.groups[run.group]["lr"]) for groups in (self._newest, self._used))
+        newest, used = rates
+        persistence = rule.persistence * newest / used if used else 0.0
+        torch.lerp(before, parameter, 1.0 + persistence, out=before)
+        if rule.second_moment is not None:
+            self._keep_curvature(run, slots[rule.second_moment], rule.scale)
+        bisect.insort(self._stretches, _Stretch(run.start, run.stop, rule), key=lambda stretch: stretch.start)
+
+    def _keep_curvature(self, run: Run, moment: torch.Tensor, scale: float) -> None:
+        first = run.start // ALIGN_NUMEL
+        whole = run.numel // ALIGN_NUMEL
+        blocks = moment.narrow(0, 0, whole * ALIGN_NUMEL).view(whole, ALIGN_NUMEL)
+        self._curvature[first : first + whole].copy_(blocks.mean(1)).mul_(scale)
+        for segment in run.segments:
+            if rest := segment.numel % ALIGN_NUMEL:  # its last block ends in padding
+                mean = moment.narrow(0, segment.stop - rest - run.start, rest).mean()
+                self._curvature[(segment.stop - 1) // ALIGN_NUMEL] = mean.cpu() * scale
+
+    @torch.no_grad()
+    def add_(self, values: torch.Tensor, gradient: GradientSource, transform: Transform) -> None:
+        """Change compute parameters as an update with this gradient is expected to.
+
+        Args:
+            values: the shard's compute parameters, (shard_numel,), which nobody reads now.
+            gradient: of the shard; it has arrived.
+            transform: what an update would do to it first; clipping by value is left out.
+        """
+        factor = transform.share
+        for scale in (transform.unscale, transform.clip):
+            factor *= 1.0 if scale is None else float(scale)
+        if isinstance(gradient, ParameterGradients):
+            for segment in self._states.segments:
+                if gradient.has(segment.parameter):
+                    self._add(values, segment.start, gradient.piece(segment), factor)
+            return
+        present = gradient.present(self._states.flat)
+        whole = gradient.paged.tensor()
+        for segment in self._states.segments:
+            if present[segment.parameter]:
+                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), factor)
+
+    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, factor: float) -> None:
+        """For a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
+        gradient = gradient.to(values.device)
+        stop = start + gradient.numel()
+        place = bisect.bisect_right(self._stretches, start, key=lambda stretch: stretch.start) - 1
+        for stretch in self._stretches[max(0, place) :]:
+            if stretch.start >= stop:
+                break
+            begin, end = max(start, stretch.start), min(stop, stretch.stop)
+            if begin < end:
+                part = gradient.narrow(0, begin - start, end - begin)
+                whole = part.numel() - part.numel() % ALIGN_NUMEL
+                if whole:
+                    self._answer(values, begin, part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL), stretch.rule, factor)
+                if part.numel() > whole:
+                    rest = part.narrow(0, whole, part.numel() - whole).view(1, -1)
+                    self._answer(values, begin + whole, rest, stretch.rule, factor)
+
+    def _answer(self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, factor: float) -> None:
+        if start % ALIGN_NUMEL:
+            raise InternalError(f"a stretch of a parameter begins at element {start}, which is no multiple of {ALIGN_NUMEL}")
+        count, width = blocks.shape
+        # bfloat16 has the range for a gain that also undoes a loss scale; float16 has not.
+        dtype = torch.float32 if values.dtype is torch.float16 else values.dtype
+        if rule.second_moment is None:
+            gain = torch.full((count, 1), rule.gain * factor, dtype=dtype)
+        else:
+            first = start // ALIGN_NUMEL
+            norm = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).cpu()
+            curvature = self._curvature[first : first + count] + norm.square_().mul_(rule.noise * factor**2 / width)
+            gain = ((rule.gain * factor) / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
+        into = values.narrow(0, start, count * width).view(count, width)
+        answer = into.to(dtype).addcmul_(blocks.to(dtype), gain.to(values.device), value=-1.0)
+        if answer is not into:
+            into.copy_(answer)
+
+
+def _steps(run: Run, group: Mapping[str, Any]) -> int:
+    """Updates of a run's parameters so far."""
+    step = group.get("step", 0) if run.scalars is None else run.scalars.values.get("step", group.get("step", 0))
+    return int(step)
