@@ -4,8 +4,9 @@ The disk is slowed down to `--disk-mb-per-s`, so that an update takes a few step
 Prints the final validation loss of each run and, for lock-free ones, the mean and the largest staleness. Bar: the mean over
 seeds of lock-free loss over synchronous loss, at most 1.01, at a mean staleness of at least 1.
 
-`--rules` also tries other ways to apply the gradients of several steps in one update (lightning_ptm/update/buffers.py has
-the one that is used, "mean-sum"): mean or sum of gradients, and sum, mean or newest of learning rates.
+`--rules` also tries other ways to apply the gradients of several steps in one update. The one that is used is "each"
+(lightning_ptm/update/buffers.py): a step for each, with the mean gradient. The others take a single step: with the mean or
+sum of gradients, and the sum, mean or newest of learning rates. `--no-forecast` lets compute use parameters as they are.
 """
 
 from __future__ import annotations
@@ -35,23 +36,25 @@ from lightning_ptm.update.buffers import Contribution
 LIMIT = 1.01
 LEAST_STALENESS = 1.0
 
-Rule = Callable[[Contribution], tuple[HyperParameters, Transform]]
+OURS = "each"
+
+Rule = Callable[[Contribution], tuple[tuple[HyperParameters, ...], Transform]]
 
 
 def rule(gradients: str, rates: str) -> Rule:
     """Another `combined`: "mean" or "sum" of gradients; "sum", "mean" or "newest" of learning rates."""
 
-    def combine(contribution: Contribution) -> tuple[HyperParameters, Transform]:
+    def combine(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], Transform]:
         origins = contribution.origins
-        if len(origins) == 1:
-            return origins[0].hyper, contribution.transform
+        if len(origins) < 2:
+            return tuple(origin.hyper for origin in origins), contribution.transform
         groups = []
         for index, newest in enumerate(origins[-1].hyper.groups):
             each = [origin.hyper.groups[index]["lr"] for origin in origins]
             lr = {"sum": sum(each), "mean": sum(each) / len(each), "newest": each[-1]}[rates]
             groups.append({**newest, "lr": lr})
         share = 1 / len(origins) if gradients == "mean" else 1.0
-        return HyperParameters(tuple(groups)), dataclasses.replace(contribution.transform, share=share)
+        return (HyperParameters(tuple(groups)),), dataclasses.replace(contribution.transform, share=share)
 
     return combine
 
@@ -112,9 +115,10 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
         "--trainer.strategy.init_args.master_home=disk",
         f"--trainer.strategy.init_args.lock_free={str(lock_free).lower()}",
         f"--trainer.strategy.init_args.max_staleness={args.max_staleness}",
+        f"--trainer.strategy.init_args.forecast={str(not args.no_forecast).lower()}",
     ]
     original = buffering.combined
-    if rule_name is not None and rule_name != "mean-sum":
+    if rule_name is not None and rule_name != OURS:
         buffering.combined = RULES[rule_name]
     try:
         with tempfile.TemporaryDirectory() as runs:
@@ -150,8 +154,9 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=300, help="optimizer steps of each training")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
     parser.add_argument("--disk-mb-per-s", type=float, default=100.0, help="bandwidth of the slowed disk")
-    parser.add_argument("--max-staleness", type=int, default=8)
-    parser.add_argument("--rules", default="mean-sum", help=f"by comma, of {', '.join(RULES)}")
+    parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--no-forecast", action="store_true", help="compute uses parameters as they are")
+    parser.add_argument("--rules", default=OURS, help=f"by comma, of {', '.join((OURS, *RULES))}")
     args = quicken(parser.parse_args())
     if args.quick:
         args.train_steps, args.seeds = 6, 1
@@ -184,6 +189,8 @@ def main() -> None:
                 f"{name}: mean staleness is {staleness:.2f}; lower --disk-mb-per-s: below {LEAST_STALENESS} says nothing"
             )
             continue
+        if args.no_forecast:
+            name += ", no forecast"
         what = f"main job, {len(mine)} seeds, {name}, mean staleness {staleness:.2f}: validation loss over synchronous"
         bars.append(
             Bar(what, mean(run.loss for run in mine), mean(waiting.values()), "nats", ratio, LIMIT, at_least=False)

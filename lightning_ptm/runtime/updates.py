@@ -235,7 +235,8 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, flat.gradient.leaving())
+        after = flat.gradient.leaving()
+        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
 
     def _handed_over(self) -> None:

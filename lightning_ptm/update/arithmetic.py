@@ -11,21 +11,22 @@ I3: where a chunk is cut into optimizer calls depends on the flat alone, never o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from lightning_ptm.update.gradient import GradientReader, ShardGradient, TensorGradient
 from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, Progress
-from lightning_ptm.update.shadow import RunViews
+from lightning_ptm.update.shadow import HyperParameters, RunViews
 from lightning_ptm.update.states import Run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk's windows: 1-D tensors of the shard's elements from `start` on."""
+    """A chunk's windows and the step that is taken: 1-D tensors of the shard's elements from `start` on."""
 
     progress: Progress
+    hyper: HyperParameters
     start: int
     parameter: torch.Tensor
     slots: Mapping[str, torch.Tensor]
@@ -49,7 +50,7 @@ class Arithmetic:
     def update(
         self, progress: Progress, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
     ) -> None:
-        """Run one optimizer step over elements [start, start + numel) of a job's shard.
+        """Run a job's optimizer steps over elements [start, start + numel) of its shard.
 
         Args:
             progress: the job.
@@ -58,20 +59,35 @@ class Arithmetic:
             windows: for each column role a 1-D tensor of exactly these elements.
             whole_target: rewrite the compute copy of elements without a gradient too.
         """
-        states = progress.job.states
-        chunk = _Chunk(
-            progress,
-            start,
-            windows[PARAMETER],
-            {name: windows[name] for name in states.slots if name in windows},
-            None if whole_target else windows.get(TARGET),
-            _reader(progress, start, windows),
-        )
-        forecast = progress.job.forecast
-        before = self._copy_of(chunk.parameter) if forecast is not None else None
+        job, states = progress.job, progress.job.states
+        parameter = windows[PARAMETER]
+        slots = {name: windows[name] for name in states.slots if name in windows}
+        reader = _reader(progress, start, windows)
+        target = None if whole_target else windows.get(TARGET)
+        before: torch.Tensor | None = None
+        runs = states.runs(start, numel, progress.present)
+        for count, hyper in enumerate(job.steps):
+            if count:
+                known = progress.scalars_after(parameter)[count - 1]
+                runs_now = [dataclasses.replace(run, scalars=known[run.group, id(run.scalars)]) for run in runs]
+            else:
+                runs_now = runs
+            if job.forecast is not None and hyper is job.hyper:
+                before = self._copy_of(parameter)
+            self._step(_Chunk(progress, hyper, start, parameter, slots, target, reader), runs_now)
+        if job.forecast is not None and before is not None:
+            for run in runs_now:
+                place = (run.start - start, run.numel)
+                moments = {name: slots[name].narrow(0, *place) for name in states.slot_names[run.group]}
+                job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), moments)
+            windows[TARGET].copy_(before)
+        elif whole_target:
+            windows[TARGET].copy_(parameter)
+
+    def _step(self, chunk: _Chunk, runs: Sequence[Run]) -> None:
+        """One optimizer step."""
         small: list[Run] = []
         small_numel = 0
-        runs = states.runs(start, numel, progress.present)
         for run in runs:
             if run.numel > self._block_numel:
                 self._update_large(chunk, run)
@@ -83,14 +99,6 @@ class Arithmetic:
             small_numel += run.numel
         if small:
             self._update_small(chunk, small)
-        if forecast is not None and before is not None:
-            for run in runs:
-                place = (run.start - start, run.numel)
-                slots = {name: chunk.slots[name].narrow(0, *place) for name in self._slot_names(chunk, run)}
-                forecast.learn(run, before.narrow(0, *place), chunk.parameter.narrow(0, *place), slots)
-            windows[TARGET].copy_(before)
-        elif whole_target:
-            windows[TARGET].copy_(chunk.parameter)
 
     def _update_small(self, chunk: _Chunk, runs: list[Run]) -> None:
         """Several runs in one call."""
@@ -108,7 +116,7 @@ class Arithmetic:
             slots = {name: chunk.slots[name].narrow(0, start, run.numel) for name in self._slot_names(chunk, run)}
             views.append(RunViews(run.group, parameter, gradient, slots, run.scalars))
         job = chunk.progress.job
-        job.shadow.step(job.hyper, views)
+        job.shadow.step(chunk.hyper, views)
         if chunk.target is not None:
             for run, view in zip(runs, views, strict=True):
                 chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
@@ -136,7 +144,7 @@ class Arithmetic:
                 gradient.copy_(given)
                 job.transform.apply_(gradient)
             state = dict(zip(names, next(slots), strict=True)) if names else {}
-            job.shadow.step(job.hyper, [RunViews(run.group, parameter, gradient, state, run.scalars)])
+            job.shadow.step(chunk.hyper, [RunViews(run.group, parameter, gradient, state, run.scalars)])
             if targets is not None:
                 targets[index].copy_(parameter)
 

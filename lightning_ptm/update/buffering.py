@@ -19,7 +19,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, SparePages, Version, combined
 from lightning_ptm.update.forecast import Forecast, can_forecast
 from lightning_ptm.update.job import JobHandle, UpdateJob
-from lightning_ptm.update.shadow import Shadow
+from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.threads import use_cores
 from lightning_ptm.update.updater import Updater
@@ -211,21 +211,22 @@ class Buffering:
 
     def _submit(self, buffer: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
         flat = self._of_buffer[id(buffer)]
-        hyper, transform = combined(contribution)
+        steps, transform = combined(contribution)
         forecast = None
-        if self._forecast and contribution.origins and can_forecast(flat.states.traits):
-            forecast = Forecast(flat.states, contribution.origins[-1].hyper, hyper)
+        if self._forecast and steps and can_forecast(flat.states.traits):
+            forecast = Forecast(flat.states, steps[-1], max(1, buffer.late))
         job = UpdateJob(
             flat.states,
             flat.shadow,
             contribution.source,
             target,
-            hyper,
+            steps[-1] if steps else HyperParameters(()),
             transform,
+            steps[:-1],
             contribution.after,
             fresh_target=True,
             forecast=forecast,
-            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(contribution.origins))),
+            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(steps))),
         )
         handle = self._updater.submit(job)
         self._handles[id(buffer)] = handle

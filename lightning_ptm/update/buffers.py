@@ -18,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -86,32 +86,19 @@ class Contribution:
         other.discard()
 
 
-def combined(contribution: Contribution) -> tuple[HyperParameters, Transform]:
-    """How one update applies a contribution.
+def combined(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], Transform]:
+    """How one update applies a contribution: the hyper-parameters of its steps, and what is done to the gradient first.
 
     From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
-    From k steps: the mean of their gradients (each clipped by its own step's factor), with the sum of their learning
-    rates, so that k steps go as far, and decay weights as much, as they would have one by one; everything else as in the
-    newest of them. (benchmarks/lock_free_loss.py compares rules.) ASGD and Rprop, whose learning rate is more than a
-    factor of the step, take such a step as if the user had set that rate for once.
+    From k steps: as k steps of the optimizer, in one pass over the pages, each with the hyper-parameters of its own step and
+    with the mean of the k gradients (each clipped by its own step's factor). So they go as far, decay weights as much and
+    count as many steps as they would have one by one. benchmarks/lock_free_loss.py compares rules.
     """
     origins = contribution.origins
-    if not origins:
-        return HyperParameters(()), contribution.transform
-    if len(origins) == 1:
-        return origins[0].hyper, contribution.transform
-    groups = tuple(
-        _combined_group([origin.hyper.groups[index] for origin in origins])
-        for index in range(len(origins[-1].hyper.groups))
-    )
-    return HyperParameters(groups), dataclasses.replace(contribution.transform, share=1.0 / len(origins))
-
-
-def _combined_group(groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    newest = dict(groups[-1])
-    if "lr" in newest:
-        newest["lr"] = sum((group["lr"] for group in groups[1:]), groups[0]["lr"])
-    return newest
+    if len(origins) < 2:
+        return tuple(origin.hyper for origin in origins), contribution.transform
+    transform = dataclasses.replace(contribution.transform, share=1.0 / len(origins))
+    return tuple(origin.hyper for origin in origins), transform
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +217,8 @@ class FlatBuffer:
         """Whether the newest version is."""
         self.forecast: Forecast | None = None
         """The newest."""
+        self.late = 0
+        """Contributions that had come meanwhile when the last job ended."""
 
     @property
     def pending(self) -> int:
@@ -271,6 +260,7 @@ class FlatBuffer:
         self.urgent = False
         self.applied += len(taken.origins)
         taken.discard()
+        self.late = self.pending
         self.exact = forecast is None
         self.forecast = forecast or self.forecast
         for contribution in self.waiting if self.forecast is not None else ():
@@ -281,7 +271,8 @@ class FlatBuffer:
     def _add_forecast(self, pages: PagedTensor, contribution: Contribution) -> None:
         if self.forecast is not None and contribution.origins:
             contribution.settle()
-            self.forecast.add_(pages.tensor(), contribution.source, contribution.transform)
+            steps = len(contribution.origins)
+            self.forecast.add_(pages.tensor(), contribution.source, contribution.transform, steps)
 
 
 Submit = Callable[[FlatBuffer, Contribution, "PagedTensor"], None]

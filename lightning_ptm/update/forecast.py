@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -65,16 +65,14 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
     def correction(beta: float, count: int) -> float:
         return 1.0 - beta**count if corrected else 1.0
 
-    now = (correction(first, steps), correction(second, steps))
-    then = (correction(first, steps + 1), correction(second, steps + 1))
-    shrinks = (second * now[1] / then[1]) ** 0.5  # of the denominator, without a new gradient
+    now, then = correction(first, steps), correction(first, steps + 1)
     return _Rule(
-        gain=lr * (1.0 - first) / then[0],
-        noise=(1.0 - second) / then[1],
+        gain=lr * (1.0 - first) / then,
+        noise=(1.0 - second) / correction(second, steps + 1),
         eps=float(group["eps"]),
-        persistence=first * now[0] / then[0] / shrinks if shrinks else 0.0,
+        persistence=first * now / then,  # the next gradient is taken to be as large as those before
         second_moment="exp_avg_sq",
-        scale=second / then[1],
+        scale=second / correction(second, steps + 1),
     )
 
 
@@ -92,29 +90,29 @@ class Forecast:
 
     Args:
         states: of the flat, as they are before the update.
-        newest: hyper-parameters of the newest step in the update, taken to be those of the next.
-        used: those that the update uses.
+        hyper: hyper-parameters of the (last) step in the update, taken to be those of the next.
+        ahead: steps to come for which momentum is followed.
     """
 
-    def __init__(self, states: FlatStates, newest: HyperParameters, used: HyperParameters) -> None:
+    def __init__(self, states: FlatStates, hyper: HyperParameters, ahead: int = 1) -> None:
         self._states = states
         self._kind = states.traits.name.rpartition(".")[2]
-        self._newest = newest
-        self._used = used
+        self._hyper = hyper
+        self._ahead = ahead
         self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL))
         self._stretches: list[_Stretch] = []
 
     def learn(self, run: Run, before: torch.Tensor, parameter: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
-        """A run was updated. Afterwards `before` holds what it will be after a step of momentum alone.
+        """A run was updated. Afterwards `before` holds what it will be after `ahead` steps of momentum alone.
 
         Args:
-            before: its master values before the update; parameter: after; slots: after. All (run.numel,).
+            run: with its scalars before the step.
+            before: its master values before the step; parameter: after; slots: after. All (run.numel,).
         """
-        rule = _rule(self._kind, self._newest.groups[run.group], _steps(run, self._used.groups[run.group]) + 1)
-        rates = (float(groups.groups[run.group]["lr"]) for groups in (self._newest, self._used))
-        newest, used = rates
-        persistence = rule.persistence * newest / used if used else 0.0
-        torch.lerp(before, parameter, 1.0 + persistence, out=before)
+        group = self._hyper.groups[run.group]
+        rule = _rule(self._kind, group, _steps(run, group) + 1)
+        repeated = sum(rule.persistence**step for step in range(1, self._ahead + 1))
+        torch.lerp(before, parameter, 1.0 + repeated, out=before)
         if rule.second_moment is not None:
             self._keep_curvature(run, slots[rule.second_moment], rule.scale)
         bisect.insort(self._stretches, _Stretch(run.start, run.stop, rule), key=lambda stretch: stretch.start)
@@ -130,13 +128,14 @@ class Forecast:
                 self._curvature[(segment.stop - 1) // ALIGN_NUMEL] = mean.cpu() * scale
 
     @torch.no_grad()
-    def add_(self, values: torch.Tensor, gradient: GradientSource, transform: Transform) -> None:
-        """Change compute parameters as an update with this gradient is expected to.
+    def add_(self, values: torch.Tensor, gradient: GradientSource, transform: Transform, steps: int = 1) -> None:
+        """Change compute parameters as updates with this gradient are expected to.
 
         Args:
             values: the shard's compute parameters, (shard_numel,), which nobody reads now.
             gradient: of the shard; it has arrived.
             transform: what an update would do to it first; clipping by value is left out.
+            steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
         """
         factor = transform.share
         for scale in (transform.unscale, transform.clip):
@@ -144,15 +143,15 @@ class Forecast:
         if isinstance(gradient, ParameterGradients):
             for segment in self._states.segments:
                 if gradient.has(segment.parameter):
-                    self._add(values, segment.start, gradient.piece(segment), factor)
+                    self._add(values, segment.start, gradient.piece(segment), factor, steps)
             return
         present = gradient.present(self._states.flat)
         whole = gradient.paged.tensor()
         for segment in self._states.segments:
             if present[segment.parameter]:
-                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), factor)
+                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), factor, steps)
 
-    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, factor: float) -> None:
+    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, factor: float, steps: int) -> None:
         """For a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
         gradient = gradient.to(values.device)
         stop = start + gradient.numel()
@@ -165,24 +164,34 @@ class Forecast:
                 part = gradient.narrow(0, begin - start, end - begin)
                 whole = part.numel() - part.numel() % ALIGN_NUMEL
                 if whole:
-                    self._answer(values, begin, part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL), stretch.rule, factor)
+                    self._answer(
+                        values, begin, part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL), stretch.rule, factor, steps
+                    )
                 if part.numel() > whole:
                     rest = part.narrow(0, whole, part.numel() - whole).view(1, -1)
-                    self._answer(values, begin + whole, rest, stretch.rule, factor)
+                    self._answer(values, begin + whole, rest, stretch.rule, factor, steps)
 
-    def _answer(self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, factor: float) -> None:
+    def _answer(
+        self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, factor: float, steps: int
+    ) -> None:
         if start % ALIGN_NUMEL:
-            raise InternalError(f"a stretch of a parameter begins at element {start}, which is no multiple of {ALIGN_NUMEL}")
+            raise InternalError(
+                f"a stretch of a parameter begins at element {start}, which is no multiple of {ALIGN_NUMEL}"
+            )
         count, width = blocks.shape
+        followed = sum((steps - later) * rule.persistence**later for later in range(steps)) / steps
+        total = rule.gain * factor * followed
         # bfloat16 has the range for a gain that also undoes a loss scale; float16 has not.
         dtype = torch.float32 if values.dtype is torch.float16 else values.dtype
         if rule.second_moment is None:
-            gain = torch.full((count, 1), rule.gain * factor, dtype=dtype)
+            gain = torch.full((count, 1), total, dtype=dtype)
         else:
             first = start // ALIGN_NUMEL
             norm = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).cpu()
-            curvature = self._curvature[first : first + count] + norm.square_().mul_(rule.noise * factor**2 / width)
-            gain = ((rule.gain * factor) / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
+            curvature = self._curvature[first : first + count] + norm.square_().mul_(
+                rule.noise * (factor / steps) ** 2 / width
+            )
+            gain = (total / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
         into = values.narrow(0, start, count * width).view(count, width)
         answer = into.to(dtype).addcmul_(blocks.to(dtype), gain.to(values.device), value=-1.0)
         if answer is not into:

@@ -21,6 +21,7 @@ from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.traits import ScalarState
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged import PagedTensor
@@ -53,6 +54,7 @@ class UpdateJob:
             the end of the job.
         hyper: the step's hyper-parameters.
         transform: what happens to the gradient first.
+        earlier: hyper-parameters of steps that are taken before, with the same gradient.
         after: what the gradient waits for; master states are read ahead meanwhile.
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
         forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
@@ -66,10 +68,16 @@ class UpdateJob:
     target: PagedTensor
     hyper: HyperParameters
     transform: Transform = NO_TRANSFORM
+    earlier: Sequence[HyperParameters] = ()
     after: Sequence[Pending] = ()
     fresh_target: bool = False
     forecast: Forecast | None = None
     on_done: Callable[[], None] | None = None
+
+    @property
+    def steps(self) -> Sequence[HyperParameters]:
+        """Hyper-parameters of all steps, the oldest first."""
+        return (*self.earlier, self.hyper)
 
 
 class JobHandle:
@@ -189,6 +197,7 @@ class Progress:
         """CUDA: what the submitting stream had queued; the gradient and the compute parameter are older than that."""
         self.predecessor: Progress | None = None
         """The job before this one on the same master states, until it is computed."""
+        self._scalars: list[dict[tuple[int, int], ScalarState]] = []
 
     @property
     def computed(self) -> bool:
@@ -202,6 +211,25 @@ class Progress:
 
     def has_gradient(self) -> bool:
         return all(pending.done() for pending in self.job.after)
+
+    def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState]]:
+        """For each step of the job the scalars after it, by the clocks that parameters with a gradient have before the job.
+
+        Args:
+            like: has the dtype and device of the parameters that are updated.
+        """
+        if not self._scalars:
+            states, shadow = self.job.states, self.job.shadow
+            before = {
+                states.clock(index): states.scalars(index)
+                for index, group in enumerate(states.groups)
+                if group is not None and self.present[index]
+            }
+            for hyper in self.job.steps:
+                after = {clock: shadow.advance(hyper, clock[0], known, like) for clock, known in before.items()}
+                self._scalars.append(after)
+                before = dict(after)
+        return self._scalars
 
     def forget_gradient(self) -> None:
         if isinstance(self.job.gradient, ParameterGradients):

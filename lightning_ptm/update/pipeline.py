@@ -386,21 +386,12 @@ class Pipeline:
             self._complete(progress)
 
     def _complete(self, progress: Progress) -> None:
-        states, job = progress.job.states, progress.job
         like = torch.empty(
             0,
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),
             device=self._device if progress.tier is Tier.DEVICE else "cpu",
         )
-        clocks = {
-            states.clock(index): states.scalars(index)
-            for index, group in enumerate(states.groups)
-            if group is not None and progress.present[index]
-        }
-        states.advance(
-            {clock: job.shadow.advance(job.hyper, clock[0], scalars, like) for clock, scalars in clocks.items()},
-            progress.present,
-        )
+        progress.job.states.advance(progress.scalars_after(like)[-1], progress.present)
         self._queue.remove(progress)
         progress.forget_gradient()
         if self._device.type == "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -493,3 +494,41 @@ def test_settings_that_cannot_work(settings, message) -> None:
 def test_statistics_need_a_run(disk) -> None:
     with pytest.raises(UsageError, match="no run is in progress"):
         AngelPTMStrategy(disk_path=str(disk)).statistics()
+
+
+class SlowDisk(FileOps):
+    """Each write takes a while, so that every step computes with parameters that lack the last one's gradient."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(0.02)
+        return super().pwritev(fd, buffers, offset)
+
+
+class Valley(TrainModule):
+    """A quadratic: with momentum 0.9 and a curvature of 5 / lr, stable without delay and unstable with a delay of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.place(x)
+
+    def loss(self, batch: Tensor, index: int) -> Tensor | None:
+        return 2.5 * self(torch.eye(64)).square().sum()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("forecast", [True, False])
+def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:
+    strategy = strategy_at(where, max_staleness=1, forecast=forecast, units=["Linear"])
+    strategy.file_ops = SlowDisk()
+    watch = Watch()
+    module = built(Valley)
+    make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, tokens(60).loader())
+    assert watch.seen[-1][0].staleness.mean > 0.9  # type: ignore[union-attr]
+    first, last = float(module.losses[0]), float(module.losses[-1])
+    assert last < 0.5 * first if forecast else last > 1e3 * first

@@ -214,14 +214,14 @@ def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_added
 def test_one_steps_gradient_is_applied_with_that_steps_hyper_parameters() -> None:
     clip = torch.tensor(0.5)
     contribution = gradient(3, lr=0.3, clip=clip)
-    assert combined(contribution) == (hyper(0.3, decay=3), Transform(clip=clip))
+    assert combined(contribution) == ((hyper(0.3, decay=3),), Transform(clip=clip))
 
 
-def test_several_steps_are_applied_with_the_sum_of_their_learning_rates_to_the_mean_of_their_gradients() -> None:
+def test_several_steps_are_applied_as_steps_of_their_own_with_the_mean_of_their_gradients() -> None:
     contribution = gradient(3, lr=0.25)
     contribution.add(gradient(4, lr=0.5))
-    made, transform = combined(contribution)
-    assert dict(made.groups[0]) == {"lr": 0.75, "weight_decay": 4}
+    steps, transform = combined(contribution)
+    assert steps == (hyper(0.25, decay=3), hyper(0.5, decay=4))
     assert transform == Transform(share=0.5)
     values = torch.full((2,), 6.0)
     transform.apply_(values)

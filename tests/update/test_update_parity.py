@@ -316,3 +316,24 @@ def test_reader_gives_the_same_by_view_and_by_copy(twins: list[Twin]) -> None:
             begin = segment.start - run.start
             assert_bits(copy[begin : begin + segment.numel], reader.view(run)[begin : begin + segment.numel], "segment")
         assert copy.isfinite().all()
+
+
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
+def test_several_steps_with_one_gradient_are_one_pass_over_the_pages(tmp_path: Path, home: Tier) -> None:
+    """What lock-free updates do with the gradients of several steps: bit for bit those steps, each with its own rate."""
+    allocator = make_allocator(tmp_path)
+    twin = make_twin(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), allocator, home=home)
+    try:
+        for step in range(2):
+            gradients = random_gradients(step, torch.bfloat16, unused=[3])
+            earlier = []
+            for factor in (1.0, 0.5, 0.25):
+                set_lr(twin, factor)
+                plain_step(twin, gradients)
+                earlier.append(twin.hyper())
+            job = twin.job(gradients, earlier=earlier[:-1], fresh_target=True)
+            twin.updater.finish(twin.updater.submit(job))
+            assert job.steps == tuple(earlier)
+        twin.assert_equal()
+    finally:
+        twin.close()
