@@ -82,9 +82,9 @@ class Settings:
             unit computes with the newest parameters that there are. Needs a `disk_path`.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
             than exceed it. 0 gives the numbers of a synchronous run.
-        forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do not
-            include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is applied
-            once to the exact parameters. Staleness then costs next to nothing in loss.
+        forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
+            not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
+            applied once, to the exact parameters. Staleness then costs next to nothing in loss.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and

@@ -263,8 +263,8 @@ class LockFreeUpdates(UpdateScheduler):
         if self._graph_open and newer:
             raise UsageError(
                 f"weights are gathered, or a state dict is made, between a forward and its backward, and the forward has "
-                f"read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is expected to be after, the last "
-                f"steps' updates; with lock_free=True do this before the forward or after the backward"
+                f"read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is expected to be after, the "
+                f"updates of the last steps; with lock_free=True do this before the forward or after the backward"
             )
         self._read.clear()
         self._buffering.drain(self._adopt_all)
