@@ -9,15 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.storage.folder import file_draft
+
+
+class FileCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written beside their place, synced, and renamed into it; read as they are needed.
+
+    A file that is not local is Lightning's own business.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with file_draft(Path(path)) as draft, draft.open("r+b") as file:
+            # Not through a buffer in memory, as Lightning's own does, which would hold the checkpoint a second time.
+            torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        try:
+            # Mapped: each rank reads what it owns, and no rank all of it.
+            return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
+        except (OSError, RuntimeError, TypeError):  # not local, or not of today's format
+            return super().load_checkpoint(path, map_location, weights_only)
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

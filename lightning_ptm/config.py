@@ -89,6 +89,8 @@ class Settings:
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and
             pages take a quarter of the free RAM or more.
+        state_dict_type: `full` checkpoints are one ordinary Lightning file, with all states gathered on rank 0 as it is
+            written; `sharded` ones are a folder of safetensors files, written by all ranks straight from their pages.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """
@@ -109,6 +111,7 @@ class Settings:
     forecast: bool = True
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
+    state_dict_type: Literal["full", "sharded"] = "full"
     restore_weights: bool = True
     poison: bool = False
 
@@ -124,6 +127,8 @@ class Settings:
         for name in ("parameter_home", "master_home"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
+        if self.state_dict_type not in ("full", "sharded"):
+            raise ConfigError(f"state_dict_type={self.state_dict_type!r}: use 'full' or 'sharded'")
         if self.reduce_gradients not in ("each_backward", "each_step"):
             raise ConfigError(f"reduce_gradients={self.reduce_gradients!r}: use 'each_backward' or 'each_step'")
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:

@@ -40,6 +40,10 @@ class PageIOError(AngelPTMError, OSError):
         return str(self.args[0])
 
 
+class CheckpointError(AngelPTMError, RuntimeError):
+    """A checkpoint that cannot be written, or that is damaged, incomplete, or of something else."""
+
+
 class UsageError(AngelPTMError, RuntimeError):
     """Something was asked for in a place or an order in which it cannot work (double backward, a closed engine...)."""
 

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm import restore
+from lightning_ptm import restore, sharded
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
@@ -51,6 +51,8 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
+from lightning_ptm.storage import folder as folders
+from lightning_ptm.storage.writer import SaveOps
 
 
 class AngelPTMStrategy(ParallelStrategy):
@@ -81,7 +83,7 @@ class AngelPTMStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or checkpoints.FileCheckpointIO(),
             precision_plugin=precision_plugin,
         )
         self.num_nodes = 1
@@ -93,6 +95,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
+        self.save_ops: SaveOps | None = None
+        """The same of sharded checkpoints."""
 
     # -- Lightning's questions ----------------------------------------------------------------------------------------
 
@@ -346,6 +350,8 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._engine is not None and self.settings.state_dict_type == "sharded":
+            return sharded.module_remainder(self._engine, self.lightning_module)
         if self._engine is not None:
             return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
         if not self._weights_given_back:
@@ -362,6 +368,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._engine is not None and self.settings.state_dict_type == "sharded":
+            return sharded.optimizer_remainder(self._engine, optimizer)
         if self._engine is not None:
             return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
         if not self._states_given_back:
@@ -375,6 +383,47 @@ class AngelPTMStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             checkpoints.load_optimizer_state(self.engine, optimizer, state)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.settings.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options are a checkpoint_io's, and state_dict_type='sharded' writes folders itself"
+            )
+        if self._engine is None:
+            raise UsageError(
+                f"{filepath}: a sharded checkpoint is written from pages, which have ended with their run; save inside the "
+                f"run, as ModelCheckpoint does, or use state_dict_type='full'"
+            )
+        assert self.lightning_module is not None
+        sharded.save(
+            self._engine, self.lightning_module, self.optimizers, checkpoint, Path(filepath), ops=self.save_ops
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        with sharded.together(self.engine):
+            return sharded.load(
+                path,
+                weights_only=weights_only is not False,
+                verify=lambda index: index.files[self.global_rank :: self.world_size],
+            )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            if Path(filepath).is_dir() and not Path(filepath).is_symlink():
+                folders.remove(Path(filepath))
+            else:
+                self.checkpoint_io.remove_checkpoint(filepath)
 
     # -- collectives for Lightning ------------------------------------------------------------------------------------
 

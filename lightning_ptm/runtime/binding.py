@@ -66,6 +66,10 @@ class FlatBinding:
         """Where the one NaN lies that all of the flat's released parameters show."""
         return self._nan.data_ptr()
 
+    def shape(self, slot: int) -> tuple[int, ...]:
+        """The shape of the parameter of `slot`."""
+        return self._shapes[slot]
+
     def view(self, full: Tensor, slot: int) -> Tensor:
         """The parameter of `slot` as a view of `full` (padded_numel,)."""
         place = self.layout.slots[slot]

@@ -27,7 +27,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages, Version
-from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.forecast import REACH, Forecast
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class _Clock:
 
     def fits(self, bound: int) -> bool:
         """Whether the version that compute has may be read (I2)."""
-        return self.received - self.adopted <= bound and (self.forecast is None or self.seen == self.received)
+        lacks = self.received - self.adopted
+        return lacks <= bound and (self.forecast is None or self.seen == self.received or lacks > REACH)
 
 
 class LockFreeUpdates(UpdateScheduler):
@@ -174,7 +175,7 @@ class LockFreeUpdates(UpdateScheduler):
         Not where the next to be read are others: those forecast it themselves.
         """
         clock = self._clocks[place]
-        stale = clock.received + 1 - clock.adopted > self._max_staleness
+        stale = clock.received + 1 - clock.adopted > min(self._max_staleness, REACH)
         if clock.forecast is None or clock.seen != clock.received or stale or self._buffering.published(place):
             return
         store = clock.flat.store

@@ -10,6 +10,7 @@ I2: the precise value of a parameter is its master where there is one, else its 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,43 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.terms import Tier
+from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.runtime.updates import FlatUpdate
+
+
+PARAMETERS = "parameters"
+"""The kind of the precise parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedKind:
+    """One kind of one unit's states.
+
+    Args:
+        unit: its name; kind: `PARAMETERS`, or a slot of the optimizer.
+        tensors: (name of the parameter, dtype, shape), in the order of the flats.
+        stretches: yields what this rank has: (name, first element, elements on the CPU, good until the next).
+    """
+
+    unit: str
+    kind: str
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+    stretches: Callable[[], Iterator[tuple[str, int, Tensor]]]
+
+
+def _slots_with(update: FlatUpdate, name: str) -> list[int]:
+    """Parameters of a flat that were ever updated and have this state."""
+    found = []
+    for slot, group in enumerate(update.states.groups):
+        if group is not None and update.states.scalars(slot) is not None and name in update.states.slot_names[group]:
+            found.append(slot)
+    return found
 
 
 class Values:
@@ -126,49 +157,84 @@ class Values:
                     state[name] = binding.view(slots[name], slot).clone()
                 yield parameter, state
 
+    def optimizer_scalars(self, optimizer: int, order: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
+        """What the optimizer keeps of each parameter that was ever updated beside element-wise state, by place in `order`."""
+        places = {id(parameter): place for place, parameter in enumerate(order)}
+        found: dict[int, dict[str, Any]] = {}
+        for flat in self._updates.values():
+            if flat.optimizer != optimizer:
+                continue
+            for slot, parameter in enumerate(flat.store.binding.parameters):
+                known = flat.states.scalars(slot)
+                if known is not None:
+                    found[places[id(parameter)]] = {
+                        name: value.clone() if isinstance(value, Tensor) else value
+                        for name, value in known.values.items()
+                    }
+        return {place: found[place] for place in sorted(found)}
+
+    def names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of every parameter, each once."""
+        for store in self._stores:
+            for flat in store.flats:
+                for slot, parameter in enumerate(flat.binding.parameters):
+                    yield flat.layout.slots[slot].spec.name, parameter
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Writes new values by id of parameter; the others keep theirs. Raises ConfigError for a wrong shape."""
+        """Writes new values by id of parameter; the others keep theirs. Of each, a rank reads what it owns.
+
+        Raises:
+            ConfigError: a shape differs; nothing is written then.
+        """
+        for _, flat, given in self._given(values):
+            for slot, value in enumerate(given):
+                shape = flat.binding.shape(slot)
+                if value is not None and shape != tuple(value.shape):
+                    name = flat.layout.slots[slot].spec.name
+                    raise ConfigError(
+                        f"{name} has shape {shape} here and {tuple(value.shape)} in what is loaded; build the model with the "
+                        f"sizes that it was saved with"
+                    )
+        for _, flat, given in self._given(values):
+            home, segments = self._precise_home(flat), self.segments(flat)
+            pieces.fill(self._allocator, home, segments, given)
+            if home is not flat.home:
+                pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype)
+            for parameter, value in zip(flat.binding.parameters, given, strict=True):
+                original = self._originals.get(id(parameter))
+                if original is not None and value is not None:
+                    self._originals[id(parameter)] = value.to(original.dtype, copy=True)
+
+    def _given(self, values: Mapping[int, Tensor]) -> Iterator[tuple[UnitStore, FlatStore, list[Tensor | None]]]:
         for store in self._stores:
             for flat in store.flats:
-                binding = flat.binding
-                given = [values.get(id(parameter)) for parameter in binding.parameters]
-                if all(value is None for value in given):
-                    continue
-                whole = self.precise(flat).clone()
-                for slot, value in enumerate(given):
-                    if value is None:
-                        continue
-                    place = binding.view(whole, slot)
-                    if place.shape != value.shape:
-                        name = flat.layout.slots[slot].spec.name
-                        raise ConfigError(
-                            f"{name} has shape {tuple(place.shape)} here and {tuple(value.shape)} in what is loaded; build "
-                            f"the model with the sizes that it was saved with"
-                        )
-                    place.copy_(value)
-                self._write_flat(flat, whole)
-                self._renew_originals(flat, whole)
+                given = [values.get(id(parameter)) for parameter in flat.binding.parameters]
+                if any(value is not None for value in given):
+                    yield store, flat, given
 
     @torch.no_grad()
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Writes optimizer states by id of parameter; parameters without one start afresh."""
+        """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as `load_parameters`."""
         for flat in self._updates.values():
             if flat.optimizer != optimizer:
                 continue
             binding = flat.store.binding
             per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
-            for trait in flat.states.traits.slots:
-                paged = flat.states.slots[trait.name]
-                whole = torch.zeros(flat.store.layout.padded_numel, dtype=paged.dtype)
-                for slot, state in enumerate(per_slot):
-                    value = None if state is None else state.get(trait.name)
-                    if isinstance(value, Tensor):
-                        binding.view(whole, slot).copy_(value)
-                self._write(paged, self._shard(flat.store, whole))
             slot_names = {trait.name for trait in flat.states.traits.slots}
+            for trait in flat.states.traits.slots:
+                given = [None if state is None else state.get(trait.name) for state in per_slot]
+                given = [value if isinstance(value, Tensor) else None for value in given]
+                for slot, value in enumerate(given):
+                    if value is not None and tuple(value.shape) != binding.shape(slot):
+                        raise ConfigError(
+                            f"{trait.name} of {flat.store.layout.slots[slot].spec.name} has shape {tuple(value.shape)} in "
+                            f"what is loaded, and the parameter {binding.shape(slot)}; it is of another model"
+                        )
+                paged = flat.states.slots[trait.name]
+                pieces.fill(self._allocator, paged, flat.states.segments, given, keep=False)
             for slot, state in enumerate(per_slot):
                 scalars = None if not state else {name: v for name, v in state.items() if name not in slot_names}
                 flat.states.set_scalars(slot, scalars)
@@ -211,6 +277,59 @@ class Values:
         for store in self._stores:
             for flat in store.flats:
                 flat.binding.unbind()
+
+    # -- this rank's own ----------------------------------------------------------------------------------------------
+
+    def segments(self, flat: FlatStore) -> Sequence[Segment]:
+        """Where this rank's stretches of a flat's parameters lie in its shard."""
+        update = self._updates.get(flat.layout.index)
+        return update.states.segments if update is not None else shard_segments(flat.layout, self._communicator.rank)
+
+    def kinds(self, *, optimizers: bool) -> Iterator[ShardedKind]:
+        """Every kind of every unit's states, unit by unit; the same on all ranks.
+
+        Args:
+            optimizers: with those of the optimizers.
+        """
+        for store in self._stores:
+            weights = [(flat, self._precise_home(flat), range(len(flat.binding.parameters))) for flat in store.flats]
+            yield self._kind(store, PARAMETERS, weights)
+            updates = [self._updates[flat.layout.index] for flat in store.flats if flat.layout.index in self._updates]
+            names = {name: None for update in updates for name in update.states.slots}
+            for name in names if optimizers else ():
+                parts = [
+                    (update.store, update.states.slots[name], _slots_with(update, name))
+                    for update in updates
+                    if name in update.states.slots
+                ]
+                yield self._kind(store, name, parts)
+
+    def _kind(
+        self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, PagedTensor, Sequence[int]]]
+    ) -> ShardedKind:
+        def stretches() -> Iterator[tuple[str, int, Tensor]]:
+            for flat, paged, slots in parts:
+                whole = {slot: self._original(flat, slot, name) for slot in slots}
+                segments = [segment for segment in self.segments(flat) if segment.parameter in whole]
+                paged_too = [segment for segment in segments if whole[segment.parameter] is None]
+                for segment, values in pieces.stretches(self._allocator, paged, paged_too):
+                    yield flat.layout.slots[segment.parameter].spec.name, segment.parameter_start, values
+                for segment in segments:
+                    original = whole[segment.parameter]
+                    if original is not None:
+                        values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
+                        yield flat.layout.slots[segment.parameter].spec.name, segment.parameter_start, values
+
+        tensors = []
+        for flat, paged, slots in parts:
+            for slot in slots:
+                original = self._original(flat, slot, name)
+                dtype = paged.dtype if original is None else original.dtype
+                tensors.append((flat.layout.slots[slot].spec.name, dtype, flat.binding.shape(slot)))
+        return ShardedKind(store.unit.name, name, tensors, stretches)
+
+    def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
+        return self._originals.get(id(flat.binding.parameters[slot])) if kind == PARAMETERS else None
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -257,36 +376,8 @@ class Values:
         return full.cpu()
 
     def read(self, paged: PagedTensor) -> Tensor:
-        """A paged tensor's values in memory of their own, on the CPU; on disk, a page at a time."""
-        if paged.tier is not Tier.DISK:
-            return paged.tensor().cpu()
-        values = torch.empty(paged.numel, dtype=paged.dtype)
-
-        def one(buffer: PagedTensor, start: int, count: int) -> None:
-            self._allocator.copy(paged, buffer, source_start=start, numel=count).wait()
-            values[start : start + count].copy_(buffer.tensor()[:count])
-
-        self._by_pages(paged, one)
-        return values
+        """A paged tensor's values, on the CPU."""
+        return pieces.read(self._allocator, paged)
 
     def _write(self, paged: PagedTensor, values: Tensor) -> None:
-        if paged.tier is not Tier.DISK:
-            paged.tensor().copy_(values)
-            return
-
-        def one(buffer: PagedTensor, start: int, count: int) -> None:
-            buffer.tensor()[:count].copy_(values[start : start + count])
-            self._allocator.copy(buffer, paged, target_start=start, numel=count).wait()
-
-        self._by_pages(paged, one)
-
-    def _by_pages(self, paged: PagedTensor, act: Callable[[PagedTensor, int, int], None]) -> None:
-        """Calls `act(buffer, start, count)` for each page-sized stretch of a tensor on disk."""
-        tier = Tier.HOST if self._allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
-        step = self._allocator.page_size // paged.dtype.itemsize
-        buffer = self._allocator.allocate("values in transit", min(step, paged.numel), paged.dtype, tier)
-        try:
-            for start in range(0, paged.numel, step):
-                act(buffer, start, min(step, paged.numel - start))
-        finally:
-            self._allocator.release(buffer)
+        pieces.write(self._allocator, paged, values)

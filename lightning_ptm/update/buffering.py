@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, SparePages, Version, combined
-from lightning_ptm.update.forecast import Forecast, can_forecast
+from lightning_ptm.update.forecast import REACH, Forecast, can_forecast
 from lightning_ptm.update.job import JobHandle, UpdateJob
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
@@ -214,7 +214,7 @@ class Buffering:
         steps, transform = combined(contribution)
         forecast = None
         if self._forecast and steps and can_forecast(flat.states.traits):
-            forecast = Forecast(flat.states, steps[-1], max(1, buffer.late))
+            forecast = Forecast(flat.states, steps[-1], min(max(1, buffer.late), REACH))
         job = UpdateJob(
             flat.states,
             flat.shadow,

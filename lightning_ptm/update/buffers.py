@@ -7,7 +7,8 @@ I1: exactly once. A contribution is in one place: waiting, taken by one job, or 
 I2: no half updates. A job writes pages that nobody reads. They are published at once, when all are written; the pages
     that they replace are used again only after compute has given them back.
 I3: one job at a time for a flat, so its updates follow each other.
-I4: a version that is published forecasts what has been received and is not in it (forecast.py), unless it cannot be.
+I4: a version that is published forecasts what has been received and is not in it (forecast.py), unless it cannot be, or is
+    more than `REACH`.
 I5: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
     for, or soon will, and while compute waits it collects the versions of all flats that it is not using, and gives their
     old pages back.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.forecast import REACH, Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.job import Pending
 from lightning_ptm.update.shadow import HyperParameters
@@ -108,7 +109,7 @@ class Version:
     Attributes:
         pages: they are in.
         applied: contributions that they include.
-        seen: contributions that they include or forecast, where they forecast any.
+        seen: contributions that they include or forecast, where they forecast any and lack no more than `REACH`.
         forecast: of the next update; None: there is none.
         exact: they are the master parameters, rounded.
     """
@@ -121,7 +122,7 @@ class Version:
 
     def fits(self, received: int) -> bool:
         """Whether it forecasts all of so many contributions, as far as can be."""
-        return self.forecast is None or self.seen >= received
+        return self.forecast is None or self.seen >= received or received - self.applied > REACH
 
 
 class VersionSlot:
@@ -231,7 +232,8 @@ class FlatBuffer:
         self.received += len(contribution.origins)
         version = self.slot.collect() if self.forecast is not None else None
         if version is not None:  # compute has not seen it, and shall see this contribution in it (I4)
-            self._add_forecast(version.pages, contribution)
+            if self.received - version.applied <= REACH:
+                self._add_forecast(version.pages, contribution)
             self.slot.publish(dataclasses.replace(version, seen=self.received, forecast=self.forecast, exact=False))
             self.exact = False
         if self.waiting and self.waiting[-1].goes_with(contribution):
@@ -263,7 +265,7 @@ class FlatBuffer:
         self.late = self.pending
         self.exact = forecast is None
         self.forecast = forecast or self.forecast
-        for contribution in self.waiting if self.forecast is not None else ():
+        for contribution in self.waiting if self.forecast is not None and self.pending <= REACH else ():
             self._add_forecast(target, contribution)
             self.exact = False
         return self.slot.publish(Version(target, self.applied, self.received, self.forecast, self.exact))

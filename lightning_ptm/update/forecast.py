@@ -26,6 +26,10 @@ from lightning_ptm.update.shadow import HyperParameters
 from lightning_ptm.update.states import FlatStates, Run
 from lightning_ptm.update.traits import OptimizerTraits
 
+REACH = 2
+"""Updates that are forecast. What lacks more is used as it is: so far ahead a forecast may overshoot, and each step of it
+costs compute a pass over the parameters."""
+
 _ADAM = frozenset({"Adam", "AdamW", "FusedAdam"})
 _SGD = frozenset({"SGD"})
 

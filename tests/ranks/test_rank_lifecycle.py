@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,10 @@ from rank_training import (
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.sharded import load
+from lightning_ptm.storage.writer import SaveOps
 
 
 class Listener(Tower):
@@ -116,7 +123,13 @@ WHOLE = Training(MomentumTower, "bf16-mixed")
 
 
 def fit_two_epochs(
-    world_size: int, data_ranks: int, folder: Path, checkpoints: Path, tier: str, resume: str | None = None
+    world_size: int,
+    data_ranks: int,
+    folder: Path,
+    checkpoints: Path,
+    tier: str,
+    resume: str | None = None,
+    **settings: Any,
 ) -> Outcome:
     """Trains on the rows of `data_ranks` ranks, divided among `world_size`."""
     torch.manual_seed(0)
@@ -124,7 +137,7 @@ def fit_two_epochs(
     keep = ModelCheckpoint(checkpoints, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
     trainer = make_trainer(
         WHOLE,
-        make_strategy(folder, tier),
+        make_strategy(folder, tier, **settings),
         world_size,
         enable_checkpointing=True,
         max_epochs=2,
@@ -162,6 +175,121 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_three(disk: Path, tmp_path
             for name, weight in outcome.weights.items():
                 # bf16 gradients are rounded before they are added up, in another grouping.
                 torch.testing.assert_close(weight, uninterrupted[0].weights[name], rtol=0, atol=2e-3)
+
+
+SHARDED = {"state_dict_type": "sharded"}
+
+
+def fit_sharded(
+    world_size: int, data_ranks: int, folder: Path, checkpoints: Path, tier: str, resume: str | None = None
+) -> Outcome:
+    return fit_two_epochs(world_size, data_ranks, folder, checkpoints, tier, resume, **SHARDED)
+
+
+@pytest.mark.parametrize(
+    ("first_tier", "second_tier"), [("ram", "three_tiers"), ("all_on_disk", "ram"), ("lock_free", "masters_on_disk")]
+)
+def test_a_sharded_checkpoint_goes_on_where_it_was_saved(
+    first_tier: str, second_tier: str, disk: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    uninterrupted = run_ranks(fit_sharded, 2, 2, 2, disk, saved, first_tier)
+    resumed = run_ranks(fit_sharded, 2, 2, 2, disk, tmp_path / "again", second_tier, str(saved / "epoch=0.ckpt"))
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        after.assert_equal(Outcome(before.losses[WHOLE.batches :], before.weights))
+    # Nobody had all of it: both ranks wrote.
+    for rank in range(2):
+        assert json.loads((saved / "epoch=0.ckpt" / f"ranges-{rank:05d}.json").read_text())
+
+
+def read_and_write(world_size: int, folder: Path, source: Path, target: Path, tier: str) -> None:
+    """Loads a checkpoint and saves it again before anything is trained."""
+
+    class Saves(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(target)
+
+    torch.manual_seed(5)
+    trainer = make_trainer(WHOLE, make_strategy(folder, tier, **SHARDED), world_size, max_epochs=2, callbacks=[Saves()])
+    trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size), ckpt_path=str(source))
+
+
+def assert_same_states(one: Path, other: Path) -> None:
+    ours, theirs = load(one), load(other)
+    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
+    for mine, others in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
+        assert mine["param_groups"] == others["param_groups"] and mine["state"].keys() == others["state"].keys()
+        for place, state in mine["state"].items():
+            assert state.keys() == others["state"][place].keys()
+            assert all(
+                torch.equal(torch.as_tensor(v), torch.as_tensor(others["state"][place][k])) for k, v in state.items()
+            )
+
+
+@pytest.mark.parametrize(("saves", "loads", "tier"), [(2, 1, "ram"), (1, 2, "all_on_disk"), (2, 3, "masters_on_disk")])
+def test_a_sharded_checkpoint_is_the_same_on_any_number_of_ranks(
+    saves: int, loads: int, tier: str, disk: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    run_ranks(fit_sharded, saves, saves, saves, disk, saved, "ram")
+    run_ranks(read_and_write, loads, loads, disk, saved / "epoch=0.ckpt", tmp_path / "again.ckpt", tier)
+    assert_same_states(saved / "epoch=0.ckpt", tmp_path / "again.ckpt")
+    assert len(list((tmp_path / "again.ckpt").glob("ranges-*.json"))) == loads
+
+
+def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path) -> str:
+    strategy = make_strategy(folder, "masters_on_disk", **SHARDED)
+
+    class Fails(SaveOps):
+        def fsync(self, fd: int) -> None:
+            if strategy.global_rank == 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().fsync(fd)
+
+    class Saves(L.Callback):
+        seen = ""
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(target)
+            if trainer.global_step == 2:
+                strategy.save_ops = Fails()
+                with pytest.raises(CheckpointError) as caught:
+                    trainer.save_checkpoint(target)
+                self.seen = str(caught.value)
+                strategy.save_ops = None
+
+    saves = Saves()
+    trainer = make_trainer(WHOLE, strategy, world_size, callbacks=[saves])
+    trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size))
+    return saves.seen
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(disk: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.ckpt"
+    for text in run_ranks(save_where_one_rank_cannot, 2, 2, disk, target):
+        assert os.strerror(errno.EIO) in text
+    assert load(target)["global_step"] == 1  # the earlier one; and the run went on
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["disk", "x.ckpt"]
+
+
+def load_what_is_damaged(world_size: int, folder: Path, source: Path) -> str:
+    trainer = make_trainer(WHOLE, make_strategy(folder, "ram", **SHARDED), world_size, max_epochs=2)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size), ckpt_path=str(source))
+    return str(caught.value)
+
+
+def test_damage_that_one_rank_finds_is_an_error_on_all(disk: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    run_ranks(fit_sharded, 2, 2, 2, disk, saved, "ram")
+    file = sorted((saved / "epoch=0.ckpt").glob("*.exp_avg.safetensors"))[-1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for text in run_ranks(load_what_is_damaged, 2, 2, disk, saved / "epoch=0.ckpt"):
+        assert file.name in text and "checksum differs" in text
 
 
 # -- weights by hand --------------------------------------------------------------------------------------------------

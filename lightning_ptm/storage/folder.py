@@ -1,0 +1,308 @@
+"""A sharded checkpoint as a folder: how it comes to be all at once, how it is told from a half-written one, what its index
+says.
+
+    NAME.ckpt/
+      index.json            format version, step, ranks, files, names; written last
+      lightning.pt          Lightning's own dictionary, without the tensors that are in the other files
+      0003.parameters.safetensors, 0003.exp_avg.safetensors ...    full tensors by name, one file per unit and kind of state
+      ranges-00000.json     what rank 0 wrote: [file, start, stop, CRC-32]; one for each rank
+
+I1: a folder under its final name is complete: it was written under a name that begins with `PARTIAL`, synced, and renamed.
+I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
+I3: a checkpoint of that name is replaced in one step; until then it is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.tensors import sync_folder
+from lightning_ptm.storage.writer import Range
+
+FORMAT = "lightning_ptm sharded checkpoint"
+VERSION = 1
+INDEX = "index.json"
+LIGHTNING = "lightning.pt"
+PARTIAL = ".partial-"
+_LOCK = "writer.lock"
+_RENAME_EXCHANGE = 2
+_YOUNG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """One safetensors file: which unit's, and which kind of state ("parameters", or a slot of the optimizer)."""
+
+    name: str
+    unit: str
+    kind: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerIndex:
+    """One optimizer: its parameters' names in its own order, and its element-wise state by name."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What is in the folder.
+
+    Args:
+        step: optimizer steps done.
+        world_size: ranks that wrote it.
+        page_size: bytes of a page then.
+        writer: package and version.
+        files: all safetensors files.
+        parameters: name in the state dict -> name of the tensor (several where weights are tied).
+        state: all names of the state dict, in its order.
+        optimizers: none where only weights were saved.
+    """
+
+    step: int
+    world_size: int
+    page_size: int
+    writer: str
+    files: tuple[StateFile, ...]
+    parameters: Mapping[str, str]
+    state: tuple[str, ...]
+    optimizers: tuple[OptimizerIndex, ...] = field(default=())
+
+    def write(self, folder: Path) -> None:
+        """Write and sync it."""
+        write_synced(
+            folder / INDEX, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1).encode()
+        )
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether there is a complete sharded checkpoint."""
+    return (path / INDEX).is_file() and not path.name.startswith(PARTIAL)
+
+
+def read_index(path: Path) -> Index:
+    """Read and check a folder's index.
+
+    Raises:
+        CheckpointError: it is no such folder, is incomplete, or of a newer version.
+    """
+    if path.name.startswith(PARTIAL):
+        raise CheckpointError(f"{path} was never finished: its writer ended before its time; use an earlier checkpoint")
+    if path.is_dir() and not (path / INDEX).exists():
+        raise CheckpointError(
+            f"{path} is a folder without {INDEX}, so it is no checkpoint of AngelPTMStrategy(state_dict_type='sharded'); "
+            f"give the path of a checkpoint"
+        )
+    try:
+        values = json.loads((path / INDEX).read_bytes())
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}")
+        if values["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} has format version {values['version']} and this lightning_ptm reads up to {VERSION}; update "
+                f"lightning_ptm"
+            )
+        return Index(
+            step=int(values["step"]),
+            world_size=int(values["world_size"]),
+            page_size=int(values["page_size"]),
+            writer=str(values["writer"]),
+            files=tuple(StateFile(**each) for each in values["files"]),
+            parameters=dict(values["parameters"]),
+            state=tuple(values["state"]),
+            optimizers=tuple(OptimizerIndex(each["name"], tuple(each["parameters"])) for each in values["optimizers"]),
+        )
+    except OSError as error:
+        raise CheckpointError(f"{path / INDEX} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / INDEX} is damaged ({error}); use an earlier checkpoint") from error
+
+
+def ranges_name(rank: int) -> str:
+    """The file of what a rank wrote."""
+    return f"ranges-{rank:05d}.json"
+
+
+def write_ranges(folder: Path, rank: int, ranges: Sequence[Range]) -> None:
+    """Write and sync what a rank wrote."""
+    rows = [[each.file, each.start, each.stop, each.crc] for each in ranges]
+    write_synced(folder / ranges_name(rank), json.dumps(rows, separators=(",", ":")).encode())
+
+
+def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
+    """All that was written, by file and in order.
+
+    Raises:
+        CheckpointError: a list is missing or damaged, or bytes of a file were written by nobody.
+    """
+    found: dict[str, list[Range]] = {file.name: [] for file in index.files}
+    for rank in range(index.world_size):
+        path = folder / ranges_name(rank)
+        try:
+            for name, start, stop, crc in json.loads(path.read_bytes()):
+                found[name].append(Range(name, int(start), int(stop), int(crc)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is missing or damaged ({error}); use an earlier checkpoint") from error
+    for ranges in found.values():
+        ranges.sort(key=lambda each: each.start)
+    return found
+
+
+class Draft:
+    """A checkpoint in the making, on rank 0: a locked, partial folder beside its target.
+
+    Raises:
+        CheckpointError: the place cannot be written to.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(target.parent)
+            if target.exists() and not target.is_dir():
+                raise CheckpointError(
+                    f"{target} is a file, and a sharded checkpoint is a folder; give another name, or remove the file"
+                )
+            self.folder = target.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+            self.folder.mkdir()
+            self._lock: int | None = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be written to {target}: {error.strerror or error}; save where you may write"
+            ) from error
+
+    def commit(self) -> None:
+        """Everything is written: the last act (I1, I3)."""
+        (self.folder / _LOCK).unlink()
+        sync_folder(self.folder)
+        try:
+            if self.target.exists():
+                _exchange(self.folder, self.target)
+                shutil.rmtree(self.folder, ignore_errors=True)  # what was there before
+            else:
+                os.rename(self.folder, self.target)
+            sync_folder(self.target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.target} could not be put in place: {error.strerror or error}") from error
+        finally:
+            self._unlock()
+
+    def discard(self) -> None:
+        """Remove what was written. Never raises."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_stale(parent: Path) -> None:
+    """Remove partial folders and files whose writers are gone (I2)."""
+    for entry in parent.glob(f"{PARTIAL}*"):
+        try:
+            lock = os.open(entry / _LOCK if entry.is_dir() else entry, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            # Its writer ended while it removed or committed it, or has only just made it.
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat().st_mtime > _YOUNG_S:
+                    _delete(entry)
+            continue
+        except OSError:
+            continue
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _delete(entry)
+        finally:
+            os.close(lock)
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def file_draft(target: Path) -> Iterator[Path]:
+    """A path to write a single file to, which takes its final name when the block ends well, synced (I1 to I3 for files).
+
+    Raises:
+        CheckpointError: the place cannot be written to, or has no room.
+    """
+    draft = target.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target.parent)
+        lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield draft
+            os.fsync(lock)
+            os.replace(draft, target)
+            sync_folder(target.parent)
+        finally:
+            draft.unlink(missing_ok=True)
+            os.close(lock)
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint can be written to {target}: {error.strerror or error}; an earlier one there is untouched"
+        ) from error
+
+
+def remove(path: Path) -> None:
+    """Remove a sharded checkpoint: out of the way first, so that half of it is never taken for a whole one."""
+    gone = path.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and make it durable.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"writing {path} failed: {error.strerror or error}") from error
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap two names in one step, or, on file systems that cannot, in two."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "renameat2"):
+        names = (os.fsencode(first), os.fsencode(second))
+        if library.renameat2(-100, names[0], -100, names[1], _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), os.fspath(second))
+    aside = first.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    os.rename(second, aside)
+    os.rename(first, second)
+    os.rename(aside, first)

@@ -1,0 +1,204 @@
+"""safetensors files: their header, and their tensors mapped into memory (https://huggingface.co/docs/safetensors).
+
+A file is 8 bytes (the header's length, little endian), a JSON header {name: {dtype, shape, data_offsets}}, and the tensors'
+bytes, end to end, without holes. No pickle, nothing that runs code.
+I1: our headers are padded with spaces to whole blocks, so that the bytes of the first tensor can be written directly.
+I2: a header that is read has been checked against the size of its file: no offset points outside of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.terms import BLOCK_BYTES
+
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 1 << 30
+"""The format's own limit is 100 MB; a model of millions of tensors would be beyond it, a damaged length far beyond."""
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file.
+
+    Args:
+        name: unique in the file.
+        dtype, shape: as in torch.
+        start, stop: its bytes, counted from the first byte of the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file holds and where.
+
+    Args:
+        header: its first bytes.
+        tensors: in the order of their bytes.
+        size_bytes: of the whole file.
+        metadata: texts by name.
+    """
+
+    header: bytes
+    tensors: tuple[Stored, ...]
+    size_bytes: int
+    metadata: Mapping[str, str]
+
+    def tensor_at(self, offset: int) -> str:
+        """Name of the tensor that has this byte of the file; "the header" before the first."""
+        for tensor in self.tensors:
+            if tensor.start <= offset < tensor.stop:
+                return tensor.name
+        return "the header"
+
+
+def lay_out(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> Layout:
+    """A new file with these tensors (name, dtype, shape), in this order.
+
+    Raises:
+        CheckpointError: a dtype has no name in this format.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
+    stop = 0
+    for name, dtype, shape in tensors:
+        if dtype not in CODES:
+            raise CheckpointError(
+                f"{name} is of {dtype}, which safetensors files cannot hold; save it as another dtype"
+            )
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        places.append((name, dtype, shape, start, stop))
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(_LENGTH_BYTES + len(text)) // BLOCK_BYTES) * BLOCK_BYTES - _LENGTH_BYTES
+    header = length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+    stored = tuple(Stored(name, dtype, shape, len(header) + a, len(header) + b) for name, dtype, shape, a, b in places)
+    return Layout(header, stored, len(header) + stop, dict(metadata or {}))
+
+
+def read_layout(path: Path) -> Layout:
+    """Read and check a file's header (I2).
+
+    Raises:
+        CheckpointError: it is no safetensors file, it is cut short, or its header contradicts itself.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+                raise CheckpointError(f"{path} is no safetensors file, or was cut short at {size} bytes")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    begin = _LENGTH_BYTES + length
+    try:
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__", {})
+        tensors = [
+            Stored(
+                name,
+                _DTYPES[entry["dtype"]],
+                tuple(map(int, entry["shape"])),
+                begin + int(entry["data_offsets"][0]),
+                begin + int(entry["data_offsets"][1]),
+            )
+            for name, entry in entries.items()
+        ]
+    except KeyError as error:
+        raise CheckpointError(
+            f"{path}: a tensor's entry has no, or an unknown, {error}; it cannot be loaded"
+        ) from error
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path} is no safetensors file: its header is not what it should be ({error})"
+        ) from error
+    tensors.sort(key=lambda tensor: tensor.start)
+    position = begin
+    for tensor in tensors:
+        wanted = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if tensor.start != position or tensor.stop - tensor.start != wanted or tensor.stop > size:
+            raise CheckpointError(
+                f"{path}: {tensor.name} should have {wanted} bytes from {position} on; its header says {tensor.start} to "
+                f"{tensor.stop}, and the file has {size}; it was cut short or damaged"
+            )
+        position = tensor.stop
+    return Layout(length.to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors), size, metadata)
+
+
+class Mapped:
+    """A file's tensors as views of a private mapping: bytes come from the disk when they are read, and cost no memory that
+    the system could not take back. The mapping lives as long as any of them.
+
+    Raises:
+        CheckpointError: as `read_layout`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.layout = read_layout(path)
+        self._by_name = {tensor.name: tensor for tensor in self.layout.tensors}
+        with path.open("rb") as file:
+            # Private and writable: torch wants memory that could be written to; what is written stays in this process.
+            self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def names(self) -> Sequence[str]:
+        """In the order of their bytes."""
+        return [tensor.name for tensor in self.layout.tensors]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor; reading it reads the file."""
+        stored = self._by_name[name]
+        if stored.start == stored.stop:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        whole = torch.frombuffer(
+            self._mapping, dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
+        )
+        if whole.data_ptr() % stored.dtype.itemsize:
+            whole = whole.clone()  # other writers' headers may leave tensors at odd addresses
+        return whole.view(stored.dtype).view(stored.shape)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,296 @@
+"""Writes byte ranges of files from memory: aligned, past the page cache where the file system allows it, checksummed.
+
+Owns a few aligned buffers and the threads that write them. Knows files and bytes; no tensors' meaning, no ranks.
+I1: bytes of a file are copied into a buffer at their offset modulo a block, so that whole blocks go directly to the disk
+    and only the ragged ends of a range through the page cache.
+I2: every write is checked for its length; a short one is continued, a failed one raises in `finish`, or before it.
+I3: what `finish` returns is durable: files are synced first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.terms import BLOCK_BYTES
+
+BUFFER_BYTES = 4 << 20
+_BUFFERS = 6
+_THREADS = 2
+
+
+class SaveOps(FileOps):
+    """The file calls of saving; tests pass some that fail."""
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes [start, stop) of a file and their checksum (CRC-32)."""
+
+    file: str
+    start: int
+    stop: int
+    crc: int
+
+
+@dataclass(slots=True)
+class _File:
+    name: str
+    path: Path
+    cached: int
+    direct: int | None
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A buffer on its way: bytes [start, start + filled) of a file lie in it from `start % BLOCK_BYTES` on."""
+
+    file: _File
+    start: int
+    buffer: int
+    filled: int = 0
+
+
+class RangeWriter:
+    """See the file's contract. Use by one thread; `abort` or `finish` ends it.
+
+    Args:
+        folder: of the files.
+        ops: the file calls.
+    """
+
+    def __init__(self, folder: Path, ops: SaveOps | None = None) -> None:
+        self._folder = folder
+        self._ops = ops or SaveOps()
+        self._room = BUFFER_BYTES + BLOCK_BYTES
+        self._region = HostRegion(_BUFFERS * self._room)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(_BUFFERS):
+            self._free.put(index)
+        self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._files: dict[str, _File] = {}
+        self._current: _Piece | None = None
+        self._lock = threading.Lock()
+        self._ranges: list[Range] = []
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._work, name=f"save {i}", daemon=True) for i in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def create(self, name: str, head: bytes, size_bytes: int) -> None:
+        """Make a file of its full size, so that a disk that is too small is found now, with its first bytes.
+
+        Raises:
+            CheckpointError: there is no room, or no right to write.
+        """
+        path = self._folder / name
+        try:
+            descriptor = self._ops.open(os.fspath(path), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            try:
+                if size_bytes:
+                    self._ops.fallocate(descriptor, size_bytes)
+                done = 0
+                while done < len(head):
+                    done += self._ops.pwritev(descriptor, [memoryview(head)[done:]], done)
+                self._ops.fsync(descriptor)
+            finally:
+                self._ops.close(descriptor)
+        except OSError as error:
+            raise _failure(path, error) from error
+
+    def put(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write `values` (1-D, contiguous, on the CPU) to a file from byte `start` on. They are copied at once."""
+        source = values.view(torch.uint8)
+        file = self._open(name)
+        done, total = 0, source.numel()
+        while done < total:
+            self._check()
+            piece = self._current
+            position = start + done
+            if piece is None or piece.file is not file or piece.start + piece.filled != position:
+                self._send()
+                piece = self._current = _Piece(file, position, self._take())
+            # Cut at whole buffers of the file, so that all but the ends of a long run are whole blocks.
+            room = BUFFER_BYTES - (piece.start + piece.filled) % BUFFER_BYTES
+            count = min(room, total - done)
+            begin = piece.buffer * self._room + piece.start % BLOCK_BYTES + piece.filled
+            self._region.tensor[begin : begin + count].copy_(source[done : done + count])
+            piece.filled += count
+            done += count
+            if count == room:
+                self._send()
+
+    def finish(self) -> list[Range]:
+        """Wait until everything is on the disk. Returns what was written, by file and offset.
+
+        Raises:
+            CheckpointError: a write failed.
+        """
+        self._send()
+        self._end()
+        try:
+            self._check()
+            for file in self._files.values():
+                try:
+                    self._ops.fsync(file.cached)
+                except OSError as error:
+                    raise _failure(file.path, error) from error
+        finally:
+            self._close()
+        return sorted(self._ranges, key=lambda each: (each.file, each.start))
+
+    def abort(self) -> None:
+        """Give everything up. Idempotent."""
+        self._current = None
+        self._end()
+        self._close()
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> int:
+        while True:
+            try:
+                return self._free.get(timeout=0.5)
+            except queue.Empty:
+                self._check()
+
+    def _send(self) -> None:
+        piece, self._current = self._current, None
+        if piece is not None:
+            self._jobs.put(piece)
+
+    def _end(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> _File:
+        known = self._files.get(name)
+        if known is not None:
+            return known
+        path = self._folder / name
+        try:
+            cached = self._ops.open(os.fspath(path), os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _failure(path, error) from error
+        try:
+            direct = self._ops.open(os.fspath(path), os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT, 0o666)
+        except OSError:  # a file system without O_DIRECT
+            direct = None
+        self._files[name] = _File(name, path, cached, direct)
+        return self._files[name]
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            self._ops.close(file.cached)
+            if file.direct is not None:
+                self._ops.close(file.direct)
+        self._files.clear()
+        self._region.close()
+
+    # -- the threads' side --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (piece := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    self._write(piece)
+            except BaseException as error:
+                self._error = error
+            self._free.put(piece.buffer)
+
+    def _write(self, piece: _Piece) -> None:
+        begin = piece.buffer * self._room + piece.start % BLOCK_BYTES
+        view = self._region.memory[begin : begin + piece.filled]
+        crc = zlib.crc32(view)
+        stop = piece.start + piece.filled
+        first = min(stop, -(-piece.start // BLOCK_BYTES) * BLOCK_BYTES)
+        last = max(first, stop // BLOCK_BYTES * BLOCK_BYTES)
+        file = piece.file
+        for fd, left, right in (
+            (file.cached, piece.start, first),
+            (file.cached if file.direct is None else file.direct, first, last),
+            (file.cached, last, stop),
+        ):
+            if left < right:
+                self._write_all(file, fd, view[left - piece.start : right - piece.start], left)
+        with self._lock:
+            self._ranges.append(Range(file.name, piece.start, stop, crc))
+
+    def _write_all(self, file: _File, fd: int, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = self._ops.pwritev(fd, [view[done:]], offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd == file.direct:
+                    fd = file.cached  # opens with O_DIRECT and does not write so
+                    continue
+                raise _failure(file.path, error) from error
+            if moved <= 0:
+                raise CheckpointError(f"writing {file.path} ended after {offset + done} bytes; is the disk full?")
+            if moved % BLOCK_BYTES and fd == file.direct:
+                fd = file.cached
+            done += moved
+
+
+def read_ranges(path: Path, ranges: Sequence[Range]) -> Range | None:
+    """Read these ranges of one file; returns the first whose bytes are others than those that were written.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is too short.
+    """
+    buffer = memoryview(bytearray(max((each.stop - each.start for each in ranges), default=0)))
+    try:
+        with path.open("rb", buffering=0) as file:
+            for each in ranges:
+                view = buffer[: each.stop - each.start]
+                done = 0
+                while done < len(view):
+                    moved = os.preadv(file.fileno(), [view[done:]], each.start + done)
+                    if moved == 0:
+                        raise CheckpointError(
+                            f"{path} ends at {each.start + done} of {each.stop} bytes: it was cut short"
+                        )
+                    done += moved
+                if zlib.crc32(view) != each.crc:
+                    return each
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    return None
+
+
+def _failure(path: Path, error: OSError) -> CheckpointError:
+    hint = {
+        errno.ENOSPC: "free space on that disk, or save elsewhere",
+        errno.EDQUOT: "your quota is used up; free space, or save elsewhere",
+        errno.EACCES: "save where you may write",
+        errno.EROFS: "save where you may write",
+    }.get(error.errno or 0, "see the system's log for the disk")
+    return CheckpointError(
+        f"writing {path} failed: {error.strerror or error}; {hint}; earlier checkpoints are untouched"
+    )

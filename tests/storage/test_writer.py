@@ -1,0 +1,139 @@
+"""Ranges of files, written past the page cache: every byte where it belongs, and every failure found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage import writer as writing
+from lightning_ptm.storage.writer import RangeWriter, SaveOps, read_ranges
+
+
+@pytest.fixture(params=[4096, 16384])
+def small_buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(writing, "BUFFER_BYTES", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranges_in_any_order_and_of_any_length(tmp_path: Path, small_buffers: int, seed: int) -> None:
+    chance = random.Random(seed)
+    content = {name: bytearray(chance.randbytes(chance.randint(0, 200_000))) for name in ("a", "b", "c")}
+    cuts = []
+    for name, whole in content.items():
+        borders = sorted({0, len(whole), *(chance.randint(0, len(whole)) for _ in range(12))})
+        cuts += [(name, start, stop) for start, stop in zip(borders, borders[1:], strict=False)]
+    if seed % 2:
+        chance.shuffle(cuts)
+    writer = RangeWriter(tmp_path)
+    for name, whole in content.items():
+        writer.create(name, b"head", len(whole))
+    for name, start, stop in cuts:
+        writer.put(name, start, torch.frombuffer(content[name], dtype=torch.uint8)[start:stop])
+    ranges = writer.finish()
+    for name, whole in content.items():
+        assert (tmp_path / name).read_bytes() == whole or (not whole and (tmp_path / name).stat().st_size == 4)
+        mine = [each for each in ranges if each.file == name]
+        assert sum(each.stop - each.start for each in mine) == len(whole)
+        assert all(each.crc == zlib.crc32(whole[each.start : each.stop]) for each in mine)
+        assert read_ranges(tmp_path / name, mine) is None
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path, small_buffers: int) -> None:
+    writer = RangeWriter(tmp_path)
+    writer.create("a", b"", 50_000)
+    writer.put("a", 0, torch.arange(50_000).to(torch.uint8))
+    ranges = writer.finish()
+    raw = bytearray((tmp_path / "a").read_bytes())
+    raw[30_000] ^= 1
+    (tmp_path / "a").write_bytes(raw)
+    bad = read_ranges(tmp_path / "a", ranges)
+    assert bad is not None and bad.start <= 30_000 < bad.stop
+    (tmp_path / "a").write_bytes(raw[:40_000])
+    with pytest.raises(CheckpointError, match="cut short"):
+        read_ranges(tmp_path / "a", ranges)
+
+
+class Failing(SaveOps):
+    """A disk on which one call fails."""
+
+    def __init__(self, call: str, number: int = errno.EIO, after: int = 0) -> None:
+        self._call = call
+        self._number = number
+        self._left = after
+
+    def _fail(self, call: str) -> None:
+        if call == self._call:
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(self._number, os.strerror(self._number))
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        if not flags & os.O_DIRECT:
+            self._fail("open")
+        return super().open(path, flags, mode)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self._fail("fallocate")
+        super().fallocate(fd, size_bytes)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fail("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._fail("fsync")
+        super().fsync(fd)
+
+
+@pytest.mark.parametrize(
+    ("call", "after", "number"),
+    [
+        ("open", 0, errno.EACCES),
+        ("open", 1, errno.EIO),
+        ("fallocate", 0, errno.ENOSPC),
+        ("pwritev", 0, errno.EIO),
+        ("pwritev", 5, errno.ENOSPC),
+        ("fsync", 0, errno.EIO),
+        ("fsync", 1, errno.EIO),
+    ],
+)
+def test_every_failure_is_found(tmp_path: Path, small_buffers: int, call: str, after: int, number: int) -> None:
+    writer = RangeWriter(tmp_path, Failing(call, number, after))
+    try:
+        with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+            writer.create("a", b"head", 200_000)
+            for start in range(0, 200_000, 10_000):
+                writer.put("a", start, torch.zeros(10_000, dtype=torch.uint8))
+            writer.finish()
+        assert str(tmp_path / "a") in str(caught.value)
+    finally:
+        writer.abort()
+    writer.abort()
+
+
+def test_short_writes_are_continued(tmp_path: Path, small_buffers: int) -> None:
+    whole = torch.randint(0, 256, (123_457,), dtype=torch.uint8)
+
+    class Halves(SaveOps):
+        def open(self, path: str, flags: int, mode: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return super().open(path, flags, mode)
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            return super().pwritev(fd, [buffers[0][: max(1, len(buffers[0]) // 2)]], offset)
+
+    writer = RangeWriter(tmp_path, Halves())
+    writer.create("a", b"", 123_457)
+    writer.put("a", 0, whole)
+    writer.finish()
+    assert (tmp_path / "a").read_bytes() == bytes(whole.tolist())
