@@ -210,7 +210,7 @@ def load(
     optimizers: bool = True,
     verify: Callable[[Index], Sequence[StateFile]] | None = lambda index: index.files,
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint as an ordinary Lightning one. Its tensors are mapped files: they cost memory as they are read.
+    """Read a sharded checkpoint as an ordinary Lightning one. Its tensors are mapped files, read as they are needed.
 
     Args:
         path: the folder.

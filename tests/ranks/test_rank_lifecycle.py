@@ -284,7 +284,7 @@ def load_what_is_damaged(world_size: int, folder: Path, source: Path) -> str:
 def test_damage_that_one_rank_finds_is_an_error_on_all(disk: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_ranks(fit_sharded, 2, 2, 2, disk, saved, "ram")
-    file = sorted((saved / "epoch=0.ckpt").glob("*.exp_avg.safetensors"))[-1]
+    file = sorted((saved / "epoch=0.ckpt").glob("*.momentum_buffer.safetensors"))[-1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

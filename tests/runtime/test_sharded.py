@@ -83,7 +83,7 @@ def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: 
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_going_on_in_other_precisions(strategy_at, precision: str, tmp_path: Path) -> None:
     never, _ = fit(sharded(strategy_at, "masters_on_disk"), tmp_path / "never", precision=precision)
     resume = tmp_path / "never" / "epoch=0.ckpt"
@@ -139,6 +139,16 @@ def test_any_reader_of_safetensors_opens_the_files(strategy_at, tmp_path: Path) 
     assert weights.keys() | {"seen"} == never.weights.keys()
 
 
+class Validated(Full):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.loss(batch, index)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is in a test's folder, but for the working directory that each test has."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != "here")
+
+
 def test_weights_only(strategy_at, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Full()
@@ -149,7 +159,7 @@ def test_weights_only(strategy_at, tmp_path: Path) -> None:
     index = read_index(tmp_path / "w.ckpt")
     assert {file.kind for file in index.files} == {"parameters"} and not index.optimizers
     trained = [value.clone() for value in module.parameters()]
-    other = Full()
+    other = Validated()
     tester = make_trainer(strategy_at("ram"))
     tester.validate(other, BATCHES.loader(), ckpt_path=str(tmp_path / "w.ckpt"), verbose=False)
     assert all(torch.equal(one, two) for one, two in zip(trained, other.parameters(), strict=True))
@@ -229,14 +239,14 @@ def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_pa
     load(saved)
     ranges = (saved / "ranges-00000.json").read_bytes()
     (saved / "ranges-00000.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="nobody has written|of .* that were written"):
+    with pytest.raises(CheckpointError, match=r"nobody has written|of .* that were written"):
         load(saved)
     (saved / "ranges-00000.json").unlink()
     with pytest.raises(CheckpointError, match=r"ranges-00000\.json is missing or damaged"):
         load(saved)
     (saved / "ranges-00000.json").write_bytes(ranges)
     edit_index(saved, version=2)
-    with pytest.raises(CheckpointError, match="format version 2 .* update lightning_ptm"):
+    with pytest.raises(CheckpointError, match=r"format version 2 .* update lightning_ptm"):
         load(saved)
     edit_index(saved, version=1, files=[{"name": "x"}])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -310,7 +320,7 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoint(strategy_at, tmp_path, 
     with pytest.raises(CheckpointError, match=os.strerror(number)):
         trainer.fit(Full(), BATCHES.loader())
     assert load(tmp_path / "x.ckpt")["global_step"] == 2
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["disk", "x.ckpt"]
+    assert names_in(tmp_path) == ["disk", "x.ckpt"]
 
 
 def test_places_where_no_checkpoint_can_be(strategy_at, tmp_path: Path) -> None:
@@ -347,14 +357,14 @@ def test_a_draft_is_no_checkpoint_until_it_is_committed(tmp_path: Path) -> None:
     remove_stale(tmp_path)  # its writer lives
     assert draft.folder.exists() and not (tmp_path / "a.ckpt").exists()
     draft.commit()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert names_in(tmp_path) == ["a.ckpt"]
     second = Draft(tmp_path / "a.ckpt")
     (second.folder / "new").write_text("")
     second.commit()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert names_in(tmp_path) == ["a.ckpt"]
     assert [entry.name for entry in (tmp_path / "a.ckpt").iterdir()] == ["new"]
     remove(tmp_path / "a.ckpt")
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 def test_what_dead_writers_leave_is_removed(tmp_path: Path) -> None:
@@ -379,4 +389,4 @@ def test_what_dead_writers_leave_is_removed(tmp_path: Path) -> None:
     long_ago = time.time() - 3600
     os.utime(tmp_path / f"{PARTIAL}old", (long_ago, long_ago))
     remove_stale(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == [f"{PARTIAL}young"]
+    assert names_in(tmp_path) == [f"{PARTIAL}young"]

@@ -14,7 +14,7 @@ from torch import optim
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import ParameterGradients, Transform
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Version
-from lightning_ptm.update.forecast import Forecast, can_forecast
+from lightning_ptm.update.forecast import REACH, Forecast, can_forecast
 
 SHAPES = ((3, 7), (64, 130), (1,), (129,), (300, 171), (64,), (33, 65), (8193,))
 
@@ -179,9 +179,9 @@ def test_a_version_forecasts_what_was_received_and_is_not_in_it() -> None:
     bench.jobs.remove(job)
     bench.buffers.finish(flat, forecast)
     assert forecast.added == [(2.0, job.target.id)]
+    assert flat.slot.collect(3) is None and flat.slot.peek(3) is None
     bench.buffers.offer(flat, gradient(2, 4.0))  # the version is published, and nobody has seen it
     assert forecast.added[1:] == [(4.0, job.target.id)]
-    assert flat.slot.collect(4) is None and flat.slot.peek(4) is None
     version = flat.slot.collect(3)
     assert version is not None
     assert (version.pages, version.applied, version.seen, version.exact) == (job.target, 1, 3, False)
@@ -189,7 +189,9 @@ def test_a_version_forecasts_what_was_received_and_is_not_in_it() -> None:
 
 def test_without_a_forecast_any_version_fits() -> None:
     assert Version(pages(1), 1, 1).fits(5)
-    assert not Version(pages(1), 1, 1, Counts()).fits(5)
+    lacking = Version(pages(1), 1, 1, Counts())
+    assert lacking.fits(1) and not lacking.fits(1 + REACH)
+    assert lacking.fits(2 + REACH)  # so far ahead nothing is forecast
 
 
 def test_exact_parameters_are_published_when_asked_for() -> None:
