@@ -4,6 +4,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import (
     AngelPTMError,
     CapacityError,
+    CheckpointError,
     ConfigError,
     InternalError,
     PageIOError,
@@ -24,6 +25,7 @@ __all__ = [
     "AngelPTMPrecision",
     "AngelPTMStrategy",
     "CapacityError",
+    "CheckpointError",
     "ConfigError",
     "InternalError",
     "PageIOError",
