@@ -1,18 +1,19 @@
 """The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
 
-LightningCLI with three additions: a bare name of a config file is also looked up in `configs/`, the config of a run may
-be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
+LightningCLI with four additions: a bare name of a config file is also looked up in `configs/`, the config of a run may
+be written over the one of an earlier run in the same folder, `fit` ends by printing its losses and its checkpoint, and
+there are commands beside those of the Trainer (COMMANDS).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, auto_cli
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -20,13 +21,16 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.strategy import AngelPTMStrategy
 
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
 """Where configs/ is: inside the installed package, or beside it in a checkout."""
 
 CONFIG_OPTIONS = ("--config", "-c")
+
+COMMANDS: dict[str, Callable[..., None]] = {}
+"""Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help."""
 
 
 class PTMCommandLine(LightningCLI):
@@ -133,6 +137,14 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     )
 
 
-def main(args: ArgsType = None) -> None:
-    """The console script."""
-    command_line(args)
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    if not arguments or arguments[0] not in COMMANDS:
+        command_line(None if args is None else arguments)
+        return
+    name, *rest = arguments
+    try:
+        auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
+    except AngelPTMError as error:
+        sys.exit(f"lightning-ptm {name}: {error}")
