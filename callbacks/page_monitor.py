@@ -15,8 +15,8 @@ class PageMonitor(Callback):
 
     - `pages/<from>_to_<to>_MB_per_step` and `pages/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
       step, and their bandwidth while the link was busy.
-    - `stall/fetch_s_per_step`, `stall/update_s_per_step`: seconds a step that compute waited for parameters, or for an
-      update of them (with lock-free updates: because `max_staleness` was reached).
+    - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds a step that compute waited for
+      parameters, for an update of them (with lock-free updates: because `max_staleness` was reached), or for checkpoints.
     - `update/arithmetic_s_per_step`; and with lock-free updates `update/updates_per_step`, `staleness/mean` (since the last
       log) and `staleness/max` (since the run began), in steps.
 

@@ -7,6 +7,7 @@ itself is whole, on rank 0 only. Every function is collective.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.folder import file_draft
 
@@ -36,23 +37,53 @@ class FileCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         with file_draft(Path(path)) as draft, draft.open("r+b") as file:
-            # Not through a buffer in memory, as Lightning's own does, which would hold the checkpoint a second time.
-            torch.save(checkpoint, file)
+            try:
+                # Not through a buffer in memory, as Lightning's own does, which would hold the checkpoint a second time.
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch hides what the system has said
+                    raise error.__context__ from error
+                raise
 
     @override
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        try:
-            # Mapped: each rank reads what it owns, and no rank all of it.
-            return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
-        except (OSError, RuntimeError, TypeError):  # not local, or not of today's format
+        if not Path(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only)
+        return read_file(Path(path), weights_only=weights_only, map_location=map_location)
+
+
+def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
+    """A checkpoint's dictionary. Its tensors are mapped, where the format allows it: each rank reads what it owns.
+
+    Raises:
+        CheckpointError: it is damaged, no checkpoint, or holds what is not loaded from files that may not be trusted.
+    """
+    try:
+        mapped = zipfile.is_zipfile(path)  # not what torch wrote before 1.6
+        return dict(torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped or None))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # torch has an error of its own for each way in which a file can be damaged
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if weights_only is not False and "weights_only" in str(error):
+            raise CheckpointError(
+                f"{path} holds objects that are not loaded from a file that may not be trusted, or is damaged ({said}); if "
+                f"you trust it, give weights_only=False to the Trainer's method, or name their classes to "
+                f"torch.serialization.add_safe_globals"
+            ) from error
+        raise CheckpointError(f"{path} is no checkpoint, or is damaged ({said}); use an earlier one") from error
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, out of Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """An optimizer's parameters, in its own order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
@@ -93,7 +124,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     rest = cast(dict[str, Any], copy(state))
     for name in state:
         if name in named and id(named[name]) in parameters:
-            rest[name] = named[name]
+            rest[name] = torch.empty_like(named[name], device="meta")
     with _frozen_copies(module):
         result = module.load_state_dict(rest, strict=strict)
     for name, item in named.items():

@@ -91,6 +91,10 @@ class Settings:
             pages take a quarter of the free RAM or more.
         state_dict_type: `full` checkpoints are one ordinary Lightning file, with all states gathered on rank 0 as it is
             written; `sharded` ones are a folder of safetensors files, written by all ranks straight from their pages.
+        async_save: Training goes on while a sharded checkpoint is written: what an update is about to change is copied
+            first. Copies take at most an eighth of the free RAM; updates wait when it is used up.
+        failed_save: What becomes of the run when a checkpoint cannot be written: `stop` it with the error, or `go_on` with
+            a warning. Earlier checkpoints are kept either way.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """
@@ -112,6 +116,8 @@ class Settings:
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
     state_dict_type: Literal["full", "sharded"] = "full"
+    async_save: bool = False
+    failed_save: Literal["stop", "go_on"] = "stop"
     restore_weights: bool = True
     poison: bool = False
 
@@ -129,6 +135,13 @@ class Settings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
         if self.state_dict_type not in ("full", "sharded"):
             raise ConfigError(f"state_dict_type={self.state_dict_type!r}: use 'full' or 'sharded'")
+        if self.async_save and self.state_dict_type != "sharded":
+            raise ConfigError(
+                "async_save=True writes checkpoints from pages, and state_dict_type='full' gathers them first; set "
+                "state_dict_type='sharded', or async_save=False"
+            )
+        if self.failed_save not in ("stop", "go_on"):
+            raise ConfigError(f"failed_save={self.failed_save!r}: use 'stop' or 'go_on'")
         if self.reduce_gradients not in ("each_backward", "each_step"):
             raise ConfigError(f"reduce_gradients={self.reduce_gradients!r}: use 'each_backward' or 'each_step'")
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:

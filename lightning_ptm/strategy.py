@@ -41,7 +41,7 @@ from typing_extensions import override
 from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm import restore, sharded
 from lightning_ptm.averaging import gather_for_averaging
-from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory import FileOps
@@ -51,6 +51,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
+from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.writer import SaveOps
 
@@ -92,6 +93,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._weights_given_back = True
         self._states_given_back = False
+        self._saves = Saves(self.settings.failed_save)
         self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
@@ -335,6 +337,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._engine is None:
             yield  # outside a run the parameters are whole anyway
             return
+        if write:
+            self._saves.finish()  # a checkpoint in progress is of the weights before the edit
         with self._engine.gathered(modules or (self.lightning_module,), write=write):
             yield
 
@@ -364,6 +368,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        self._saves.finish()
         checkpoints.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     @override
@@ -381,6 +386,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._saves.finish()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             checkpoints.load_optimizer_state(self.engine, optimizer, state)
 
@@ -389,7 +395,11 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self.settings.state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+            def save() -> None:
+                super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+            self._saves.save(filepath, save)
             return
         if storage_options is not None:
             raise ConfigError(
@@ -400,17 +410,22 @@ class AngelPTMStrategy(ParallelStrategy):
                 f"{filepath}: a sharded checkpoint is written from pages, which have ended with their run; save inside the "
                 f"run, as ModelCheckpoint does, or use state_dict_type='full'"
             )
+        self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath)))
+
+    def _begin_saving(self, checkpoint: dict[str, Any], path: Path) -> Saving | None:
         assert self.lightning_module is not None
-        sharded.save(
-            self._engine, self.lightning_module, self.optimizers, checkpoint, Path(filepath), ops=self.save_ops
+        behind = self.settings.async_save and self.engine.blueprint.saves_behind
+        saving = Saving(
+            self.engine, self.lightning_module, self.optimizers, checkpoint, path, behind=behind, ops=self.save_ops
         )
+        return saving if behind else None
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        with sharded.together(self.engine):
+        with together(self.engine.communicator):
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
@@ -420,10 +435,13 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            if Path(filepath).is_dir() and not Path(filepath).is_symlink():
-                folders.remove(Path(filepath))
-            else:
-                self.checkpoint_io.remove_checkpoint(filepath)
+            self._saves.remove(Path(filepath), self._remove_checkpoint)
+
+    def _remove_checkpoint(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            folders.remove(path)
+        else:
+            self.checkpoint_io.remove_checkpoint(path)
 
     # -- collectives for Lightning ------------------------------------------------------------------------------------
 
@@ -480,6 +498,10 @@ class AngelPTMStrategy(ParallelStrategy):
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
         try:
+            if engine.failed:
+                self._saves.farewell()
+            else:
+                self._saves.finish()
             ranks_here = max(1, self.num_processes)
             self._weights_given_back = restore.weights(
                 engine, wanted=self.settings.restore_weights, ranks_here=ranks_here

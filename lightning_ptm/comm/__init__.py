@@ -2,6 +2,7 @@
 
 from lightning_ptm.comm.agreement import Agreement, Boundary, Request
 from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
+from lightning_ptm.comm.together import together
 
 __all__ = [
     "Agreement",
@@ -11,4 +12,5 @@ __all__ = [
     "Request",
     "SoloCommunicator",
     "Work",
+    "together",
 ]

@@ -25,6 +25,7 @@ from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, 
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.machine import free_device_bytes, free_disk_bytes, free_host_bytes
+from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -96,6 +97,7 @@ class Blueprint:
         update_in_backward: a unit's gradients go to the update when its backward has ended.
         lock_free: None for synchronous updates.
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
+        saves_behind: checkpoints are written while training goes on.
     """
 
     units: tuple[Unit, ...]
@@ -116,6 +118,7 @@ class Blueprint:
     accumulates_whole: bool
     keep_freed_memory: bool
     gradient_room_bytes: int
+    saves_behind: bool
 
     def gradient_home(self, unit: int) -> Tier:
         """Tier where a unit's gradients wait for the update.
@@ -215,6 +218,13 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
     if placement is None:
         placement = place_with(keep_gradients=keep)
     pools = _pool_bytes(placement, layout, unified, staging)
+    saves_behind = settings.async_save and bool(request.optimizers)
+    if saves_behind and pools[Tier.DISK]:
+        kinds = {master or dtype for dtype, master in zip(dtypes, master_dtypes, strict=True)}
+        kinds |= {slot.dtype for known in traits if known is not None for slot in known.slots}
+        # A cell of the snapshot is what a chunk of the update is: a page of float32.
+        pages = sum(-(-dtype.itemsize // 4) for dtype in kinds)
+        pools[Tier.DEVICE if unified else Tier.HOST] += BUFFERS * pages * layout.page_size
     if plan is not None:
         pools[Tier.DEVICE if unified else Tier.HOST] += _beside_bytes(plan, layout, in_place=in_place, twice=False)
     per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
@@ -239,6 +249,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         accumulates_whole=accumulates_whole,
         keep_freed_memory=_keep_freed_memory(request, pools),
         gradient_room_bytes=gradient_room,
+        saves_behind=saves_behind,
     )
 
 

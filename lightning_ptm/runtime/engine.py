@@ -33,8 +33,10 @@ from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
 from lightning_ptm.runtime.pages import Pages
+from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.runtime.reduction import Reduction
+from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
@@ -88,6 +90,8 @@ class Engine:
         self._of_the_loss = False
         self._behind: list[int] = []
         self.failed = False
+        self.save_stall_s = 0.0
+        """Seconds that compute was held up by checkpoints; written by those who write them."""
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
@@ -134,6 +138,7 @@ class Engine:
                 if drawn.keep_gradients and gradient_pages is None:
                     flat.gradient.reserve()
                 self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
+        self._save_buffers = self._buffers_for_saves() if drawn.saves_behind else None
         self.updates = self._update_scheduler(pages)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.progress
@@ -193,6 +198,11 @@ class Engine:
             cores=drawn.lock_free.cores,
             forecast=drawn.lock_free.forecast,
         )
+
+    def _buffers_for_saves(self) -> Buffers:
+        homes = [flat.paged for kind in self.values.kinds(optimizers=True) for flat in kind.flats]
+        on_disk = [(paged.dtype, paged.numel) for paged in homes if paged.tier is Tier.DISK]
+        return Buffers(self.allocator, on_disk, self.updater.chunk_numel)
 
     def _updates_late(self, unit: int) -> bool:
         """Whether a unit's update may still be under way when `step` has returned."""
@@ -416,6 +426,22 @@ class Engine:
         """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective."""
         self.updates.finish_all()
         self._reach(_AFTER_STEP)
+
+    def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:
+        """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
+        self.drain()
+        self.executor.release_all()
+        buffers = self._save_buffers = self._save_buffers or self._buffers_for_saves()
+        snapshot = Snapshot(self.allocator, parts, self.updater.chunk_numel, buffers)
+        self.updater.watch(snapshot.before_write)
+        return snapshot
+
+    def end_snapshot(self) -> None:
+        """It has been taken, or given up."""
+        self.updater.watch(None)
+        if self._save_buffers is not None and not self.blueprint.saves_behind:
+            self._save_buffers.close()  # the plan has no room of its own for them
+            self._save_buffers = None
 
     def all_ranks(self, agree: bool) -> bool:
         """Whether all ranks say yes. Collective."""

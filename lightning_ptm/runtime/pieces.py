@@ -1,7 +1,7 @@
 """Moves elements between paged tensors of any tier and ordinary tensors on the CPU, a page at a time.
 
 Knows pages and stretches of parameters (`Segment`); nothing of names, units or steps. Of a tensor on disk no more than
-`_AHEAD` pages are in memory. The caller sees to it that nothing else writes the pages meanwhile.
+`BUFFERS` pages are in memory. The caller sees to it that nothing else writes the pages meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_ptm.update import Segment
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
 
-_AHEAD = 4
+BUFFERS = 4
 """Pages that are read, or written, at once."""
 
 
@@ -30,8 +30,10 @@ def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
     if paged.tier is not Tier.DISK:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
-    for start, part in parts(allocator, paged):
-        values[start : start + part.numel()].copy_(part)
+    step = _step(allocator, paged)
+    with contextlib.closing(Buffers(allocator, [(paged.dtype, paged.numel)])) as buffers:
+        for start, part in chosen(allocator, paged, range(0, paged.numel, step), step, buffers):
+            values[start : start + part.numel()].copy_(part)
     return values
 
 
@@ -41,40 +43,42 @@ def write(allocator: Allocator, paged: PagedTensor, values: Tensor) -> None:
     fill(allocator, paged, [whole], [values])
 
 
-def parts(allocator: Allocator, paged: PagedTensor) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of successive stretches; each is good until the next is asked for."""
+def chosen(
+    allocator: Allocator, paged: PagedTensor, starts: Iterable[int], numel: int, buffers: Buffers
+) -> Iterator[tuple[int, Tensor]]:
+    """(first element, elements) of the stretches of `numel` elements at `starts`, which is asked for one when that one is
+    about to be read; each is good until the next is asked for.
+
+    Args:
+        numel: a multiple of 4096, at most what the buffers hold.
+        buffers: where stretches on disk are read to.
+    """
     if paged.tier is not Tier.DISK:
         values = paged.tensor()
-        step = _step(allocator, paged) if values.is_cuda else max(1, paged.numel)
-        for start in range(0, paged.numel, step):
-            yield start, values[start : start + step].cpu()
+        for start in starts:
+            yield start, values[start : start + numel].cpu()
         return
-    step = _step(allocator, paged)
-    starts = deque(range(0, paged.numel, step))
-    buffers = _Buffers(allocator, paged)
+    to_read = iter(starts)
     coming: deque[tuple[int, PagedTensor, Transfer]] = deque()
+    more = True
     try:
-        while starts or coming:
-            while starts and (buffer := buffers.take()) is not None:
-                start = starts.popleft()
-                numel = min(step, paged.numel - start)
-                coming.append((start, buffer, allocator.copy(paged, buffer, source_start=start, numel=numel)))
-            start, buffer, transfer = coming.popleft()
-            transfer.wait()
-            yield start, buffer.tensor()[: min(step, paged.numel - start)]
-            buffers.give_back(buffer)
+        while more or coming:
+            while more and (buffer := buffers.take(paged.dtype)) is not None:
+                found = next(to_read, None)
+                if found is None:
+                    more = False
+                    buffers.give_back(buffer)
+                    break
+                start = found
+                transfer = allocator.copy(paged, buffer, source_start=start, numel=min(numel, paged.numel - start))
+                coming.append((start, buffer, transfer))
+            if coming:
+                start, buffer, transfer = coming.popleft()
+                transfer.wait()
+                yield start, buffer.tensor()[: min(numel, paged.numel - start)]
+                buffers.give_back(buffer)
     finally:
         _end(transfer for _, _, transfer in coming)
-        buffers.close()
-
-
-def stretches(
-    allocator: Allocator, paged: PagedTensor, segments: Sequence[Segment]
-) -> Iterator[tuple[Segment, Tensor]]:
-    """(stretch of one parameter, its elements) in the order of the shard; the elements are good until the next."""
-    for start, values in parts(allocator, paged):
-        for segment in within(segments, start, start + values.numel()):
-            yield segment, values[segment.start - start : segment.stop - start]
 
 
 def fill(
@@ -110,11 +114,11 @@ def fill(
         put(paged.tensor(), 0)
         return
     step = _step(allocator, paged)
-    buffers = _Buffers(allocator, paged)
+    buffers = Buffers(allocator, [(paged.dtype, paged.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
         for start in range(0, paged.numel, step):
-            buffer = buffers.take()
+            buffer = buffers.take(paged.dtype)
             if buffer is None:
                 buffer, transfer = leaving.popleft()
                 transfer.wait()
@@ -138,23 +142,38 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segme
         yield segments[index].cut(start, stop)
 
 
-class _Buffers:
-    """A few page-sized tensors in RAM; as many as there is room for, one at least."""
+class Buffers:
+    """A few tensors in RAM of each dtype; as many as there is room for, one at least.
 
-    def __init__(self, allocator: Allocator, paged: PagedTensor) -> None:
+    Args:
+        tensors: (dtype, elements) of what is to be read or written through them.
+        most_numel: elements of each, at most; by default those of a page.
+    """
+
+    def __init__(
+        self, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]], most_numel: int | None = None
+    ) -> None:
         self._allocator = allocator
+        self._all: list[PagedTensor] = []
+        self._free: dict[torch.dtype, list[PagedTensor]] = {}
         tier = Tier.HOST if allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
-        numel = min(_step(allocator, paged), -(-paged.numel // ALIGN_NUMEL) * ALIGN_NUMEL)
-        self._all = [allocator.allocate("values in transit", numel, paged.dtype, tier)]
-        while len(self._all) < _AHEAD and allocator.free_bytes(tier) > 2 * allocator.page_size:
-            self._all.append(allocator.allocate("values in transit", numel, paged.dtype, tier))
-        self._free = list(self._all)
+        longest: dict[torch.dtype, int] = {}
+        for dtype, numel in tensors:
+            longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
+        for dtype, numel in longest.items():
+            free = self._free[dtype] = []
+            numel = min(most_numel or allocator.page_size // dtype.itemsize, numel)
+            while not free or (len(free) < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
+                free.append(allocator.allocate("values in transit", numel, dtype, tier))
+                self._all.append(free[-1])
+                allocator.merge(free[-1])
 
-    def take(self) -> PagedTensor | None:
-        return self._free.pop() if self._free else None
+    def take(self, dtype: torch.dtype) -> PagedTensor | None:
+        """One, or None while all are in use."""
+        return self._free[dtype].pop() if self._free[dtype] else None
 
     def give_back(self, buffer: PagedTensor) -> None:
-        self._free.append(buffer)
+        self._free[buffer.dtype].append(buffer)
 
     def close(self) -> None:
         for buffer in self._all:

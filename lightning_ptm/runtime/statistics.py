@@ -19,7 +19,8 @@ class Statistics:
 
     Attributes:
         links: by "disk_to_device" and so on: bytes, transfers, and seconds with at least one in flight.
-        stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them.
+        stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
+            checkpoints.
         update_arithmetic_s: seconds of optimizer arithmetic.
         staleness: of the parameters that training read; None for synchronous updates.
         updates_per_step: how often a parameter was updated for each optimizer step; 1 in synchronous runs.
@@ -35,12 +36,14 @@ class Statistics:
 def collect(engine: Engine) -> Statistics:
     """The numbers of an engine, now. Cheap: nothing is waited for."""
     updates = engine.updates if isinstance(engine.updates, LockFreeUpdates) else None
+    # An updating thread may wait for a checkpoint without anybody else noticing.
+    save_s = engine.save_stall_s + (0.0 if engine.updater.in_thread else engine.updater.stats.save_stall_s)
     return Statistics(
         links={
             f"{source.name.lower()}_to_{target.name.lower()}": stats
             for (source, target), stats in engine.allocator.stats().items()
         },
-        stall_s=dict(engine.executor.stall_s),
+        stall_s={**engine.executor.stall_s, "save": save_s},
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,

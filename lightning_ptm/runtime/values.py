@@ -11,7 +11,7 @@ I2: the precise value of a parameter is its master where there is one, else its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +34,35 @@ PARAMETERS = "parameters"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ShardedFlat:
+    """What this rank has of one flat, of one kind of its states: paged elements, and those that lie outside of pages.
+
+    Args:
+        names: of the flat's parameters, by their index.
+        segments: stretches of parameters in `paged`.
+        outside: (name, first element, elements) of stretches that no page holds.
+    """
+
+    paged: PagedTensor
+    names: Sequence[str]
+    segments: Sequence[Segment]
+    outside: Sequence[tuple[str, int, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ShardedKind:
     """One kind of one unit's states.
 
     Args:
         unit: its name; kind: `PARAMETERS`, or a slot of the optimizer.
-        tensors: (name of the parameter, dtype, shape), in the order of the flats.
-        stretches: yields what this rank has: (name, first element, elements on the CPU, good until the next).
+        tensors: (name of the parameter, dtype, shape), in the order of the flats; the same on all ranks.
+        flats: where this rank's stretches of them are.
     """
 
     unit: str
     kind: str
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
-    stretches: Callable[[], Iterator[tuple[str, int, Tensor]]]
+    flats: Sequence[ShardedFlat]
 
 
 def _slots_with(update: FlatUpdate, name: str) -> list[int]:
@@ -307,26 +323,25 @@ class Values:
     def _kind(
         self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, PagedTensor, Sequence[int]]]
     ) -> ShardedKind:
-        def stretches() -> Iterator[tuple[str, int, Tensor]]:
-            for flat, paged, slots in parts:
-                whole = {slot: self._original(flat, slot, name) for slot in slots}
-                segments = [segment for segment in self.segments(flat) if segment.parameter in whole]
-                paged_too = [segment for segment in segments if whole[segment.parameter] is None]
-                for segment, values in pieces.stretches(self._allocator, paged, paged_too):
-                    yield flat.layout.slots[segment.parameter].spec.name, segment.parameter_start, values
-                for segment in segments:
-                    original = whole[segment.parameter]
-                    if original is not None:
-                        values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
-                        yield flat.layout.slots[segment.parameter].spec.name, segment.parameter_start, values
-
-        tensors = []
+        tensors, flats = [], []
         for flat, paged, slots in parts:
-            for slot in slots:
-                original = self._original(flat, slot, name)
+            names = [slot.spec.name for slot in flat.layout.slots]
+            whole = {slot: self._original(flat, slot, name) for slot in slots}
+            for slot, original in whole.items():
                 dtype = paged.dtype if original is None else original.dtype
-                tensors.append((flat.layout.slots[slot].spec.name, dtype, flat.binding.shape(slot)))
-        return ShardedKind(store.unit.name, name, tensors, stretches)
+                tensors.append((names[slot], dtype, flat.binding.shape(slot)))
+            paged_segments, outside = [], []
+            for segment in self.segments(flat):
+                if segment.parameter not in whole:
+                    continue
+                original = whole[segment.parameter]
+                if original is None:
+                    paged_segments.append(segment)
+                else:
+                    values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
+                    outside.append((names[segment.parameter], segment.parameter_start, values))
+            flats.append(ShardedFlat(paged, names, paged_segments, outside))
+        return ShardedKind(store.unit.name, name, tensors, flats)
 
     def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
         return self._originals.get(id(flat.binding.parameters[slot])) if kind == PARAMETERS else None

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.tensors import sync_folder
-from lightning_ptm.storage.writer import Range
+from lightning_ptm.storage.writer import Range, SaveOps, failure
 
 FORMAT = "lightning_ptm sharded checkpoint"
 VERSION = 1
@@ -83,11 +83,10 @@ class Index:
     state: tuple[str, ...]
     optimizers: tuple[OptimizerIndex, ...] = field(default=())
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, ops: SaveOps) -> None:
         """Write and sync it."""
-        write_synced(
-            folder / INDEX, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1).encode()
-        )
+        content = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1).encode()
+        write_synced(folder / INDEX, content, ops)
 
 
 def is_sharded(path: Path) -> bool:
@@ -138,10 +137,18 @@ def ranges_name(rank: int) -> str:
     return f"ranges-{rank:05d}.json"
 
 
-def write_ranges(folder: Path, rank: int, ranges: Sequence[Range]) -> None:
-    """Write and sync what a rank wrote."""
+def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps) -> None:
+    """Write and sync what a rank wrote: its last act, which others may look for."""
     rows = [[each.file, each.start, each.stop, each.crc] for each in ranges]
-    write_synced(folder / ranges_name(rank), json.dumps(rows, separators=(",", ":")).encode())
+    path = folder / ranges_name(rank)
+    beside = path.with_suffix(".new")
+    write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
+    os.replace(beside, path)
+
+
+def all_have_written(folder: Path, world_size: int) -> bool:
+    """Whether every rank has done its last act."""
+    return all((folder / ranges_name(rank)).exists() for rank in range(world_size))
 
 
 def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
@@ -265,9 +272,7 @@ def file_draft(target: Path) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
             os.close(lock)
     except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint can be written to {target}: {error.strerror or error}; an earlier one there is untouched"
-        ) from error
+        raise failure(target, error) from error
 
 
 def remove(path: Path) -> None:
@@ -277,19 +282,23 @@ def remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes, ops: SaveOps) -> None:
     """Write a small file and make it durable.
 
     Raises:
         CheckpointError: it failed.
     """
     try:
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = ops.open(os.fspath(path), os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            done = 0
+            while done < len(content):
+                done += ops.pwritev(descriptor, [memoryview(content)[done:]], done)
+            ops.fsync(descriptor)
+        finally:
+            ops.close(descriptor)
     except OSError as error:
-        raise CheckpointError(f"writing {path} failed: {error.strerror or error}") from error
+        raise failure(path, error) from error
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -26,7 +26,7 @@ from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import BLOCK_BYTES
 
 BUFFER_BYTES = 4 << 20
-_BUFFERS = 6
+BUFFERS = 6
 _THREADS = 2
 
 
@@ -66,20 +66,22 @@ class _Piece:
 
 
 class RangeWriter:
-    """See the file's contract. Use by one thread; `abort` or `finish` ends it.
+    """See the file's contract. Use by one thread at a time; `abort` or `finish` ends it.
 
     Args:
         folder: of the files.
         ops: the file calls.
+        buffers: how many pieces of `BUFFER_BYTES` may wait for the disk; `put` waits when it is more.
     """
 
-    def __init__(self, folder: Path, ops: SaveOps | None = None) -> None:
+    def __init__(self, folder: Path, ops: SaveOps | None = None, *, buffers: int = BUFFERS) -> None:
         self._folder = folder
         self._ops = ops or SaveOps()
         self._room = BUFFER_BYTES + BLOCK_BYTES
-        self._region = HostRegion(_BUFFERS * self._room)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(_BUFFERS):
+        self._region = HostRegion(buffers * self._room)
+        # Last in, first out: buffers that were never needed are never touched and take no memory.
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        for index in reversed(range(buffers)):
             self._free.put(index)
         self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._files: dict[str, _File] = {}
@@ -110,7 +112,7 @@ class RangeWriter:
             finally:
                 self._ops.close(descriptor)
         except OSError as error:
-            raise _failure(path, error) from error
+            raise failure(path, error) from error
 
     def put(self, name: str, start: int, values: torch.Tensor) -> None:
         """Write `values` (1-D, contiguous, on the CPU) to a file from byte `start` on. They are copied at once."""
@@ -148,7 +150,7 @@ class RangeWriter:
                 try:
                     self._ops.fsync(file.cached)
                 except OSError as error:
-                    raise _failure(file.path, error) from error
+                    raise failure(file.path, error) from error
         finally:
             self._close()
         return sorted(self._ranges, key=lambda each: (each.file, each.start))
@@ -194,7 +196,7 @@ class RangeWriter:
         try:
             cached = self._ops.open(os.fspath(path), os.O_WRONLY | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise _failure(path, error) from error
+            raise failure(path, error) from error
         try:
             direct = self._ops.open(os.fspath(path), os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT, 0o666)
         except OSError:  # a file system without O_DIRECT
@@ -250,7 +252,7 @@ class RangeWriter:
                 if error.errno == errno.EINVAL and fd == file.direct:
                     fd = file.cached  # opens with O_DIRECT and does not write so
                     continue
-                raise _failure(file.path, error) from error
+                raise failure(file.path, error) from error
             if moved <= 0:
                 raise CheckpointError(f"writing {file.path} ended after {offset + done} bytes; is the disk full?")
             if moved % BLOCK_BYTES and fd == file.direct:
@@ -284,10 +286,12 @@ def read_ranges(path: Path, ranges: Sequence[Range]) -> Range | None:
     return None
 
 
-def _failure(path: Path, error: OSError) -> CheckpointError:
+def failure(path: Path, error: OSError) -> CheckpointError:
+    """What a user is told of a file that could not be written."""
     hint = {
         errno.ENOSPC: "free space on that disk, or save elsewhere",
         errno.EDQUOT: "your quota is used up; free space, or save elsewhere",
+        errno.EFBIG: "that file system, or your limits, allow no files of this size; save elsewhere",
         errno.EACCES: "save where you may write",
         errno.EROFS: "save where you may write",
     }.get(error.errno or 0, "see the system's log for the disk")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,11 @@ from lightning_ptm.update.stats import Stall, UpdateStats
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+
+
+BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
+"""(paged tensor, first element, elements as they are now) -> None, when they have been copied or are of no interest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class Pipeline:
         self._allocator = allocator
         self._device = device
 
+        self.before_write: BeforeWrite | None = None
+        """Told of every stretch of master states that is about to change."""
         self.stats = UpdateStats()
         self.pool = StagingPool(allocator, chunk_numel)
         self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
@@ -372,6 +379,12 @@ class Pipeline:
             else column.home.tensor().narrow(0, chunk.start, chunk.numel)
             for column in progress.columns
         }
+        if self.before_write is not None:
+            for column in progress.columns:
+                if column.writes:
+                    self.before_write(column.home, chunk.start, windows[column.role])
+            waited, started = started, time.perf_counter()
+            self.stats.add_stall(Stall.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
         self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         self.stats.arithmetic_s += time.perf_counter() - started

@@ -12,6 +12,7 @@ class Stall(enum.Enum):
     READ = "read"
     WRITE = "write"
     GRADIENT = "gradient"
+    SAVE = "save"
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +26,7 @@ class UpdateStats:
     read_stall_s: float = 0.0
     write_stall_s: float = 0.0
     gradient_stall_s: float = 0.0
+    save_stall_s: float = 0.0
 
     def add_stall(self, cause: Stall, seconds: float) -> None:
         """Count time waited."""
@@ -32,5 +34,7 @@ class UpdateStats:
             self.read_stall_s += seconds
         elif cause is Stall.WRITE:
             self.write_stall_s += seconds
+        elif cause is Stall.SAVE:
+            self.save_stall_s += seconds
         else:
             self.gradient_stall_s += seconds

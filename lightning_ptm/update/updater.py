@@ -19,7 +19,7 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
-from lightning_ptm.update.pipeline import Pipeline
+from lightning_ptm.update.pipeline import BeforeWrite, Pipeline
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.stats import Stall, UpdateStats
 from lightning_ptm.update.threads import use_cores
@@ -135,6 +135,20 @@ class Updater:
         self._check()
         flats = list(order)
         self._command(lambda: self._pipeline.want(flats))
+
+    def watch(self, before_write: BeforeWrite | None) -> None:
+        """From the next job on, `before_write` is called in the working thread before any stretch of a paged tensor changes.
+        Call after `drain`; None ends it."""
+
+        def take() -> None:
+            self._pipeline.before_write = before_write
+
+        self._command(take)
+
+    @property
+    def in_thread(self) -> bool:
+        """Whether a thread of its own does the work."""
+        return self._thread is not None
 
     def promote(self, handle: JobHandle) -> None:
         """Serve a queued job before all others; no effect on one that is computed."""

@@ -9,72 +9,23 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import Outcome, TrainModule, make_trainer, tokens
+from plain_loop import Outcome, make_trainer
 from safetensors.torch import load_file
-from tiny_models import ScheduledStack, Stack
+from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.sharded import load
 from lightning_ptm.storage.folder import INDEX, PARTIAL, Draft, read_index, remove, remove_stale
-from lightning_ptm.storage.writer import SaveOps
-
-BATCHES = tokens(8)
-HALF = 4
-
-
-class Full(ScheduledStack):
-    """With a buffer, a frozen part and dropout, so that everything that a checkpoint is for is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(64, 64).requires_grad_(False)
-        self.dropout = nn.Dropout(0.1)
-        self.register_buffer("seen", torch.zeros(2))
-
-    def loss(self, batch: Tensor, index: int) -> Tensor | None:
-        self.seen += 1.0
-        return super().loss(batch, index)
-
-
-def fit(
-    strategy: AngelPTMStrategy,
-    folder: Path,
-    resume: Path | None = None,
-    build: type[TrainModule] = Full,
-    precision: str = "bf16-mixed",
-    **options: Any,
-) -> tuple[Outcome, L.Trainer]:
-    """Trains two epochs of four batches each, with a checkpoint after each."""
-    torch.manual_seed(0)
-    module = build()
-    keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_last=True)
-    trainer = make_trainer(
-        strategy,
-        precision,
-        max_epochs=2,
-        limit_train_batches=HALF,
-        enable_checkpointing=True,
-        default_root_dir=folder,
-        callbacks=[keep],
-        **options,
-    )
-    trainer.fit(module, BATCHES.loader(), ckpt_path=None if resume is None else str(resume))
-    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return Outcome(list(module.losses), weights), trainer
-
-
-def sharded(strategy_at: Any, tier: str, **settings: Any) -> AngelPTMStrategy:
-    return strategy_at(tier, state_dict_type="sharded", **settings)
 
 
 def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: Path) -> None:
@@ -142,11 +93,6 @@ def test_any_reader_of_safetensors_opens_the_files(strategy_at, tmp_path: Path) 
 class Validated(Full):
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.loss(batch, index)
-
-
-def names_in(folder: Path) -> list[str]:
-    """What is in a test's folder, but for the working directory that each test has."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != "here")
 
 
 def test_weights_only(strategy_at, tmp_path: Path) -> None:
@@ -290,20 +236,6 @@ def test_another_models_checkpoint(strategy_at, saved: Path, tmp_path: Path) -> 
 
 
 # -- saving where it cannot work --------------------------------------------------------------------------------------------
-
-
-class FullDisk(SaveOps):
-    """A disk that has no room after some writes."""
-
-    def __init__(self, writes: int, number: int) -> None:
-        self.left = writes
-        self._number = number
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(self._number, os.strerror(self._number))
-        return super().pwritev(fd, buffers, offset)
 
 
 @pytest.mark.parametrize(("writes", "number"), [(0, errno.ENOSPC), (20, errno.EIO)])

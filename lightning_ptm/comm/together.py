@@ -1,0 +1,31 @@
+"""What fails on one rank raises on all of them. Knows errors and one small collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_ptm.comm.communicator import Communicator
+from lightning_ptm.errors import AngelPTMError, CheckpointError
+
+
+@contextmanager
+def together(communicator: Communicator) -> Iterator[None]:
+    """What the block raises on one rank raises on all of them. Collective."""
+    error: AngelPTMError | OSError | None = None
+    try:
+        yield
+    except (AngelPTMError, OSError) as caught:
+        error = caught
+    if communicator.world_size > 1:
+        failed = torch.tensor([0 if error is None else communicator.rank + 1], dtype=torch.int64)
+        first = int(communicator.all_reduce(failed, maximum=True).item())
+        if first and error is None:
+            text = communicator.broadcast_object(None, first - 1)
+            raise CheckpointError(f"rank {first - 1}: {text}")
+        if first:
+            communicator.broadcast_object(str(error), first - 1)
+    if error is not None:
+        raise error

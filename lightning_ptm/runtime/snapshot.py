@@ -1,0 +1,129 @@
+"""The states of one moment, taken while training goes on: what an update is about to change is copied first.
+
+Owns which cells (stretches of equal length) of which paged tensors have been taken. Two threads take cells: the one that
+calls `take_all`, in order, and the updater's, by `before_write`. What taking means is the caller's: `put` copies.
+I1: a cell is taken once, and nothing changes it before or while it is.
+I2: `put` is called by one thread at a time.
+I3: after a failure nothing is taken any more and updates go on; the failure is `take_all`'s to raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_ptm.runtime import pieces
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory import Allocator, PagedTensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A paged tensor and what to do with its elements: `put(first element, elements on the CPU)` must copy them."""
+
+    paged: PagedTensor
+    put: Callable[[int, Tensor], None]
+
+
+class _State(enum.Enum):
+    THERE = enum.auto()
+    BEING_TAKEN = enum.auto()
+    TAKEN = enum.auto()
+
+
+class Snapshot:
+    """See the file's contract. From now until it has ended, all changes of the parts must be announced to `before_write`.
+
+    Args:
+        parts: what to take, in this order.
+        cell_numel: elements of a cell; stretches that are announced are cells.
+        buffers: for parts on disk.
+    """
+
+    def __init__(self, allocator: Allocator, parts: Sequence[Part], cell_numel: int, buffers: pieces.Buffers) -> None:
+        self._allocator = allocator
+        self._cell_numel = cell_numel
+        self._buffers = buffers
+
+        # State, under the condition's lock; a part's cells by the identity of its paged tensor.
+        self._changed = threading.Condition()
+        self._parts = {id(part.paged): part for part in parts}
+        self._cells = {id(part.paged): [_State.THERE] * -(-part.paged.numel // cell_numel) for part in parts}
+        self._failure: BaseException | None = None
+        self._putting = threading.Lock()
+
+    def take_all(self) -> None:
+        """Take every cell that nobody has taken; returns when all are. Raises what a `put` raised, in either thread."""
+        for part in self._parts.values():
+            cells = pieces.chosen(
+                self._allocator, part.paged, self._claims(part.paged), self._cell_numel, self._buffers
+            )
+            for start, values in cells:
+                self._put(part, start, values)
+        with self._changed:
+            # The last ones may be in the updater's hands.
+            self._changed.wait_for(
+                lambda: (
+                    self._failure is not None
+                    or all(state is _State.TAKEN for cells in self._cells.values() for state in cells)
+                )
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def before_write(self, paged: PagedTensor, start: int, values: Tensor) -> None:
+        """The cell that starts at `start` is about to change from `values`: return when it has been taken."""
+        part = self._parts.get(id(paged))
+        if part is None:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._state(paged, start) is not _State.BEING_TAKEN
+            )
+            if self._failure is not None or self._state(paged, start) is _State.TAKEN:
+                return
+            self._set(paged, start, _State.BEING_TAKEN)
+        try:
+            self._put(part, start, values.cpu())
+        except Exception:
+            return  # I3
+
+    def fail(self, error: BaseException) -> None:
+        """Give it up."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _put(self, part: Part, start: int, values: Tensor) -> None:
+        try:
+            with self._putting:
+                part.put(start, values)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        with self._changed:
+            self._set(part.paged, start, _State.TAKEN)
+            self._changed.notify_all()
+
+    def _claims(self, paged: PagedTensor) -> Iterator[int]:
+        """Starts of cells that are there, each claimed when it is asked for."""
+        for start in range(0, paged.numel, self._cell_numel):
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._state(paged, start) is not _State.THERE:
+                    continue
+                self._set(paged, start, _State.BEING_TAKEN)
+            yield start
+
+    def _state(self, paged: PagedTensor, start: int) -> _State:
+        return self._cells[id(paged)][start // self._cell_numel]
+
+    def _set(self, paged: PagedTensor, start: int, state: _State) -> None:
+        self._cells[id(paged)][start // self._cell_numel] = state

@@ -1,0 +1,388 @@
+"""Writing sharded checkpoints: every rank its own stretches, straight from its pages, at once or while training goes on.
+
+`Saving` is one checkpoint on its way to the disk; `Saves` are those of a run, one after the other.
+I1: all ranks know of a failure on any of them, and raise; what was under the final name is then as it was before.
+I2: collectives are issued by the caller's thread only. Behind its back, ranks know of each other by the files of the folder:
+    each rank's list of ranges is its last act, and rank 0 puts the checkpoint in place when all are there.
+I3: a checkpoint that is to be removed stays until the one that is being written is in place.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoint import parameters_of, plain_optimizer
+from lightning_ptm.comm import together
+from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.pieces import within
+from lightning_ptm.runtime.snapshot import Part
+from lightning_ptm.runtime.values import ShardedFlat, ShardedKind
+from lightning_ptm.storage.folder import (
+    LIGHTNING,
+    Draft,
+    Index,
+    OptimizerIndex,
+    StateFile,
+    all_have_written,
+    write_ranges,
+    write_synced,
+)
+from lightning_ptm.storage.tensors import Layout, lay_out
+from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps
+
+_COPIES_SHARE = 8
+"""One part in this many of the free RAM may hold copies of what updates have changed since."""
+
+_LOOK_S = 0.05
+"""How often rank 0 looks whether the others have written."""
+
+_FAREWELL_S = 30.0
+"""How long rank 0 waits for the others when the run has failed, so that nobody can be asked."""
+
+
+class Saving:
+    """One sharded checkpoint of this rank, from now on. Collective, as is `finish`.
+
+    Args:
+        checkpoint: Lightning's, with `sharded.module_remainder` and `optimizer_remainder` in the places of state dicts.
+        path: the folder to be.
+        behind: write in a thread; training may go on.
+        ops: file calls, for tests.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not begin (or, unless `behind`, write).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        checkpoint: Mapping[str, Any],
+        path: Path,
+        *,
+        behind: bool = False,
+        ops: SaveOps | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self.path = path
+        self._engine = engine
+        self._ops = ops or SaveOps()
+        with_optimizers = "optimizer_states" in checkpoint
+        engine.drain()
+        kinds = [kind for kind in engine.values.kinds(optimizers=with_optimizers) if kind.tensors]
+        layouts = [lay_out(kind.tensors, {"format": "pt", "unit": kind.unit, "kind": kind.kind}) for kind in kinds]
+        names = _file_names(kinds)
+        files = [
+            StateFile(name, kind.unit, kind.kind, layout.size_bytes)
+            for name, layout, kind in zip(names, layouts, kinds, strict=True)
+        ]
+        self._index = _index(engine, module, optimizers if with_optimizers else (), checkpoint, files)
+
+        # State. The draft is rank 0's; the thread's errors are for `finish` to raise.
+        self._draft: Draft | None = None
+        self._error: BaseException | None = None
+        self._error_of_commit: AngelPTMError | OSError | None = None
+        self._committing = threading.Lock()
+        self._written = threading.Event()
+        self._given_up = threading.Event()
+        self._then: list[Callable[[], None]] = []
+        self._writer: RangeWriter | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            with together(engine.communicator):
+                if engine.communicator.rank == 0:
+                    self._draft = Draft(path)
+            folder = self._draft.folder if self._draft is not None else None
+            self._folder = Path(engine.communicator.broadcast_object(None if folder is None else str(folder)))
+            copies = free_host_bytes() // _COPIES_SHARE // BUFFER_BYTES if behind else 0
+            self._writer = RangeWriter(self._folder, ops, buffers=max(BUFFERS, copies))
+            with together(engine.communicator):
+                if self._draft is not None:
+                    for name, layout in zip(names, layouts, strict=True):
+                        self._writer.create(name, layout.header, layout.size_bytes)
+                    _write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
+            parts, self._outside = _parts(self._writer, names, layouts, kinds)
+            self._snapshot = engine.begin_snapshot(parts)
+        except BaseException:
+            self._clean_up()
+            raise
+        if behind:
+            self._thread = threading.Thread(target=self._write, name="lightning_ptm save", daemon=True)
+            self._thread.start()
+            engine.save_stall_s += time.perf_counter() - started
+        else:
+            self._write()
+            engine.save_stall_s += time.perf_counter() - started
+            self.finish()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether it is not in place yet. Of use on rank 0 only: the others do not know."""
+        return self._draft is not None
+
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only."""
+        with self._committing:
+            if self._draft is not None:
+                self._then.append(act)
+                return
+        act()
+
+    def finish(self) -> None:
+        """Wait until it is in place. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, when any could not write.
+        """
+        started = time.perf_counter()
+        try:
+            with together(self._engine.communicator):
+                self._written.wait()
+                if self._error is not None:
+                    raise self._error
+            with together(self._engine.communicator):
+                self._commit()
+                if self._error_of_commit is not None:
+                    raise self._error_of_commit
+        finally:
+            self._clean_up()
+            self._engine.end_snapshot()
+            self._engine.save_stall_s += time.perf_counter() - started
+
+    def farewell(self) -> None:
+        """The run has failed and no rank can be asked: finish what this rank can; never raises."""
+        self._written.wait()
+        if self._error is None and self._draft is not None:
+            until = time.monotonic() + _FAREWELL_S
+            world_size = self._engine.communicator.world_size
+            while not all_have_written(self._folder, world_size) and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            if all_have_written(self._folder, world_size):
+                self._commit()
+        self._clean_up()
+
+    @property
+    def left_undone(self) -> Sequence[Callable[[], None]]:
+        """What was to be done afterwards, when it has failed."""
+        return tuple(self._then)
+
+    # -- the thread's side, if there is one ---------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        assert self._writer is not None
+        try:
+            self._snapshot.take_all()
+            for write in self._outside:  # now that nobody else puts anything
+                write()
+            write_ranges(self._folder, self._engine.communicator.rank, self._writer.finish(), self._ops)
+        except BaseException as error:
+            self._error = error
+            self._snapshot.fail(error)
+            return
+        finally:
+            self._written.set()
+        if self._thread is not None and self._draft is not None:
+            while not all_have_written(self._folder, self._engine.communicator.world_size):
+                if self._given_up.wait(_LOOK_S):
+                    return
+            self._commit()
+
+    def _commit(self) -> None:
+        """Put it in place, once."""
+        with self._committing:
+            if self._draft is None or self._error_of_commit is not None:
+                return
+            try:
+                self._index.write(self._draft.folder, self._ops)
+                self._draft.commit()
+            except (AngelPTMError, OSError) as error:
+                self._error_of_commit = error
+                return
+            self._draft = None
+            then, self._then = self._then, []
+        for act in then:
+            act()
+
+    def _clean_up(self) -> None:
+        self._given_up.set()
+        if self._thread is not None:
+            if not self._written.is_set():
+                self._snapshot.fail(CheckpointError(f"{self.path} was given up, since the run has failed"))
+            self._thread.join()
+        if self._writer is not None:
+            self._writer.abort()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.discard()
+
+
+class Saves:
+    """The checkpoints of a run, one after the other, and the removal of earlier ones (I3).
+
+    Args:
+        failed_save: see `Settings.failed_save`.
+    """
+
+    def __init__(self, failed_save: Literal["stop", "go_on"]) -> None:
+        self._failed_save = failed_save
+
+        self._current: Saving | None = None
+        self._last_failed = False
+        self._to_remove: list[Callable[[], None]] = []
+        """After the next save that succeeds."""
+
+    def save(self, path: str | Path, begin: Callable[[], Saving | None]) -> None:
+        """Start a save when the one before is in place. Collective.
+
+        Args:
+            begin: starts it; returns it while it is in progress, None if it is done.
+
+        Raises:
+            CheckpointError: it, or the one before, failed, and that is to stop the run.
+        """
+        self.finish()
+        try:
+            saving = self._current = begin()
+        except CheckpointError as error:
+            self._failed(path, error)
+            return
+        self._last_failed = False
+        waiting, self._to_remove = self._to_remove, []
+        for act in waiting:
+            if saving is not None:
+                saving.afterwards(act)
+            else:
+                act()
+
+    def finish(self) -> None:
+        """Wait for the save in progress, if there is one. Collective. Raises as `save` does."""
+        saving, self._current = self._current, None
+        if saving is None:
+            return
+        try:
+            saving.finish()
+        except CheckpointError as error:
+            self._to_remove += saving.left_undone
+            self._failed(saving.path, error)
+
+    def remove(self, path: Path, remove: Callable[[Path], None]) -> None:
+        """Remove an earlier checkpoint once there is a later one. Rank 0 only."""
+        act = partial(_remove, path, remove)
+        if self._last_failed:
+            self._to_remove.append(act)
+        elif self._current is not None:
+            self._current.afterwards(act)
+        else:
+            remove(path)
+
+    def farewell(self) -> None:
+        """The run has failed: finish what this rank can. Never raises."""
+        saving, self._current = self._current, None
+        if saving is not None:
+            saving.farewell()
+
+    def _failed(self, path: str | Path, error: CheckpointError) -> None:
+        self._last_failed = True
+        if self._failed_save == "stop":
+            raise error
+        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (failed_save='go_on'): {error}")
+
+
+def _remove(path: Path, remove: Callable[[Path], None]) -> None:
+    """`remove(path)` at a time when nobody would see an error."""
+    try:
+        remove(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        rank_zero_warn(f"{path}, an earlier checkpoint, could not be removed: {error.strerror or error}")
+
+
+# -- what is written where ------------------------------------------------------------------------------------------------
+
+
+def _parts(
+    writer: RangeWriter, names: Sequence[str], layouts: Sequence[Layout], kinds: Sequence[ShardedKind]
+) -> tuple[list[Part], list[Callable[[], None]]]:
+    """What to do with paged elements, and how to write those that no page holds, which never change."""
+    parts: list[Part] = []
+    outside: list[Callable[[], None]] = []
+    for name, layout, kind in zip(names, layouts, kinds, strict=True):
+        starts = {tensor.name: tensor.start for tensor in layout.tensors}
+        for flat in kind.flats:
+            if flat.segments:
+                parts.append(Part(flat.paged, partial(_put, writer, name, starts, flat)))
+            for parameter, first, values in flat.outside:
+                offset = starts[parameter] + first * values.dtype.itemsize
+                outside.append(partial(writer.put, name, offset, values))
+    return parts, outside
+
+
+def _put(
+    writer: RangeWriter, name: str, starts: Mapping[str, int], flat: ShardedFlat, start: int, values: Tensor
+) -> None:
+    for segment in within(flat.segments, start, start + values.numel()):
+        offset = starts[flat.names[segment.parameter]] + segment.parameter_start * values.dtype.itemsize
+        writer.put(name, offset, values[segment.start - start : segment.stop - start])
+
+
+def _file_names(kinds: Sequence[ShardedKind]) -> list[str]:
+    units = {kind.unit: None for kind in kinds}
+    places = {unit: place for place, unit in enumerate(units)}
+    return [f"{places[kind.unit]:04d}.{kind.kind}.safetensors" for kind in kinds]
+
+
+def _write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> None:
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    write_synced(path, buffer.getvalue(), ops)
+
+
+def _index(
+    engine: Engine,
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    files: Sequence[StateFile],
+) -> Index:
+    names = {id(parameter): name for name, parameter in engine.values.names()}
+    state = module.state_dict(keep_vars=True)
+    return Index(
+        step=int(checkpoint.get("global_step", 0)),
+        world_size=engine.communicator.world_size,
+        page_size=engine.allocator.page_size,
+        writer=f"lightning_ptm {_own_version()}",
+        files=tuple(files),
+        parameters={name: names[id(item)] for name, item in state.items() if id(item) in names},
+        state=tuple(state),
+        optimizers=tuple(
+            OptimizerIndex(
+                type(plain_optimizer(optimizer)).__qualname__,
+                tuple(names[id(parameter)] for parameter in parameters_of(plain_optimizer(optimizer))),
+            )
+            for optimizer in optimizers
+        ),
+    )
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning-ptm")
+    except PackageNotFoundError:
+        return "(not installed)"

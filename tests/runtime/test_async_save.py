@@ -1,0 +1,338 @@
+"""Checkpoints that are written while training goes on: they hold the moment at which they began, and nothing is lost when
+the disk is slow, fails, or the run ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_loop import Outcome, make_trainer
+
+from lightning_ptm import AngelPTMStrategy, saving
+from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.memory import Allocator
+from lightning_ptm.runtime.pieces import Buffers
+from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.sharded import load
+from lightning_ptm.storage import writer
+from lightning_ptm.storage.folder import PARTIAL
+from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.terms import Tier
+
+
+class Gate(SaveOps):
+    """A disk that takes no data until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread().name.startswith("save"):  # not the caller's, which makes the files
+            assert self.opened.wait(60)
+        return super().pwritev(fd, buffers, offset)
+
+
+class Opens(L.Callback):
+    """Opens a gate at a batch of the second epoch, which is trained while the checkpoint of the first is in progress."""
+
+    def __init__(self, gate: Gate, folder: Path, batch: int = 2) -> None:
+        self._gate = gate
+        self._folder = folder
+        self._batch = batch
+        self.seen: list[list[str]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.current_epoch == 1 and index == self._batch:
+            self.seen.append(sorted(entry.name for entry in self._folder.glob("*.ckpt")))
+            self._gate.opened.set()
+
+
+def behind(strategy_at: Any, tier: str, ops: SaveOps | None = None, **settings: Any) -> AngelPTMStrategy:
+    strategy = sharded(strategy_at, tier, async_save=True, **settings)
+    strategy.save_ops = ops
+    return strategy
+
+
+@pytest.fixture
+def expected(strategy_at: Any, tmp_path: Path) -> tuple[Outcome, Path]:
+    """A run whose checkpoints are written before it goes on."""
+    outcome, _ = fit(sharded(strategy_at, "ram"), tmp_path / "expected", save_last=False)
+    return outcome, tmp_path / "expected"
+
+
+def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected, tmp_path: Path) -> None:
+    gate = Gate()
+    opens = Opens(gate, tmp_path / "behind")
+    strategy = behind(strategy_at, tier, gate)
+    outcome, _ = fit(strategy, tmp_path / "behind", callbacks=[opens], save_last=False)
+    outcome.assert_equal(expected[0])
+    assert opens.seen == [[]]  # training has gone on without it
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
+        assert same(load(tmp_path / "behind" / name), load(expected[1] / name)), name
+    assert not list((tmp_path / "behind").glob(f"{PARTIAL}*"))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
+def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path) -> None:
+    gate = Gate()
+    settings: dict[str, Any] = {"precision": precision, "save_last": False}
+    fit(sharded(strategy_at, tier), tmp_path / "expected", **settings)
+    fit(behind(strategy_at, tier, gate), tmp_path / "it", callbacks=[Opens(gate, tmp_path)], **settings)
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
+        assert same(load(tmp_path / "it" / name), load(tmp_path / "expected" / name)), name
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "lock_free"])
+def test_updates_wait_when_there_is_no_room_for_copies(
+    strategy_at, tier: str, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(saving, "BUFFERS", 1)
+    monkeypatch.setattr(saving, "_COPIES_SHARE", 1 << 60)
+    outcome, _ = fit(behind(strategy_at, tier), tmp_path / "behind")
+    outcome.assert_equal(expected[0])
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
+        assert same(load(tmp_path / "behind" / name), load(expected[1] / name)), name
+
+
+def test_the_wait_is_counted(strategy_at, tmp_path: Path) -> None:
+    seen = {}
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen[trainer.global_step] = trainer.strategy.statistics().stall_s["save"]
+
+    fit(behind(strategy_at, "masters_on_disk"), tmp_path, callbacks=[Looks()])
+    assert seen[1] == seen[HALF] == 0.0 < seen[HALF + 1] < 60.0
+
+
+def test_last_may_be_a_link(strategy_at, tmp_path: Path) -> None:
+    gate = Gate()
+    fit(behind(strategy_at, "ram", gate), tmp_path, callbacks=[Opens(gate, tmp_path)], save_last="link")
+    assert (tmp_path / "last.ckpt").resolve().name == "epoch=1.ckpt"
+    _, trainer = fit(behind(strategy_at, "ram"), tmp_path, tmp_path / "last.ckpt", max_epochs=3)
+    assert trainer.global_step == 3 * HALF
+
+
+class _KeepsOne(ModelCheckpoint):
+    """Saves after every second step and keeps the newest only."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, filename="{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
+
+
+def test_an_earlier_one_is_removed_when_its_successor_is_in_place(strategy_at, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    gate = Gate()
+    strategy = behind(strategy_at, "ram", gate)
+    seen: dict[int, list[str]] = {}
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                gate.opened.set()
+                strategy._saves.finish()
+                gate.opened.clear()
+            if trainer.global_step == 5:
+                seen[5] = sorted(entry.name for entry in folder.glob("*.ckpt"))
+                gate.opened.set()
+
+    trainer = make_trainer(
+        strategy, max_epochs=1, enable_checkpointing=True, callbacks=[_KeepsOne(folder), Looks()], log_every_n_steps=1
+    )
+    trainer.fit(Full(), BATCHES.loader())
+    assert seen == {5: ["step=2.ckpt"]}  # step=4 is on its way
+    assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_failure_stops_the_run_and_leaves_the_earlier_one(
+    strategy_at, tier: str, number: int, tmp_path: Path
+) -> None:
+    class FailsLater(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            if trainer.global_step == 3:
+                trainer.strategy.save_ops = FullDisk(25, number)
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    trainer = make_trainer(behind(strategy_at, tier), max_epochs=1, callbacks=[FailsLater()])
+    with pytest.raises(CheckpointError, match=os.strerror(number)):
+        trainer.fit(Full(), BATCHES.loader())
+    assert load(tmp_path / "x.ckpt")["global_step"] == 2
+    assert names_in(tmp_path) == ["disk", "x.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
+)
+def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    seen: list[list[str]] = []
+
+    class FailsOnce(L.Callback):
+        """The save after step 4 fails, and so does not replace that of step 2; that of step 6 replaces both."""
+
+        broken = ExitStack()
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                self.broken.enter_context(small_files(10_000))
+            else:
+                self.broken.close()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                seen.append(sorted(entry.name for entry in folder.glob("*.ckpt")))
+
+    strategy = strategy_at("ram", **{"state_dict_type": "sharded", "failed_save": "go_on", **settings})
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        enable_checkpointing=True,
+        callbacks=[FailsOnce(), _KeepsOne(folder)],
+        log_every_n_steps=1,
+    )
+    with pytest.warns(UserWarning, match="the run goes on"):
+        trainer.fit(Full(), BATCHES.loader())
+    assert trainer.global_step == 2 * HALF
+    assert seen == [["step=2.ckpt"]]
+    assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
+
+
+def test_weights_edited_by_hand_are_not_in_it(strategy_at, tmp_path: Path) -> None:
+    gate = Gate()
+    found: dict[str, torch.Tensor] = {}
+
+    class Edits(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+                threading.Timer(0.2, gate.opened.set).start()
+                with trainer.strategy.gathered(module):
+                    found.update({name: value.clone() for name, value in module.named_parameters()})
+                    for value in module.parameters():
+                        value.data.zero_()
+
+    trainer = make_trainer(behind(strategy_at, "ram", gate), max_epochs=1, limit_train_batches=3, callbacks=[Edits()])
+    trainer.fit(Full(), BATCHES.loader())
+    weights = load(tmp_path / "x.ckpt")["state_dict"]
+    assert found and all(torch.equal(weights[name], value) for name, value in found.items())
+
+
+def test_a_run_that_fails_finishes_its_checkpoint(strategy_at, tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            if trainer.global_step == 3:
+                raise RuntimeError("the user's own")
+
+    trainer = make_trainer(behind(strategy_at, "masters_on_disk"), max_epochs=1, callbacks=[Fails()])
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer.fit(Full(), BATCHES.loader())
+    assert load(tmp_path / "x.ckpt")["global_step"] == 2
+    assert names_in(tmp_path) == ["disk", "x.ckpt"]
+
+
+def test_settings_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="set state_dict_type='sharded'"):
+        AngelPTMStrategy(async_save=True)
+    with pytest.raises(ConfigError, match="use 'stop' or 'go_on'"):
+        AngelPTMStrategy(failed_save="ignore")
+
+
+# -- the snapshot itself ----------------------------------------------------------------------------------------------------
+
+CELL = 4096
+
+
+@pytest.fixture(params=[Tier.DEVICE, Tier.DISK])
+def allocator(request: pytest.FixtureRequest, disk: Path) -> Any:
+    with Allocator(
+        page_size=1 << 16,
+        device=torch.device("cpu"),
+        device_bytes=1 << 24,
+        host_bytes=0,
+        disk_bytes=1 << 24,
+        disk_paths=[disk],
+    ) as made:
+        made.tier = request.param  # type: ignore[attr-defined]
+        yield made
+
+
+def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
+    staged = allocator.allocate("values", numel, torch.float32, Tier.DEVICE)
+    staged.tensor().copy_(values)
+    paged = allocator.allocate("states", numel, torch.float32, allocator.tier)
+    allocator.copy(staged, paged).wait()
+    allocator.release(staged)
+    return paged
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 20 * CELL) for _ in range(4)]
+    before = [torch.randn(numel) for numel in lengths]
+    tensors = [_filled(allocator, numel, values) for numel, values in zip(lengths, before, strict=True)]
+    taken = [torch.full((numel,), torch.nan) for numel in lengths]
+    times = [torch.zeros(numel) for numel in lengths]
+
+    def put(index: int, start: int, values: torch.Tensor) -> None:
+        taken[index][start : start + values.numel()] = values
+        times[index][start : start + values.numel()] += 1
+
+    parts = [Part(paged, lambda start, values, i=i: put(i, start, values)) for i, paged in enumerate(tensors)]
+    buffers = Buffers(allocator, [(torch.float32, max(lengths))] if allocator.tier is Tier.DISK else [], CELL)
+    snapshot = Snapshot(allocator, parts, CELL, buffers)
+
+    def update() -> None:
+        """As the updater does: cell by cell, in an order of its own, more than once."""
+        cells = [(i, start) for i, numel in enumerate(lengths) for start in range(0, numel, CELL)] * 2
+        chance.shuffle(cells)
+        window = allocator.allocate("window", CELL, torch.float32, Tier.DEVICE)
+        for index, start in cells:
+            numel = min(CELL, lengths[index] - start)
+            allocator.copy(tensors[index], window, source_start=start, numel=numel).wait()
+            snapshot.before_write(tensors[index], start, window.tensor()[:numel])
+            window.tensor().add_(1.0)
+            allocator.copy(window, tensors[index], target_start=start, numel=numel).wait()
+
+    updater = threading.Thread(target=update)
+    updater.start()
+    snapshot.take_all()
+    updater.join()
+    buffers.close()
+    for index in range(len(lengths)):
+        assert torch.equal(taken[index], before[index])
+        assert bool((times[index] == 1).all())
+
+
+def test_updates_go_on_when_it_fails(allocator: Any) -> None:
+    paged = _filled(allocator, 4 * CELL, torch.zeros(4 * CELL))
+
+    def put(start: int, values: torch.Tensor) -> None:
+        raise CheckpointError("no room")
+
+    buffers = Buffers(allocator, [(torch.float32, 4 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
+    snapshot.before_write(paged, CELL, torch.zeros(CELL))
+    snapshot.before_write(paged, 0, torch.zeros(CELL))
+    with pytest.raises(CheckpointError, match="no room"):
+        snapshot.take_all()
+    buffers.close()
