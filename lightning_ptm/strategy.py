@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm import restore, sharded
+from lightning_ptm import randomness, restore, sharded
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
@@ -370,6 +370,10 @@ class AngelPTMStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self._saves.finish()
         checkpoints.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        random_states = checkpoint.get(randomness.KEY, ())
+        fitting = self.lightning_module.trainer.state.fn is TrainerFn.FITTING
+        if fitting and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
+            randomness.restore(random_states[self.global_rank], self.root_device)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -394,6 +398,10 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._engine is not None and "optimizer_states" in checkpoint:
+            ours, ranks = randomness.states(self.root_device), range(self.world_size)
+            tell = self._engine.communicator.broadcast_object
+            checkpoint[randomness.KEY] = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
         if self.settings.state_dict_type == "full":
 
             def save() -> None:

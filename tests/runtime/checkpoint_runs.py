@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_loop import Outcome, TrainModule, make_trainer, tokens
 from tiny_models import ScheduledStack
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.storage.writer import SaveOps
@@ -42,16 +43,18 @@ def fit(
     strategy: AngelPTMStrategy,
     folder: Path,
     resume: Path | None = None,
-    build: type[TrainModule] = Full,
+    build: Callable[[], TrainModule] = Full,
     precision: str = "bf16-mixed",
     *,
     callbacks: Sequence[L.Callback] = (),
+    loader: DataLoader[Any] | None = None,
     max_epochs: int = 2,
     save_last: bool | str = True,
+    seed: int = 0,
     **options: Any,
 ) -> tuple[Outcome, L.Trainer]:
     """Trains two epochs of four batches each, with a checkpoint after each."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     module = build()
     keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_last=save_last)
     trainer = make_trainer(
@@ -64,7 +67,7 @@ def fit(
         callbacks=[keep, *callbacks],
         **options,
     )
-    trainer.fit(module, BATCHES.loader(), ckpt_path=None if resume is None else str(resume))
+    trainer.fit(module, loader or BATCHES.loader(), ckpt_path=None if resume is None else str(resume))
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return Outcome(list(module.losses), weights), trainer
 

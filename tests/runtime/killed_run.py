@@ -1,0 +1,106 @@
+"""Runs that are there to be killed: imports everything once, then forks a run for each line that it reads.
+
+A line is `FOLDER KIND STEPS`: a run that goes on from `FOLDER/kept/last` if there is one, saves after every step as KIND says
+("full", "sharded", "async") and ends after so many steps. The run says "saved N" when the checkpoint of step N is in place as
+far as it knows, and "ended" when it has ended. Before that, the number of the process is said.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+
+STEPS_PER_EPOCH = 5
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {"master_home": "disk"},
+    "sharded": {"master_home": "disk", "state_dict_type": "sharded"},
+    "async": {"lock_free": True, "max_staleness": 0, "state_dict_type": "sharded", "async_save": True},
+}
+
+
+class Module(L.LightningModule):
+    """Some hundred thousand parameters, so that saving takes a while; the data of a step are a function of its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(192, 192) for _ in range(6))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = torch.randn(4, 192, generator=torch.Generator().manual_seed(self.trainer.global_step))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class SaysSaved(ModelCheckpoint):
+    """Says what is in place."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:  # type: ignore[override]
+        super().on_train_batch_end(trainer, *arguments)
+        if not trainer.strategy.settings.async_save:  # type: ignore[attr-defined]
+            print("saved", trainer.global_step, flush=True)
+
+
+def run(folder: Path, kind: str, steps: int) -> None:
+    """Trains from the newest checkpoint on."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    kept = folder / "kept"
+    keep = SaysSaved(kept, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2)
+    newest = max(kept.glob("step=*.ckpt"), key=step_of, default=None)
+    trainer = L.Trainer(
+        strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **SETTINGS[kind]),
+        accelerator="cpu",
+        precision="32-true",
+        devices=1,
+        max_steps=steps,
+        callbacks=[keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder / "root",
+    )
+    module = Module()
+    loader: DataLoader[Any] = DataLoader(range(STEPS_PER_EPOCH), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=None if newest is None else str(newest))
+    torch.save(module.state_dict(), folder / "weights.pt")
+    print("ended", flush=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(path.stem.partition("=")[2].partition("-")[0])
+
+
+def main() -> None:
+    """Forks a run for each line, one after the other."""
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        folder, kind, steps = line.split()
+        child = os.fork()
+        if child == 0:
+            try:
+                run(Path(folder), kind, int(steps))
+            finally:
+                os._exit(0)
+        print("process", child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+
+
+if __name__ == "__main__":
+    main()
