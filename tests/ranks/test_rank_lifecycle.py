@@ -181,19 +181,31 @@ SHARDED = {"state_dict_type": "sharded"}
 
 
 def fit_sharded(
-    world_size: int, data_ranks: int, folder: Path, checkpoints: Path, tier: str, resume: str | None = None
+    world_size: int,
+    data_ranks: int,
+    folder: Path,
+    checkpoints: Path,
+    tier: str,
+    resume: str | None = None,
+    behind: bool = False,
 ) -> Outcome:
-    return fit_two_epochs(world_size, data_ranks, folder, checkpoints, tier, resume, **SHARDED)
+    return fit_two_epochs(world_size, data_ranks, folder, checkpoints, tier, resume, async_save=behind, **SHARDED)
 
 
 @pytest.mark.parametrize(
-    ("first_tier", "second_tier"), [("ram", "three_tiers"), ("all_on_disk", "ram"), ("lock_free", "masters_on_disk")]
+    ("first_tier", "second_tier", "behind"),
+    [
+        ("ram", "three_tiers", True),
+        ("all_on_disk", "ram", False),
+        ("all_on_disk", "ram", True),
+        ("lock_free", "masters_on_disk", True),
+    ],
 )
 def test_a_sharded_checkpoint_goes_on_where_it_was_saved(
-    first_tier: str, second_tier: str, disk: Path, tmp_path: Path
+    first_tier: str, second_tier: str, behind: bool, disk: Path, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    uninterrupted = run_ranks(fit_sharded, 2, 2, 2, disk, saved, first_tier)
+    uninterrupted = run_ranks(fit_sharded, 2, 2, 2, disk, saved, first_tier, None, behind)
     resumed = run_ranks(fit_sharded, 2, 2, 2, disk, tmp_path / "again", second_tier, str(saved / "epoch=0.ckpt"))
     for before, after in zip(uninterrupted, resumed, strict=True):
         after.assert_equal(Outcome(before.losses[WHOLE.batches :], before.weights))
@@ -238,8 +250,8 @@ def test_a_sharded_checkpoint_is_the_same_on_any_number_of_ranks(
     assert len(list((tmp_path / "again.ckpt").glob("ranges-*.json"))) == loads
 
 
-def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path) -> str:
-    strategy = make_strategy(folder, "masters_on_disk", **SHARDED)
+def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path, behind: bool) -> str:
+    strategy = make_strategy(folder, "masters_on_disk", async_save=behind, **SHARDED)
 
     class Fails(SaveOps):
         def fsync(self, fd: int) -> None:
@@ -257,6 +269,7 @@ def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path) -> s
                 strategy.save_ops = Fails()
                 with pytest.raises(CheckpointError) as caught:
                     trainer.save_checkpoint(target)
+                    trainer.save_checkpoint(target.with_name("never.ckpt"))  # where the other is waited for
                 self.seen = str(caught.value)
                 strategy.save_ops = None
 
@@ -266,9 +279,10 @@ def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path) -> s
     return saves.seen
 
 
-def test_a_rank_that_cannot_write_is_an_error_on_all(disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_rank_that_cannot_write_is_an_error_on_all(behind: bool, disk: Path, tmp_path: Path) -> None:
     target = tmp_path / "x.ckpt"
-    for text in run_ranks(save_where_one_rank_cannot, 2, 2, disk, target):
+    for text in run_ranks(save_where_one_rank_cannot, 2, 2, disk, target, behind):
         assert os.strerror(errno.EIO) in text
     assert load(target)["global_step"] == 1  # the earlier one; and the run went on
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["disk", "x.ckpt"]
@@ -290,6 +304,31 @@ def test_damage_that_one_rank_finds_is_an_error_on_all(disk: Path, tmp_path: Pat
     file.write_bytes(content)
     for text in run_ranks(load_what_is_damaged, 2, 2, disk, saved / "epoch=0.ckpt"):
         assert file.name in text and "checksum differs" in text
+
+
+class Stops(L.Callback):
+    """One rank fails while a checkpoint is on its way; the other is told."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            raise ValueError("the user's own")
+
+
+def fail_while_saving(world_size: int, folder: Path, root: Path) -> str:
+    strategy = make_strategy(folder, "masters_on_disk", async_save=True, **SHARDED)
+    trainer = make_trainer(WHOLE, strategy, world_size, default_root_dir=root, callbacks=[Stops()])
+    with pytest.raises(Exception, match="the user's own") as caught:
+        trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size))
+    return type(caught.value).__name__
+
+
+def test_a_checkpoint_on_its_way_outlives_its_run(disk: Path, tmp_path: Path) -> None:
+    names = run_ranks(fail_while_saving, 2, 2, disk, tmp_path)
+    assert names[1] == "ValueError"
+    assert load(tmp_path / "x.ckpt")["global_step"] == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["disk", "x.ckpt"]
 
 
 # -- weights by hand --------------------------------------------------------------------------------------------------
