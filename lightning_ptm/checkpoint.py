@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.storage.archive import unreadable
 from lightning_ptm.storage.folder import file_draft
 
 
@@ -63,17 +64,9 @@ def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu
     try:
         mapped = zipfile.is_zipfile(path)  # not what torch wrote before 1.6
         return dict(torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped or None))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # torch has an error of its own for each way in which a file can be damaged
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if weights_only is not False and "weights_only" in str(error):
-            raise CheckpointError(
-                f"{path} holds objects that are not loaded from a file that may not be trusted, or is damaged ({said}); if "
-                f"you trust it, give weights_only=False to the Trainer's method, or name their classes to "
-                f"torch.serialization.add_safe_globals"
-            ) from error
-        raise CheckpointError(f"{path} is no checkpoint, or is damaged ({said}); use an earlier one") from error
+        remedy = "give weights_only=False to the Trainer's method"
+        raise unreadable(path, error, weights_only=weights_only is not False, remedy=remedy) from error
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer, read_file
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.values import PARAMETERS
+from lightning_ptm.storage.checked import CheckedFile
 from lightning_ptm.storage.folder import (
     LIGHTNING,
+    PARAMETERS,
     Index,
     OptimizerIndex,
     StateFile,
@@ -29,7 +30,6 @@ from lightning_ptm.storage.folder import (
     read_index,
 )
 from lightning_ptm.storage.tensors import Mapped
-from lightning_ptm.storage.writer import read_ranges
 
 # -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
 
@@ -122,20 +122,4 @@ def check(path: Path, index: Index, files: Sequence[StateFile]) -> None:
     """
     written = all_ranges(path, index)
     for file in files:
-        mapped = Mapped(path / file.name)
-        ranges = written[file.name]
-        position = mapped.layout.tensors[0].start if mapped.layout.tensors else file.size_bytes
-        for each in ranges:
-            if each.start != position:
-                raise CheckpointError(f"{path / file.name}: nobody has written bytes {position} to {each.start}")
-            position = each.stop
-        if position != mapped.layout.size_bytes or mapped.layout.size_bytes != file.size_bytes:
-            raise CheckpointError(
-                f"{path / file.name} has {mapped.layout.size_bytes} bytes, of {file.size_bytes} that were written"
-            )
-        bad = read_ranges(path / file.name, ranges)
-        if bad is not None:
-            raise CheckpointError(
-                f"{path / file.name}: bytes {bad.start} to {bad.stop}, in {mapped.layout.tensor_at(bad.start)}, are not "
-                f"those that were written (their checksum differs); use an earlier checkpoint, and check that disk"
-            )
+        CheckedFile(path, file, written[file.name]).check()

@@ -21,16 +21,13 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.storage.folder import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.runtime.updates import FlatUpdate
-
-
-PARAMETERS = "parameters"
-"""The kind of the precise parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ VERSION = 1
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
 PARTIAL = ".partial-"
+PARAMETERS = "parameters"
+"""The kind of state that is no slot of an optimizer."""
 _LOCK = "writer.lock"
 _RENAME_EXCHANGE = 2
 _YOUNG_S = 60.0
@@ -72,6 +74,7 @@ class Index:
         parameters: name in the state dict -> name of the tensor (several where weights are tied).
         state: all names of the state dict, in its order.
         optimizers: none where only weights were saved.
+        version: of the folder's format.
     """
 
     step: int
@@ -82,10 +85,11 @@ class Index:
     parameters: Mapping[str, str]
     state: tuple[str, ...]
     optimizers: tuple[OptimizerIndex, ...] = field(default=())
+    version: int = VERSION
 
     def write(self, folder: Path, ops: SaveOps) -> None:
         """Write and sync it."""
-        content = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1).encode()
+        content = json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=1).encode()
         write_synced(folder / INDEX, content, ops)
 
 
@@ -125,6 +129,7 @@ def read_index(path: Path) -> Index:
             parameters=dict(values["parameters"]),
             state=tuple(values["state"]),
             optimizers=tuple(OptimizerIndex(each["name"], tuple(each["parameters"])) for each in values["optimizers"]),
+            version=int(values["version"]),
         )
     except OSError as error:
         raise CheckpointError(f"{path / INDEX} cannot be read: {error.strerror or error}") from error
@@ -173,18 +178,27 @@ def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
 class Draft:
     """A checkpoint in the making, on rank 0: a locked, partial folder beside its target.
 
+    Args:
+        target: its final name.
+        replace: a folder that is there is replaced (a checkpoint by the next one of its name); otherwise it has to be empty.
+
     Raises:
-        CheckpointError: the place cannot be written to.
+        CheckpointError: the place cannot be written to, or holds what may not be replaced.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, replace: bool = True) -> None:
         self.target = target
+        self._replace = replace
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(target.parent)
             if target.exists() and not target.is_dir():
                 raise CheckpointError(
                     f"{target} is a file, and a sharded checkpoint is a folder; give another name, or remove the file"
+                )
+            if not replace and target.exists() and any(target.iterdir()):
+                raise CheckpointError(
+                    f"{target} is not empty, and nothing in it is overwritten; give the name of a new folder"
                 )
             self.folder = target.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
             self.folder.mkdir()
@@ -200,11 +214,11 @@ class Draft:
         (self.folder / _LOCK).unlink()
         sync_folder(self.folder)
         try:
-            if self.target.exists():
+            if self._replace and self.target.exists():
                 _exchange(self.folder, self.target)
                 shutil.rmtree(self.folder, ignore_errors=True)  # what was there before
             else:
-                os.rename(self.folder, self.target)
+                os.rename(self.folder, self.target)  # also onto an empty folder, and no other
             sync_folder(self.target.parent)
         except OSError as error:
             raise CheckpointError(f"{self.target} could not be put in place: {error.strerror or error}") from error

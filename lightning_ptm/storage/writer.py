@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,8 +260,10 @@ class RangeWriter:
             done += moved
 
 
-def read_ranges(path: Path, ranges: Sequence[Range]) -> Range | None:
+def read_ranges(path: Path, ranges: Sequence[Range], seen: Callable[[int], None] = lambda count: None) -> Range | None:
     """Read these ranges of one file; returns the first whose bytes are others than those that were written.
+
+    `seen` is told how many more bytes were read.
 
     Raises:
         CheckpointError: the file cannot be read, or is too short.
@@ -270,20 +272,39 @@ def read_ranges(path: Path, ranges: Sequence[Range]) -> Range | None:
     try:
         with path.open("rb", buffering=0) as file:
             for each in ranges:
-                view = buffer[: each.stop - each.start]
-                done = 0
-                while done < len(view):
-                    moved = os.preadv(file.fileno(), [view[done:]], each.start + done)
-                    if moved == 0:
-                        raise CheckpointError(
-                            f"{path} ends at {each.start + done} of {each.stop} bytes: it was cut short"
-                        )
-                    done += moved
-                if zlib.crc32(view) != each.crc:
+                if not read_range(file.fileno(), path, each, buffer[: each.stop - each.start]):
                     return each
+                seen(each.stop - each.start)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     return None
+
+
+def read_range(descriptor: int, path: Path, wanted: Range, view: memoryview) -> bool:
+    """Read one range into `view`; returns whether its bytes are those that were written.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is too short.
+    """
+    read_fully(descriptor, path, view, wanted.start)
+    return zlib.crc32(view) == wanted.crc
+
+
+def read_fully(descriptor: int, path: Path, view: memoryview, start: int) -> None:
+    """Fill `view` from byte `start` of a file on.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends too early.
+    """
+    done = 0
+    try:
+        while done < len(view):
+            moved = os.preadv(descriptor, [view[done:]], start + done)
+            if moved == 0:
+                raise CheckpointError(f"{path} ends at {start + done} of {start + len(view)} bytes: it was cut short")
+            done += moved
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def failure(path: Path, error: OSError) -> CheckpointError:

@@ -1,0 +1,167 @@
+"""A checkpoint of either kind, opened to be looked at or read piece by piece: a folder of AngelPTMStrategy(state_dict_type=
+"sharded"), or one full file of Lightning.
+
+I1: opening one reads names, shapes and places, never a tensor's bytes.
+I2: what `pieces` hands out was written so, as far as the file has checksums; damage is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.archive import Archive, Placed
+from lightning_ptm.storage.checked import CheckedFile
+from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, all_ranges, read_index
+from lightning_ptm.storage.tensors import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the model's state dict.
+
+    Args:
+        names: in the state dict, in its order: several where one tensor has them (tied weights).
+        dtype, shape: as it was saved.
+        unit: whose it is; None where the checkpoint does not say.
+        place: where its elements are.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    unit: str | None
+    place: _InFolder | Placed
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _InFolder:
+    file: str
+    stored: Stored
+
+
+class Source:
+    """An open checkpoint. Holds no file open between calls, and the memory of a piece at most.
+
+    Args:
+        path: a folder or a file.
+        weights_only: load no object that could run code. Turn off for checkpoints that you trust.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, incomplete, or of something else.
+    """
+
+    def __init__(self, path: Path, *, weights_only: bool = True) -> None:
+        if not path.exists():
+            raise CheckpointError(f"there is no checkpoint {path}; give the path of a file or a folder that was saved")
+        self.path = path
+        self.index: Index | None = read_index(path) if path.is_dir() else None
+        self.archive = Archive(path if self.index is None else path / LIGHTNING)
+        self.dictionary: Mapping[str, Any] = _checked_dictionary(path, self.archive.load(weights_only=weights_only))
+        self.files: dict[str, CheckedFile] = {}
+        if self.index is not None:
+            ranges = all_ranges(path, self.index)
+            self.files = {file.name: CheckedFile(path, file, ranges[file.name]) for file in self.index.files}
+        self._reading: CheckedFile | None = None
+        state: Mapping[str, Any] = self.dictionary["state_dict"]
+        self.weights = self._full_weights(state) if self.index is None else self._sharded_weights(self.index, state)
+        # Extra state of modules, which is no tensor.
+        self.others = tuple(name for name, value in state.items() if not isinstance(value, Tensor))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that has checksums."""
+        return self.archive.size_bytes + sum(file.layout.size_bytes for file in self.files.values())
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.index is not None or self.archive.has_checksums
+
+    def pieces(self, weight: Weight) -> Iterator[Tensor]:
+        """Its elements in order, as 1-D tensors of a few MiB; each is good until the next one is asked for.
+
+        Raises:
+            CheckpointError: it cannot be read, or (at the latest after the last piece) is damaged.
+        """
+        if isinstance(weight.place, Placed):
+            return self.archive.pieces(weight.place)
+        file = self.files[weight.place.file]
+        if self._reading is not None and self._reading is not file:
+            self._reading.let_go()
+        self._reading = file
+        return file.pieces(weight.place.stored)
+
+    def check(self, seen: Callable[[int], None] = lambda count: None) -> None:
+        """Compare everything with its checksums. `seen` is told how many more bytes were read.
+
+        Raises:
+            CheckpointError: with the file, the tensor and the range that differ.
+        """
+        self.archive.check(seen)
+        for file in self.files.values():
+            file.check(seen)
+
+    def _full_weights(self, state: Mapping[str, Any]) -> tuple[Weight, ...]:
+        names: dict[Any, list[str]] = {}
+        places: dict[Any, Placed] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                place = self.archive.place(name, value)
+                # The same elements in the same order: one tensor. Others that share a record are each their own.
+                key = (place.record, place.dtype, place.shape, place.stride, place.offset)
+                names.setdefault(key if value.numel() else name, []).append(name)
+                places.setdefault(key if value.numel() else name, place)
+        return tuple(Weight(tuple(names[key]), place.dtype, place.shape, None, place) for key, place in places.items())
+
+    def _sharded_weights(self, index: Index, state: Mapping[str, Any]) -> tuple[Weight, ...]:
+        parameters = {
+            stored.name: (file, stored)
+            for file in index.files
+            if file.kind == PARAMETERS
+            for stored in self.files[file.name].layout.tensors
+        }
+        missing = sorted(set(index.parameters.values()) - set(parameters))
+        if missing:
+            raise CheckpointError(
+                f"{self.path} has no file with {', '.join(missing[:5])}; it is damaged, use an earlier checkpoint"
+            )
+        rest = {weight.names[0]: weight for weight in self._full_weights(state)}
+        names: dict[str, list[str]] = {}
+        for name, tensor in index.parameters.items():
+            names.setdefault(tensor, []).append(name)
+        weights: list[Weight] = []
+        for name in index.state:
+            if name not in index.parameters:
+                weights += [rest[name]] if name in rest else []
+                continue
+            tensor = index.parameters[name]
+            if names[tensor][0] == name:
+                file, stored = parameters[tensor]
+                place = _InFolder(file.name, stored)
+                weights.append(Weight(tuple(names[tensor]), stored.dtype, stored.shape, file.unit, place))
+        return tuple(weights)
+
+
+def _checked_dictionary(path: Path, loaded: Any) -> Mapping[str, Any]:
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        return loaded
+    keys = ", ".join(map(str, list(loaded)[:5])) if isinstance(loaded, Mapping) else ""
+    holds = f"a dictionary with {keys}..." if keys else f"an object of {type(loaded).__name__}"
+    raise CheckpointError(
+        f"{path} holds {holds}, and a checkpoint of Lightning has a 'state_dict'; give one that a Trainer has saved"
+    )
