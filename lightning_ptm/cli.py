@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_ptm.commands.export import export
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
@@ -29,7 +30,7 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] /
 
 CONFIG_OPTIONS = ("--config", "-c")
 
-COMMANDS: dict[str, Callable[..., None]] = {}
+COMMANDS: dict[str, Callable[..., None]] = {"export": export}
 """Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help."""
 
 
@@ -126,6 +127,7 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
 
     `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
     """
+    settings.setdefault("parser_kwargs", {"epilog": _own_commands_help()})
     return PTMCommandLine(
         LightningModule,
         LightningDataModule,
@@ -137,6 +139,17 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     )
 
 
+def _own_commands_help() -> str:
+    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
+    return f"There are also (each with its own --help): {' '.join(firsts)}"
+
+
+def _with_underscores(argument: str) -> str:
+    """`--shard-size=1GB` is `--shard_size=1GB`, which is how parameters are spelt."""
+    option, equals, value = argument.partition("=")
+    return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
@@ -145,6 +158,6 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     try:
-        auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
+        auto_cli(COMMANDS[name], args=list(map(_with_underscores, rest)), prog=f"lightning-ptm {name}")
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")
