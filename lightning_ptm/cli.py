@@ -20,6 +20,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ptm.commands.export import export
+from lightning_ptm.commands.inspect import inspect
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
@@ -30,7 +31,7 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] /
 
 CONFIG_OPTIONS = ("--config", "-c")
 
-COMMANDS: dict[str, Callable[..., None]] = {"export": export}
+COMMANDS: dict[str, Callable[..., None]] = {"export": export, "inspect": inspect}
 """Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help."""
 
 

@@ -1,0 +1,34 @@
+"""`lightning-ptm inspect`: what is in a checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_ptm.commands.progress import progress
+from lightning_ptm.config import format_bytes
+from lightning_ptm.storage.contents import describe
+from lightning_ptm.storage.source import Source
+
+
+def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
+    """Print what is in a checkpoint, and compare its bytes with their checksums.
+
+    Ends with status 1 where they differ, or where there is no checkpoint that can be read.
+
+    Args:
+        checkpoint: a sharded checkpoint (a folder), or a full one (a file).
+        verify: read all of it to compare checksums; false reads names and sizes only.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    source = Source(checkpoint, weights_only=weights_only)
+    print(describe(source))
+    print()
+    if not verify:
+        print("not verified")
+    elif not source.has_checksums:
+        print("it opens, and cannot be verified further: it was saved without checksums")
+    else:
+        with progress("verify", source.size_bytes) as seen:
+            source.check(seen)
+        files = 1 + len(source.files)
+        print(f"verified: {format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}, all as written")
