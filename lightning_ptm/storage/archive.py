@@ -263,7 +263,7 @@ def unreadable(path: Path, error: Exception, *, weights_only: bool, remedy: str)
     first = text.splitlines()[0] if text else type(error).__name__
     if weights_only and "weights_only" in text.lower():
         return CheckpointError(
-            f"{path} holds objects that are not loaded from a file that may not be trusted, or is damaged ({first}); if you trust "
-            f"it, {remedy}, or name their classes to torch.serialization.add_safe_globals"
+            f"{path} holds objects that are not loaded from a file that may not be trusted, or is damaged ({first}); if you "
+            f"trust it, {remedy}, or name their classes to torch.serialization.add_safe_globals"
         )
     return CheckpointError(f"{path} is no checkpoint, or is damaged ({first}); use an earlier one")
