@@ -87,7 +87,7 @@ class Index:
     optimizers: tuple[OptimizerIndex, ...] = field(default=())
     version: int = VERSION
 
-    def write(self, folder: Path, ops: SaveOps) -> None:
+    def write(self, folder: Path, ops: SaveOps | None = None) -> None:
         """Write and sync it."""
         content = json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=1).encode()
         write_synced(folder / INDEX, content, ops)
@@ -142,7 +142,7 @@ def ranges_name(rank: int) -> str:
     return f"ranges-{rank:05d}.json"
 
 
-def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps) -> None:
+def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps | None = None) -> None:
     """Write and sync what a rank wrote: its last act, which others may look for."""
     rows = [[each.file, each.start, each.stop, each.crc] for each in ranges]
     path = folder / ranges_name(rank)
@@ -296,12 +296,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def write_synced(path: Path, content: bytes, ops: SaveOps) -> None:
+def write_synced(path: Path, content: bytes, ops: SaveOps | None = None) -> None:
     """Write a small file and make it durable.
 
     Raises:
         CheckpointError: it failed.
     """
+    ops = ops or SaveOps()
     try:
         descriptor = ops.open(os.fspath(path), os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:

@@ -205,7 +205,7 @@ def write(
                     seen(converted.numel() * entry.dtype.itemsize)
         writer.finish()
         if len(chosen.shards) > 1:
-            write_synced(draft.folder / SHARD_INDEX, _shard_index(chosen))
+            write_synced(draft.folder / SHARD_INDEX, _shard_index(chosen), ops)
         draft.commit()
         undo.pop_all()
     return infinite
