@@ -428,6 +428,14 @@ class AngelPTMStrategy(ParallelStrategy):
         )
         return saving if behind else None
 
+    def wait_for_checkpoint(self) -> None:
+        """Blocks until the checkpoint that is written behind training is in place (`async_save`). Collective.
+
+        Raises:
+            CheckpointError: it could not be written, and `failed_save` is "stop".
+        """
+        self._saves.finish()
+
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)

@@ -44,6 +44,17 @@ PATTERNS = [Pattern(depth, burst) for depth in DEPTHS for burst in BURSTS] + [
 ]
 
 
+def aligned_block(block_bytes: int) -> memoryview:
+    """Random bytes in huge pages, where there are: the kernel then has fewer pieces to tell the disk of."""
+    whole = mmap.mmap(-1, block_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        whole.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES
+    block = memoryview(whole)[start : start + block_bytes]
+    block[:] = os.urandom(block_bytes)
+    return block
+
+
 class DirectFile:
     """A preallocated O_DIRECT file with no name, and one aligned block of memory for each thread."""
 
@@ -55,20 +66,10 @@ class DirectFile:
         self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         os.unlink(path)
         os.posix_fallocate(self._fd, 0, self.blocks * block_bytes)
-        self._memory = [self._block() for _ in range(max(DEPTHS))]
+        self._memory = [aligned_block(block_bytes) for _ in range(max(DEPTHS))]
         self._pool = ThreadPoolExecutor(max(DEPTHS))
         self._next = {os.preadv: itertools.count(), os.pwritev: itertools.count()}
         self._lock = threading.Lock()
-
-    def _block(self) -> memoryview:
-        """Memory in huge pages, where there are: the kernel then has fewer pieces to tell the disk of."""
-        whole = mmap.mmap(-1, self.block_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):
-            whole.madvise(mmap.MADV_HUGEPAGE)
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES
-        block = memoryview(whole)[start : start + self.block_bytes]
-        block[:] = os.urandom(self.block_bytes)
-        return block
 
     def __enter__(self) -> Self:
         return self

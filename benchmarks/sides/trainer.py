@@ -2,7 +2,7 @@
 
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
-initialised by `init_weights` one submodule at a time.
+initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step of each turn.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 class Pacer(Callback):
     """Makes the training loop stop at its turn's end until the next turn, and end with the race."""
 
-    def __init__(self, baton: Baton, *, count_disk: bool) -> None:
+    def __init__(self, baton: Baton, *, count_disk: bool, save_to: str | None = None) -> None:
         self.baton = baton
+        self.save_to = save_to
+        self.fresh = True
         self.count_disk = count_disk
         self.left = 0
         self.before: dict[str, float] = {}
@@ -76,8 +78,13 @@ class Pacer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self.save_to is not None and self.fresh:
+            trainer.save_checkpoint(self.save_to)
+        self.fresh = False
         self.left -= 1
         if self.left == 0:
+            if self.save_to is not None:
+                trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
             now = disk_numbers(trainer.strategy) if self.count_disk else {}
             spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
             if "reads" in spent:
@@ -87,6 +94,7 @@ class Pacer(Callback):
             self._wait(trainer)
 
     def _wait(self, trainer: Trainer) -> None:
+        self.fresh = True
         self.left = self.baton.wait()
         trainer.should_stop = self.left == 0
 
@@ -103,7 +111,9 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
     assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
     numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
     numbers["disk_busy_s"] = strategy.engine.allocator.disk_stats().busy_s
-    staleness = strategy.statistics().staleness
+    statistics = strategy.statistics()
+    numbers["save_stall_s"] = statistics.stall_s["save"]
+    staleness = statistics.staleness
     if staleness is not None:
         numbers |= {"reads": float(staleness.reads), "total_staleness": float(staleness.total)}
     for (source, target), link in strategy.engine.allocator.stats().items():
@@ -135,7 +145,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         strategy=make_strategy(options.get("settings")),
         precision=options["precision"],
         max_epochs=1,
-        callbacks=[Pacer(baton, count_disk="settings" in options)],
+        callbacks=[Pacer(baton, count_disk="settings" in options, save_to=options.get("save_to"))],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -143,7 +143,7 @@ def test_an_earlier_one_is_removed_when_its_successor_is_in_place(strategy_at, t
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 gate.opened.set()
-                strategy._saves.finish()
+                strategy.wait_for_checkpoint()
                 gate.opened.clear()
             if trainer.global_step == 5:
                 seen[5] = sorted(entry.name for entry in folder.glob("*.ckpt"))

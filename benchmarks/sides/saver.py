@@ -1,0 +1,68 @@
+"""Sharded checkpoints: a step writes one, durably, in the place of the one before; training stands still.
+
+Options: those of the trainer's side, and `folder`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gpt import GPTShape
+from lightning.pytorch import Callback, LightningModule, Trainer
+from race import Baton, current_rss_bytes
+from torch.utils.data import DataLoader
+
+from sides.trainer import Batches, GPTModule, make_strategy
+
+
+def forget_peak() -> None:
+    """The process's peak memory is counted from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_now_bytes() -> int:
+    """The peak since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+class Saver(Callback):
+    """After a first training step, saves as often as the baton says, and ends the run."""
+
+    def __init__(self, baton: Baton, folder: Path) -> None:
+        self.baton = baton
+        self.path = folder / "x.ckpt"
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        size_bytes = sum(entry.stat().st_size for entry in os.scandir(self.path))
+        self.baton.ready()
+        while steps := self.baton.wait():
+            forget_peak()
+            before = current_rss_bytes()
+            for _ in range(steps):
+                trainer.save_checkpoint(self.path)
+            added = peak_now_bytes() - before
+            self.baton.report(0.0, {"saved_bytes": float(size_bytes), "added_bytes": float(added)})
+        trainer.should_stop = True
+
+
+def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
+    shape = GPTShape(**options["shape"])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=make_strategy(options["settings"]),
+        precision=options["precision"],
+        max_steps=1,
+        callbacks=[Saver(baton, Path(options["folder"]))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = GPTModule(shape, seed=options["seed"], meta=True)
+    trainer.fit(module, DataLoader(Batches(shape, batch=options["batch"], seed=options["seed"]), batch_size=None))
