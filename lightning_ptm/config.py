@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +95,16 @@ class Settings:
             first. Copies take at most an eighth of the free RAM; updates wait when it is used up.
         failed_save: What becomes of the run when a checkpoint cannot be written: `stop` it with the error, or `go_on` with
             a warning. Earlier checkpoints are kept either way.
+        weights: Pretrained weights to start from, in place of the module's first values: a safetensors file, a folder with
+            `model.safetensors` or with shards and `model.safetensors.index.json`, or a sharded checkpoint. They go from
+            the files straight into pages, at the start of the first run with a module; a checkpoint that is given to that
+            run is loaded over them.
+        weights_map: Which name in the files is which in the module: a dictionary of prefixes ("prefix in the files": "prefix
+            in the module"; the longest counts, null leaves names out, "" is the prefix of all), or a function (name -> name,
+            or None). By default one prefix that suits the names is found and put before all of them.
+        weights_new: Names of the module, with wildcards, that the files need not have (adapters, a new head).
+        weights_strict: Files that lack a name of the module, or have others, are refused; if not, what is missing is
+            initialised as usual, and a warning lists it.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """
@@ -118,6 +128,10 @@ class Settings:
     state_dict_type: Literal["full", "sharded"] = "full"
     async_save: bool = False
     failed_save: Literal["stop", "go_on"] = "stop"
+    weights: str | Path | None = None
+    weights_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
+    weights_new: Sequence[str] = ()
+    weights_strict: bool = True
     restore_weights: bool = True
     poison: bool = False
 
@@ -153,11 +167,27 @@ class Settings:
             )
         if self.freed_memory not in ("auto", "keep", "return"):
             raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
+        self._check_weights()
         self.recompute_every  # noqa: B018  checked by being read
         if isinstance(self.units, str) and self.units != "auto":
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
         if self.units != "auto" and (not self.units or not all(isinstance(name, str) for name in self.units)):
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+
+    def _check_weights(self) -> None:
+        if self.weights is not None and not isinstance(self.weights, (str, Path)):
+            raise ConfigError(f"weights={self.weights!r}: give the path of a safetensors file or of a folder with some")
+        pairs = self.weights_map.items() if isinstance(self.weights_map, Mapping) else ()
+        of_prefixes = all(isinstance(key, str) and (value is None or isinstance(value, str)) for key, value in pairs)
+        if not of_prefixes or not (
+            self.weights_map is None or isinstance(self.weights_map, Mapping) or callable(self.weights_map)
+        ):
+            raise ConfigError(
+                f"weights_map={self.weights_map!r}: give a dictionary such as {{'transformer': 'model.transformer'}}, where "
+                f"None leaves names out, or a function from a name in the files to a name in the module"
+            )
+        if isinstance(self.weights_new, str) or not all(isinstance(name, str) for name in self.weights_new):
+            raise ConfigError(f"weights_new={self.weights_new!r}: give a list of names such as ['*.lora_*']")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:

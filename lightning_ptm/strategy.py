@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -39,7 +40,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm import randomness, restore, sharded
+from lightning_ptm import randomness, restore, sharded, weights
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
@@ -50,6 +51,7 @@ from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.lockfree import UpdateAudit
+from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
@@ -94,6 +96,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._weights_given_back = True
         self._states_given_back = False
         self._saves = Saves(self.settings.failed_save)
+        self._began_with: weakref.ref[LightningModule] | None = None
         self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
@@ -181,6 +184,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)  # I1
         self._communicator = self._make_communicator()
+        given = self._files_values(self._communicator)
         plan = self.precision_plugin.plan
         blueprint = draw(
             Request(
@@ -206,7 +210,9 @@ class AngelPTMStrategy(ParallelStrategy):
             recompute=self.settings.recompute_every if fitting else 0,
             poison=self.settings.poison,
             file_ops=self.file_ops,
+            given=given,
         )
+        self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
             self._engine, self.root_device.type, update_in_backward=blueprint.update_in_backward
         )
@@ -218,6 +224,14 @@ class AngelPTMStrategy(ParallelStrategy):
             self._wrapped += gather_for_averaging(trainer.callbacks, self.gathered)  # type: ignore[attr-defined]
             self._warn_of_gradients_in_pages(self._engine)
         self.barrier()
+
+    def _files_values(self, communicator: Communicator) -> Given | None:
+        """What `weights` provides; nothing where the module has been in a run before: it may have learnt since."""
+        assert self.lightning_module is not None
+        known = self._began_with() if self._began_with is not None else None
+        if self.settings.weights is None or known is self.lightning_module:
+            return None
+        return weights.first_values(self.lightning_module, self.settings, communicator)
 
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""

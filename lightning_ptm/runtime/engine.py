@@ -31,7 +31,7 @@ from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.runtime.materialize import ancestors, materialize, materialize_buffers
+from lightning_ptm.runtime.materialize import Given, ancestors, fill_buffers, materialize, materialize_buffers
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
@@ -63,6 +63,7 @@ class Engine:
         recompute: every k-th unit is recomputed; 0: none.
         poison: released pages are filled with NaN.
         file_ops: the disk tier's file calls, for tests of failing disks.
+        given: first values that files provide, equal on all ranks.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         recompute: int = 0,
         poison: bool = False,
         file_ops: FileOps | None = None,
+        given: Given | None = None,
     ) -> None:
         self.module = module
         self.blueprint = blueprint
@@ -110,7 +112,7 @@ class Engine:
         )
         self._taken_over = False
         try:
-            self._build(recompute)
+            self._build(recompute, given or Given())
         except BaseException:
             # The module must not be left with parameters that read as NaN because a budget was too small.
             if self._taken_over and communicator.world_size == 1:
@@ -118,7 +120,7 @@ class Engine:
             self.allocator.close()
             raise
 
-    def _build(self, recompute: int) -> None:
+    def _build(self, recompute: int, given: Given) -> None:
         drawn = self.blueprint
         pages = Pages(drawn, self.allocator, self.communicator, self.device)
         self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
@@ -131,7 +133,7 @@ class Engine:
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
-        self._first_values()
+        self._first_values(given)
         self._taken_over = True
         for flats in self.flats:
             for flat in flats:
@@ -212,15 +214,21 @@ class Engine:
             return True
         return self.blueprint.placement.homes[unit].master is not Tier.DEVICE
 
-    def _first_values(self) -> None:
+    def _first_values(self, given: Given) -> None:
         lineages = ancestors(self.module)
         # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap.
         room = 2 * self.precise_bytes() < free_host_bytes()
-        materialize_buffers(self.module, lineages)
+        materialize_buffers(self.module, lineages, given.buffers)
         for store in self.stores:
             built = not any(item.parameter.is_meta for item in store.unit.parameters)
-            materialize(store.unit, lineages)
-            self.values.take_over(store, keep_originals=not self._optimizers and (built or room), keep_frozen=built)
+            materialize(store.unit, lineages, given.parameters)
+            self.values.take_over(
+                store,
+                given.parameters,
+                keep_originals=not self._optimizers and (built or room),
+                keep_frozen=built,
+            )
+        fill_buffers(self.module, given.buffers)
         for owner in self.module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:

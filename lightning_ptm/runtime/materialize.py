@@ -1,6 +1,8 @@
-"""First values of a unit's parameters: those the user built, or freshly initialised ones for the meta device.
+"""First values of a unit's parameters: those of somebody's files, those the user built, or freshly initialised ones for
+the meta device.
 
-Owns nothing; one unit at a time, so that a model on the meta device never exists whole.
+Owns nothing; one unit at a time, so that a model on the meta device never exists whole. What files provide is read later,
+straight into pages (`Values.take_over`); here it is only not initialised.
 
 How a module on the meta device gets its values, first that exists: `init_weights(module)` or `_init_weights(module)` of
 its nearest ancestor that has one (the LightningModule included), else the module's own `reset_parameters()`, or
@@ -8,20 +10,38 @@ its nearest ancestor that has one (the LightningModule included), else the modul
 
 I1: only the unit's own meta parameters get values. What else a module holds (a weight that is tied to another unit's) has
 its values elsewhere already, and is replaced by a stand-in while the module initialises itself.
+I2: a module that files provide whole is not initialised: it takes no time and draws no random numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.units import Unit
+
+Read = Callable[[], Tensor]
+"""Yields a tensor of a mapped file; what is read of it is read from the file."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """First values that files provide, of the right shapes; of which files, and for which names, is decided elsewhere.
+
+    Attributes:
+        parameters: by id of the parameter.
+        buffers: by id of the module and attribute.
+    """
+
+    parameters: Mapping[int, Read] = dataclasses.field(default_factory=dict)
+    buffers: Mapping[tuple[int, str], Read] = dataclasses.field(default_factory=dict)
 
 
 def ancestors(root: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
@@ -40,6 +60,13 @@ def ancestors(root: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
 
 def _initialiser(module: nn.Module, lineage: tuple[nn.Module, ...]) -> Callable[[], object]:
     for ancestor in lineage:
+        if hasattr(ancestor, "reset_lora_parameters"):
+            # The base model's own rule, which is the next to be asked, would give random numbers to what must be zero.
+            raise ConfigError(
+                f"an adapter of peft's ({type(ancestor).__name__}) was built on the meta device, and only peft knows its "
+                f"first values; when the model is built, give each such layer its own memory, layer.lora_A.to_empty("
+                f"device='cpu') and the same for lora_B, and call layer.reset_lora_parameters('default', True)"
+            )
         for name in ("init_weights", "_init_weights"):
             method = getattr(ancestor, name, None)
             if callable(method) and _takes_a_module(method):
@@ -65,10 +92,14 @@ def _takes_a_module(method: Callable[..., object]) -> bool:
 
 
 @torch.no_grad()
-def materialize(unit: Unit, lineages: dict[int, tuple[nn.Module, ...]]) -> None:
+def materialize(unit: Unit, lineages: dict[int, tuple[nn.Module, ...]], given: Collection[int] = ()) -> None:
     """Gives the unit's meta parameters real storage on the CPU and values; the others stay as they are.
 
     The parameters keep their identity, so optimizers go on naming them.
+
+    Args:
+        given: ids of parameters that get their values from elsewhere. Their storage is not written to, so it takes
+            addresses and no memory, unless the module that holds them has to be initialised for others' sake.
 
     Raises:
         ConfigError: nothing says how to initialise a module.
@@ -89,10 +120,11 @@ def materialize(unit: Unit, lineages: dict[int, tuple[nn.Module, ...]]) -> None:
                 f"be given storage in place ({error}); build it on the CPU"
             ) from error
     ours = {id(item.parameter) for item in fresh}
+    wanting = {id(module) for item in fresh if id(item.parameter) not in given for module, _ in item.places}
     for module in sorted(holders.values(), key=lambda module: -len(lineages[id(module)])):
-        _real_buffers(module)
-        with _stand_ins(module, ours):
-            _initialiser(module, lineages[id(module)])()
+        if id(module) in wanting or _meta_buffers(module):  # I2
+            with _real_buffers(module), _stand_ins(module, ours):
+                _initialiser(module, lineages[id(module)])()
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
 
@@ -115,17 +147,51 @@ def _stand_ins(module: nn.Module, ours: set[int]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def materialize_buffers(root: nn.Module, lineages: dict[int, tuple[nn.Module, ...]]) -> None:
-    """Gives buffers on the meta device, of modules without parameters there, their values."""
+def materialize_buffers(
+    root: nn.Module,
+    lineages: dict[int, tuple[nn.Module, ...]],
+    given: Mapping[tuple[int, str], Read],
+) -> None:
+    """Gives buffers on the meta device their values, but for those of modules whose parameters are there, too. Of those
+    that are given, memory alone: see `fill_buffers`."""
     for module in root.modules():
-        on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if on_meta and not any(parameter.is_meta for parameter in module._parameters.values() if parameter is not None):
+        for name in _meta_buffers(module):
+            if (id(module), name) in given:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+    for module in root.modules():
+        on_meta = any(parameter.is_meta for parameter in module._parameters.values() if parameter is not None)
+        if _meta_buffers(module) and not on_meta:
             initialise = _initialiser(module, lineages[id(module)])
-            _real_buffers(module)
-            initialise()
+            with _real_buffers(module):
+                initialise()
 
 
-def _real_buffers(module: nn.Module) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+@torch.no_grad()
+def fill_buffers(root: nn.Module, given: Mapping[tuple[int, str], Read]) -> None:
+    """Gives buffers the values that files have for them; after all initialisation, which may write to them."""
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            read = given.get((id(module), name))
+            if read is not None and buffer is not None:
+                buffer.copy_(read())
+
+
+def _meta_buffers(module: nn.Module) -> list[str]:
+    return [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+
+
+@contextmanager
+def _real_buffers(module: nn.Module) -> Iterator[None]:
+    """Buffers on the meta device get memory; what is done inside must give them values."""
+    fresh = _meta_buffers(module)
+    for name in fresh:
+        real = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+        module._buffers[name] = real.fill_(float("nan")) if real.is_floating_point() else real.zero_()
+    yield
+    for name in fresh:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.is_floating_point() and buffer.numel() and bool(buffer.isnan().all()):
+            raise ConfigError(
+                f"buffer {name} of a {type(module).__name__} was built on the meta device and nothing gave it values when "
+                f"the module was initialised; set it in init_weights(module) or reset_parameters(), or build it on the CPU"
+            )

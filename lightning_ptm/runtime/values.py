@@ -4,7 +4,8 @@ and the weights that stay in the module when a run ends.
 Owns nothing but references to tensors that the user built, for runs that keep no master copy of them. One flat at a time,
 so that no more than a unit exists whole beside the pages (but for `gathered` and `restore`, whose purpose that is).
 
-I1: with several ranks the values of rank 0 count. Every method is then collective.
+I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
+method is then collective.
 I2: the precise value of a parameter is its master where there is one, else its compute parameter.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from lightning_ptm.update import Segment, shard_segments
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
 
 
@@ -71,6 +74,11 @@ def _slots_with(update: FlatUpdate, name: str) -> list[int]:
     return found
 
 
+def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` is less precise than the value."""
+    return torch.promote_types(value.dtype, dtype) is not dtype
+
+
 class Values:
     """Reads and writes whole values. The engine has drained all updates before any of these is called."""
 
@@ -94,33 +102,57 @@ class Values:
     # -- first values -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_over(self, store: UnitStore, *, keep_originals: bool = False, keep_frozen: bool = False) -> None:
+    def take_over(
+        self,
+        store: UnitStore,
+        given: Mapping[int, Read] = MappingProxyType({}),
+        *,
+        keep_originals: bool = False,
+        keep_frozen: bool = False,
+    ) -> None:
         """Lays a unit's parameters into pages; from then on they are views of pages, or released.
 
         Args:
+            given: values that files provide, by id of parameter; they take the place of those that a parameter has, and
+                go from the file to the pages a few pages at a time.
             keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
             keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
                 else remembers what the user had, and training must not round what it does not train.
         """
         for flat in store.flats:
             binding = flat.binding
-            source_dtype = torch.float64 if flat.binding.dtype is torch.float64 else torch.float32
-            whole = torch.zeros(flat.layout.padded_numel, dtype=source_dtype)
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
-            for slot, parameter in enumerate(binding.parameters):
-                binding.view(whole, slot).copy_(parameter.detach())
-                if keep and parameter.dtype is not binding.dtype:
-                    self._originals[id(parameter)] = parameter.data
-            self._communicator.broadcast(whole)
-            if not keep_originals and self._communicator.world_size > 1:
-                for slot, parameter in enumerate(binding.parameters):  # I1
-                    if id(parameter) in self._originals:
-                        self._originals[id(parameter)].copy_(binding.view(whole, slot))
-            self._write_flat(flat, whole)
+            reads = [given.get(id(parameter)) for parameter in binding.parameters]
+            if not all(reads):
+                self._take_over_built(flat, reads, keep=keep, replicate=not keep_originals)
+            if any(reads):
+                values = [None if read is None else read() for read in reads]
+                for parameter, value in zip(binding.parameters, values, strict=True):
+                    if keep and value is not None and _rounds(value, binding.dtype):
+                        self._originals[id(parameter)] = value.to(parameter.dtype, copy=True)
+                self._fill(flat, values)
             if flat.resident:
                 flat.bind_resident()
             else:
                 binding.unbind()
+
+    def _take_over_built(self, flat: FlatStore, reads: Sequence[Read | None], *, keep: bool, replicate: bool) -> None:
+        """Writes a flat's parameters, as they are in memory, to its pages; zeros for those that files provide."""
+        binding = flat.binding
+        source_dtype = torch.float64 if binding.dtype is torch.float64 else torch.float32
+        whole = torch.zeros(flat.layout.padded_numel, dtype=source_dtype)
+        built = [slot for slot, read in enumerate(reads) if read is None]
+        for slot in built:
+            parameter = binding.parameters[slot]
+            binding.view(whole, slot).copy_(parameter.detach())
+            if keep and parameter.dtype is not binding.dtype:
+                self._originals[id(parameter)] = parameter.data
+        self._communicator.broadcast(whole)
+        if replicate and self._communicator.world_size > 1:
+            for slot in built:  # I1
+                if id(binding.parameters[slot]) in self._originals:
+                    self._originals[id(binding.parameters[slot])].copy_(binding.view(whole, slot))
+        self._write_flat(flat, whole)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -212,10 +244,7 @@ class Values:
                         f"sizes that it was saved with"
                     )
         for _, flat, given in self._given(values):
-            home, segments = self._precise_home(flat), self.segments(flat)
-            pieces.fill(self._allocator, home, segments, given)
-            if home is not flat.home:
-                pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype)
+            self._fill(flat, given)
             for parameter, value in zip(flat.binding.parameters, given, strict=True):
                 original = self._originals.get(id(parameter))
                 if original is not None and value is not None:
@@ -364,6 +393,13 @@ class Values:
         update = self._updates.get(flat.layout.index)
         master = update.states.master if update is not None else None
         return flat.home if master is None else master
+
+    def _fill(self, flat: FlatStore, given: Sequence[Tensor | None]) -> None:
+        """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
+        home, segments = self._precise_home(flat), self.segments(flat)
+        pieces.fill(self._allocator, home, segments, given)
+        if home is not flat.home:
+            pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype)
 
     def _write_flat(self, flat: FlatStore, whole: Tensor) -> None:
         shard = self._shard(flat, whole)

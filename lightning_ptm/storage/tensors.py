@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from lightning_ptm.errors import CheckpointError
 from lightning_ptm.terms import BLOCK_BYTES
 
 _LENGTH_BYTES = 8
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
+"""Python 3.11 does not name it."""
 _MOST_HEADER_BYTES = 1 << 30
 """The format's own limit is 100 MB; a model of millions of tensors would be beyond it, a damaged length far beyond."""
 
@@ -173,7 +176,10 @@ class Mapped:
         self._by_name = {tensor.name: tensor for tensor in self.layout.tensors}
         with path.open("rb") as file:
             # Private and writable: torch wants memory that could be written to; what is written stays in this process.
-            self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            # Nothing is, so nothing is set aside for it: a file may be larger than RAM.
+            self._mapping = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

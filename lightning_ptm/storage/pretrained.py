@@ -1,0 +1,120 @@
+"""Somebody else's weights: which safetensors files a path stands for, and what is in them.
+
+Reads headers and indexes only; the tensors' bytes are read by whoever needs them, from mapped files. Nothing is
+downloaded, and no file that could run code is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.storage.tensors import Mapped
+
+SINGLE = "model.safetensors"
+SHARDED = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_CONVERT = (
+    "only safetensors files are read, since the others can run code when they are opened; convert it where you trust it: "
+    "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors'), or from_pretrained(folder)"
+    ".save_pretrained(folder) of transformers"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of a file.
+
+    Args:
+        read: yields it as a view of the mapped file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def find(path: Path) -> dict[str, Held]:
+    """All tensors by name, of a safetensors file, of a folder with `model.safetensors`, with an index and shards, or with
+    one safetensors file of any name, or of such an index itself.
+
+    Raises:
+        ConfigError: there is nothing there, nothing that may be read, or several files that it could be.
+        CheckpointError: a file is damaged, or an index names what is not there.
+    """
+    if path.is_file():
+        if path.name.endswith(_INDEX_SUFFIX):
+            return _indexed(path)
+        if path.suffix in _PICKLES:
+            raise ConfigError(f"weights: {path} is no safetensors file by its name; {_CONVERT}")
+        return _tensors(path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"weights: {path} does not exist, so there is nothing to start from; give a safetensors file, or a folder with "
+            f"{SINGLE} or {SHARDED} (nothing is downloaded: fetch a model of a hub first and give its folder)"
+        )
+    if (path / SINGLE).is_file():
+        return _tensors(path / SINGLE)
+    if (path / SHARDED).is_file():
+        return _indexed(path / SHARDED)
+    files = sorted(file for file in path.iterdir() if file.suffix == _SUFFIX and file.is_file())
+    if len(files) == 1:
+        return _tensors(files[0])
+    if files:
+        raise ConfigError(
+            f"weights: {path} has neither {SINGLE} nor {SHARDED}, and {len(files)} other safetensors files "
+            f"({_some([file.name for file in files])}); give one of them, or an index"
+        )
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise ConfigError(f"weights: {path} has {_some(pickles)} and no safetensors file; {_CONVERT}")
+    raise ConfigError(
+        f"weights: {path} has no safetensors file, so there is nothing to start from; give a folder with {SINGLE} or "
+        f"{SHARDED}, or a file"
+    )
+
+
+def _tensors(path: Path) -> dict[str, Held]:
+    mapped = Mapped(path)
+    return {
+        tensor.name: Held(tensor.dtype, tensor.shape, partial(mapped.tensor, tensor.name))
+        for tensor in mapped.layout.tensors
+    }
+
+
+def _indexed(path: Path) -> dict[str, Held]:
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
+            raise TypeError("its weight_map does not give a file for each name")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files, or is damaged ({error})") from error
+    missing = sorted({file for file in places.values() if not (path.parent / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{path} names {len(missing)} file(s) that are not beside it: {_some(missing)}; the weights are incomplete, so "
+            f"fetch these files again"
+        )
+    files = {file: _tensors(path.parent / file) for file in sorted(set(places.values()))}
+    absent = [f"{name} ({file})" for name, file in places.items() if name not in files[file]]
+    if absent:
+        raise CheckpointError(
+            f"{path} names {len(absent)} tensor(s) that are not in their files: {_some(absent)}; the files are of "
+            f"different models, or incomplete"
+        )
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,330 @@
+"""First values from somebody else's weights (`weights=`): which tensor of the files is which parameter of the module.
+
+Decides only, from names and shapes; reads no tensor but tied ones that a file has twice. The values go from the mapped
+files to the pages when the engine gives each unit its first values (runtime/values.py).
+
+I1: a tensor of the files goes where its name says, or nowhere: what cannot be placed, is missing or has another shape is
+an error, before a byte of the model is allocated. I2: all ranks decide the same, or all raise.
+
+Names are made in this order. `weights_map` turns a name of the files into one of the module; where it is not given, one
+prefix that suits most names is put before all of them. Then layers that wrap others (WRAPPERS) are looked into: the name
+of a layer is also that of the layer which is wrapped in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_ptm import sharded
+from lightning_ptm.comm import Communicator, together
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile, is_sharded
+from lightning_ptm.storage.pretrained import Held, find
+
+WRAPPERS = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)(?=\.)"
+)
+"""Parts of names that come from wrapping a layer: peft's adapters and its copies of whole layers, `torch.compile`, and
+torch's checkpoint wrapper."""
+
+_MOST_NAMES = 20
+"""In an error's text, of each kind."""
+
+_CANDIDATES = 8
+"""Prefixes that are looked at closely, of those that most names vote for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter or buffer that the module's state dict has: its name there, and where it is."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a module.
+
+    Attributes:
+        places: of its state dict.
+        wrapped: names without WRAPPERS -> names with them (a layer and peft's trainable copy of it: two).
+        computed: buffers that are in no state dict.
+    """
+
+    places: Mapping[str, Place]
+    wrapped: Mapping[str, Sequence[str]]
+    computed: frozenset[str]
+
+    def find(self, name: str) -> Sequence[str]:
+        """Where a tensor of this name belongs; nowhere: empty."""
+        return (name,) if name in self.places else self.wrapped.get(name, ())
+
+
+def first_values(module: nn.Module, settings: Settings, communicator: Communicator) -> Given:
+    """What the files of `settings.weights` provide for `module`. Collective.
+
+    Raises:
+        ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
+    """
+    assert settings.weights is not None
+    path = Path(settings.weights).expanduser()
+    with together(communicator):
+        held = _held(path, communicator)
+        names = names_of(module)
+        chosen = _placed(path, held, names, settings.weights_map)
+        _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
+        if communicator.rank == 0:
+            _check_tied(path, held, names, chosen)
+    _check_ranks(path, held, chosen, communicator)
+    parameters, buffers = {}, {}
+    for name, target in reversed([(name, target) for name, targets in chosen.items() for target in targets]):
+        place = names.places[target]
+        if isinstance(place.tensor, nn.Parameter):
+            parameters[id(place.tensor)] = held[name].read
+        else:
+            buffers[id(place.owner), place.attribute] = held[name].read
+    return Given(parameters, buffers)
+
+
+def _held(path: Path, communicator: Communicator) -> Mapping[str, Held]:
+    if not is_sharded(path):
+        return find(path)
+
+    def ours(index: Index) -> Sequence[StateFile]:
+        weights = [file for file in index.files if file.kind == PARAMETERS]
+        return weights[communicator.rank :: communicator.world_size]
+
+    state = sharded.load(path, optimizers=False, verify=ours)["state_dict"]
+    return {name: _as_held(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _as_held(value: Tensor) -> Held:
+    return Held(value.dtype, tuple(value.shape), lambda: value)
+
+
+# -- the module's names ---------------------------------------------------------------------------------------------------
+
+
+def names_of(module: nn.Module) -> Names:
+    """The names of its parameters and buffers, all of those that a shared one has."""
+    places: dict[str, Place] = {}
+    computed: set[str] = set()
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if attribute in owner._non_persistent_buffers_set:
+                computed.add(WRAPPERS.sub("", name))
+            elif tensor is not None:
+                places[name] = Place(name, owner, attribute, tensor)
+    wrapped: dict[str, list[str]] = {}
+    for name in places:
+        plain = WRAPPERS.sub("", name)
+        if plain not in places:
+            wrapped.setdefault(plain, []).append(name)
+    return Names(places, wrapped, frozenset(computed))
+
+
+# -- from the files' names to the module's --------------------------------------------------------------------------------
+
+
+def _placed(path: Path, held: Mapping[str, Held], names: Names, given: Any) -> dict[str, tuple[str, ...]]:
+    """name in the files -> names in the module; empty: unexpected. Names that are left out are not in it."""
+    if given is None:
+        rename: Callable[[str], str | None] = _prefixed(path, list(held), names)
+    elif callable(given):
+        rename = given
+    else:
+        rename = partial(_by_prefix, given)
+    chosen: dict[str, tuple[str, ...]] = {}
+    taken: dict[str, str] = {}
+    for name in held:
+        renamed = rename(name)
+        if renamed is None:
+            continue
+        if not isinstance(renamed, str):
+            raise ConfigError(
+                f"weights_map({name!r}) is {renamed!r}; return the name in the module, or None to leave it out"
+            )
+        targets = tuple(names.find(renamed))
+        if not targets and renamed in names.computed:
+            continue  # older writers saved buffers that modules compute by themselves
+        for target in targets or (renamed,):
+            if target in taken:
+                raise ConfigError(
+                    f"{taken[target]} and {name} of {path} are both mapped to {target}, which can have one value; change "
+                    f"weights_map (None leaves a name out)"
+                )
+            taken[target] = name
+        chosen[name] = targets
+    return chosen
+
+
+def _by_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None:
+    """The longest prefix, in whole components, is replaced; a name that has none stays as it is."""
+    fitting = [(key.strip("."), value) for key, value in prefixes.items() if _under(key.strip("."), name)]
+    if not fitting:
+        return name
+    prefix, value = max(fitting, key=lambda pair: len(pair[0]))
+    return None if value is None else _joined(value.strip("."), name[len(prefix) :].lstrip("."))
+
+
+def _under(prefix: str, name: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str], str]:
+    """Puts one prefix before all names, with or without the first component of them: what gives most names a place.
+
+    Raises:
+        ConfigError: two do, and differ.
+    """
+    known = {*names.places, *names.wrapped, *names.computed}
+    by_ending: dict[str, list[str]] = {}
+    for name in known:
+        parts = name.split(".")
+        for count in range(len(parts)):
+            by_ending.setdefault(".".join(parts[count:]), []).append(".".join(parts[:count]))
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in given:
+        first, _, rest = name.partition(".")
+        votes.update(("", prefix) for prefix in by_ending.get(name, ()))
+        votes.update((first, prefix) for prefix in by_ending.get(rest, ()) if rest)
+    best: list[tuple[int, Callable[[str], str], dict[str, str]]] = []
+    for (first, prefix), _ in sorted(votes.most_common(_CANDIDATES), key=lambda vote: vote[0]):
+        rename = partial(_exchanged, first, prefix)
+        found = {name: rename(name) for name in given if rename(name) in known}
+        if not best or len(found) > best[0][0]:
+            best = [(len(found), rename, found)]
+        elif len(found) == best[0][0] and all(found != other for _, _, other in best):
+            best.append((len(found), rename, found))
+    if not best:
+        return lambda name: name
+    if len(best) > 1 and 2 * best[0][0] < len(given):
+        best = best[:1]  # nothing fits: let the report of names say so
+    if len(best) > 1:
+        name = given[0]
+        raise ConfigError(
+            f"{name} of {path} could be {' or '.join(rename(name) for _, rename, _ in best)}; say which: "
+            f"weights_map={{'prefix in the files': 'prefix in the module'}}"
+        )
+    return best[0][1]
+
+
+def _exchanged(first: str, prefix: str, name: str) -> str:
+    return _joined(prefix, name[len(first) + 1 :] if first and name.startswith(f"{first}.") else name)
+
+
+# -- checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    path: Path,
+    module: nn.Module,
+    held: Mapping[str, Held],
+    names: Names,
+    chosen: Mapping[str, Sequence[str]],
+    settings: Settings,
+    *,
+    warn: bool,
+) -> None:
+    covered = {id(names.places[target].tensor) for targets in chosen.values() for target in targets}
+    may_lack = (*_patterns(module, "_keys_to_ignore_on_load_missing"),)
+    may_have = (*_patterns(module, "_keys_to_ignore_on_load_unexpected"),)
+    missing = [
+        place.name
+        for place in names.places.values()
+        if id(place.tensor) not in covered
+        and not any(fnmatchcase(place.name, pattern) for pattern in settings.weights_new)
+        and not any(re.search(pattern, place.name) for pattern in may_lack)
+    ]
+    unexpected = [
+        name
+        for name, targets in chosen.items()
+        if not targets and not any(re.search(pattern, name) for pattern in may_have)
+    ]
+    shapes = [
+        f"{target} is {tuple(names.places[target].tensor.shape)} and {name} in the files {held[name].shape}"
+        for name, targets in chosen.items()
+        for target in targets
+        if tuple(names.places[target].tensor.shape) != held[name].shape
+    ]
+    if shapes or (settings.weights_strict and (missing or unexpected)):
+        found = [
+            _listed("the files lack", missing),
+            _listed("the module has no place for", unexpected),
+            _listed("shapes differ:", shapes),
+        ]
+        raise ConfigError(
+            f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
+            f"Say with weights_map={{'prefix in the files': 'prefix in the module'}} which name is which (None leaves out "
+            f"what is not wanted), name what is new in weights_new=['*.head.*'], or give weights_strict=False to "
+            f"initialise what is missing and leave the rest (shapes must fit in any case)"
+        )
+    if warn and (missing or unexpected):
+        found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]
+        rank_zero_warn(f"{path} does not fit the module in all names; {'; '.join(filter(None, found))}")
+
+
+def _patterns(module: nn.Module, attribute: str) -> Iterator[str]:
+    """What transformers' models say of names that need no mention."""
+    for owner in module.modules():
+        found = owner.__dict__.get(attribute, getattr(type(owner), attribute, None))
+        yield from found if isinstance(found, Iterable) and not isinstance(found, str) else ()
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{what} {', '.join(names[:_MOST_NAMES])}{more} ({len(names)} in all)"
+
+
+def _check_tied(path: Path, held: Mapping[str, Held], names: Names, chosen: Mapping[str, Sequence[str]]) -> None:
+    """Names that are one tensor here must have one value in the files."""
+    seen: dict[int, str] = {}
+    for name, targets in chosen.items():
+        for target in targets:
+            other = seen.setdefault(id(names.places[target].tensor), name)
+            if other != name and not torch.equal(held[other].read(), held[name].read().to(held[other].dtype)):
+                raise ConfigError(
+                    f"{other} and {name} of {path} have different values, and {target} is one parameter with the other here; "
+                    f"leave one out with weights_map, or build the model with weights that are not tied"
+                )
+
+
+def _check_ranks(
+    path: Path, held: Mapping[str, Held], chosen: Mapping[str, Sequence[str]], communicator: Communicator
+) -> None:
+    """All ranks have files of the same names and shapes (I2)."""
+    if communicator.world_size == 1:
+        return
+    facts = sorted((name, tuple(targets), str(held[name].dtype), held[name].shape) for name, targets in chosen.items())
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    first = communicator.broadcast_object(digest if communicator.rank == 0 else None)
+    with together(communicator):
+        if digest != first:
+            raise ConfigError(
+                f"{path} has other tensors here than on rank 0, so the ranks would train different models; give all ranks "
+                f"the same files"
+            )
