@@ -263,23 +263,29 @@ def _check(
         for name, targets in chosen.items()
         if not targets and not any(re.search(pattern, name) for pattern in may_have)
     ]
-    shapes = [
+    differing = [
         f"{target} is {tuple(names.places[target].tensor.shape)} and {name} in the files {held[name].shape}"
         for name, targets in chosen.items()
         for target in targets
         if tuple(names.places[target].tensor.shape) != held[name].shape
     ]
-    if shapes or (settings.weights_strict and (missing or unexpected)):
+    differing += [
+        f"{target} is {names.places[target].tensor.dtype} and {name} in the files {held[name].dtype} (quantised?)"
+        for name, targets in chosen.items()
+        for target in targets
+        if names.places[target].tensor.is_floating_point() and not held[name].dtype.is_floating_point
+    ]
+    if differing or (settings.weights_strict and (missing or unexpected)):
         found = [
             _listed("the files lack", missing),
             _listed("the module has no place for", unexpected),
-            _listed("shapes differ:", shapes),
+            _listed("what is there differs:", differing),
         ]
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
             f"Say with weights_map={{'prefix in the files': 'prefix in the module'}} which name is which (None leaves out "
             f"what is not wanted), name what is new in weights_new=['*.head.*'], or give weights_strict=False to "
-            f"initialise what is missing and leave the rest (shapes must fit in any case)"
+            f"initialise what is missing and leave the rest (shapes and kinds must fit in any case)"
         )
     if warn and (missing or unexpected):
         found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]

@@ -44,7 +44,8 @@ def save(folder: Path, name: str = "model.safetensors", **changes: torch.Tensor)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "precision", "tiers"), [(2, "bf16-mixed", list(TIERS)), (3, "32-true", ["all_on_disk"])]
+    ("world_size", "precision", "tiers"),
+    [(2, "bf16-mixed", ["ram", "three_tiers", "lock_free"]), (3, "32-true", ["all_on_disk"])],
 )
 def test_training_from_a_file(world_size: int, precision: str, tiers: list[str], disk: Path, tmp_path: Path) -> None:
     path = save(tmp_path)
