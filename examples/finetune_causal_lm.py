@@ -140,7 +140,8 @@ def main(arguments: Sequence[str] | None = None, callbacks: Iterable[Any] = ()) 
         callbacks=list(callbacks),
     )
     trainer.fit(module, data)
-    print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
+    if trainer.is_global_zero:
+        print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
     if options.output and trainer.is_global_zero:
         # After a run the weights are whole again, if RAM holds them.
         module.model.save_pretrained(options.output)
