@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 
+# Before torch is imported: tests that run side by side share the cores, and threads that wait for each other on too few
+# cores take many times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from lightning_ptm import AngelPTMStrategy
 
 TIERS: dict[str, dict[str, Any]] = {

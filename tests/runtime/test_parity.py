@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -10,6 +11,15 @@ from plain_loop import Batches, Outcome, PlainLoop, fit, tokens
 from tiny_models import ScheduledStack, Stack
 
 BATCHES = tokens(8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """Kernels cut their work for several threads, also where tests that run side by side have one each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
