@@ -55,8 +55,7 @@ class PrecisionPlan:
 class StepEngine(Protocol):
     """What the plugin asks of the engine."""
 
-    def begin_backward(self) -> None: ...
-    def end_backward(self) -> None: ...
+    def backward(self) -> AbstractContextManager[None]: ...
     def arm(self, optimizer: Optimizer) -> None: ...
     def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool: ...
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None: ...
@@ -143,10 +142,8 @@ class AngelPTMPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        engine = self._running()
-        engine.begin_backward()
-        super().backward(tensor, model, optimizer, *args, **kwargs)
-        engine.end_backward()
+        with self._running().backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -290,14 +290,12 @@ class Engine:
         self._behind = []
         self._of_the_loss = False
 
-    def begin_backward(self) -> None:
-        """The strategy is about to run a backward pass."""
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, the strategy runs a backward pass of the loss."""
         self._of_the_loss = True
-        self.hooks.begin_backward()
-
-    def end_backward(self) -> None:
-        """It has returned."""
-        self.hooks.end_backward()
+        with self.hooks.backward():
+            yield
         self._of_the_loss = False
 
     # -- what hooks tell ----------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.recompute import Recompute, in_backward
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import Unit
@@ -78,11 +78,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside an autograd backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 class Hooks:
     """All hooks of one engine.
 
@@ -109,6 +104,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[Any] = []
         self._patched: list[tuple[nn.Module, bool, Any]] = []
+        self._recompute = Recompute(units[0].module, self._recompute_starts)
         self._late = late
         self._saved = SavedTensors(stores, executor)
         self._guarded: list[nn.Module] = []
@@ -136,6 +132,7 @@ class Hooks:
             else:
                 del module.forward
         self._patched = []
+        self._recompute.close()
         self.abandon()
 
     def begin_iteration(self) -> None:
@@ -156,13 +153,13 @@ class Hooks:
         self._wrapped = False
         self._watches = [_Watch() for _ in self._units]
 
-    def begin_backward(self) -> None:
-        """A backward pass of the whole loss starts; `end_backward` will be called after it."""
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
         self._wrapped = True
         self._start_pass()
-
-    def end_backward(self) -> None:
-        """The backward pass has returned: end what is still open."""
+        with self._recompute.checked():
+            yield
         self._wrapped = False
         if self._in_pass:
             self._finish_pass()
@@ -205,22 +202,8 @@ class Hooks:
     def _wrap_forward(self, unit: Unit) -> None:
         module = unit.module
         original = module.forward
-        had_own = "forward" in module.__dict__
-        index = unit.index
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if in_backward():
-                self._recompute_starts(index)
-            return original(*args, **kwargs)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
-            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint():
-                return original(*args, **kwargs)
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-        self._patched.append((module, had_own, original))
-        module.forward = forward
+        self._patched.append((module, "forward" in module.__dict__, original))
+        module.forward = self._recompute.of(unit, original)
 
     def _guard(self, owner: nn.Module, index: int) -> None:
         """A submodule that is called from outside its unit's forward makes a call of its unit by itself."""

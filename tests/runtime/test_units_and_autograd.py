@@ -9,7 +9,7 @@ import torch
 from plain_loop import PlainLoop, fit, make_trainer, tokens
 from tiny_models import WIDTH, Block, Stack
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ptm import ConfigError, UsageError
 
@@ -207,3 +207,45 @@ def test_an_error_of_the_users_comes_through_and_nothing_is_left(strategy_at, ti
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert all(not inner._forward_pre_hooks for inner in module.modules())
+
+
+class _Remembering(Block):
+    """Keeps its first result of a step and computes nothing the second time, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.up(self.norm(x))
+        return x + self.down(nn.functional.gelu(self.kept))  # type: ignore[no-any-return]
+
+
+class RemembersWithinAStep(Stack):
+    """What blocks remember is forgotten between steps."""
+
+    def __init__(self) -> None:
+        super().__init__(make_block=_Remembering)
+
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        for block in self.blocks:
+            block.kept = None
+        return super().loss(batch, index)
+
+
+def test_a_forward_that_does_not_repeat_itself_is_not_recomputed(strategy_at, tier) -> None:
+    expected = PlainLoop(RemembersWithinAStep).run(BATCHES)
+    fit(RemembersWithinAStep, BATCHES, strategy_at(tier)).assert_equal(expected)
+    with pytest.raises(UsageError, match=r"blocks\.3 \(_Remembering\) did something else .*recompute='none'"):
+        fit(RemembersWithinAStep, BATCHES, strategy_at(tier, recompute="all"))
+
+
+class RemembersInsideACheckpoint(RemembersWithinAStep):
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        return checkpoint(super().middle, x, index, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_an_error_of_a_users_checkpoint_comes_through(strategy_at) -> None:
+    with pytest.raises(CheckpointError, match="different number of tensors"):
+        fit(RemembersInsideACheckpoint, BATCHES, strategy_at("all_on_disk", recompute="all"))

@@ -1,0 +1,131 @@
+"""Units whose activations are recomputed in the backward pass: what is put in place of their forward.
+
+Owns torch's checkpoints around units. Knows nothing of pages; who is told that a recomputed forward starts gathers them.
+
+I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
+I2: a forward that does not repeat itself is refused with the name of its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.saved import inside_checkpoint
+from lightning_ptm.runtime.units import Unit
+
+Call = Callable[..., Any]
+
+_SELF_CHECKPOINTING = "GradientCheckpointingLayer"
+"""Base class of transformers' layers. With `gradient_checkpointing` on, such a layer hands the call to be checkpointed to
+`_gradient_checkpointing_func`; with that of the models around it on, they fill no cache of keys and values, which a
+recomputed forward would fill twice."""
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
+
+
+def _set(module: nn.Module, **switches: Any) -> Callable[[], None]:
+    """Sets attributes of one module; returns what takes them back."""
+    before = {name: module.__dict__[name] for name in switches if name in module.__dict__}
+
+    def restore() -> None:
+        for name in switches:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+
+    module.__dict__.update(switches)
+    return restore
+
+
+class Recompute:
+    """Makes calls that are computed again in the backward pass.
+
+    Args:
+        root: the module that all units are in.
+        starts: is told the index of the unit whose forward is about to be computed again.
+    """
+
+    def __init__(self, root: nn.Module, starts: Callable[[int], None]) -> None:
+        self._root = root
+        self._starts = starts
+        self._last: Unit | None = None
+        self._restore: list[Callable[[], None]] = []
+
+    def close(self) -> None:
+        """Takes back what was changed of the modules around units."""
+        while self._restore:
+            self._restore.pop()()
+
+    def of(self, unit: Unit, original: Call) -> Call:
+        """`original`, a call of the unit's module, recomputed in the backward pass."""
+        module = unit.module
+        by_itself = _checkpoints_itself(module)
+        if by_itself:
+            self._switch_on_around(module)
+
+        def again(call: Call, *args: Any, **kwargs: Any) -> Any:
+            if in_backward():
+                self._last = unit
+                self._starts(unit.index)
+            return call(*args, **kwargs)
+
+        def run(call: Call, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(again, call), *args, use_reentrant=False, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
+            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint():
+                return original(*args, **kwargs)
+            if not by_itself or not module.training:
+                return run(original, *args, **kwargs)
+            if module.gradient_checkpointing:
+                return original(*args, **kwargs)  # the user has switched it on
+            restore = _set(module, gradient_checkpointing=True, _gradient_checkpointing_func=run)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                restore()
+
+        return forward
+
+    def _switch_on_around(self, layer: nn.Module) -> None:
+        for module in self._root.modules():
+            off = getattr(module, "gradient_checkpointing", None) is False and not _checkpoints_itself(module)
+            if off and any(inner is layer for inner in module.modules()):
+                self._restore.append(_set(module, gradient_checkpointing=True))
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Inside, a backward pass runs.
+
+        Raises:
+            UsageError: a unit's recomputed forward differs from the first.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            if self._last is None:
+                raise  # of a checkpoint of the user's
+            name, kind = self._last.name, type(self._last.module).__name__
+            raise UsageError(
+                f"{name} ({kind}) did something else when it was recomputed in the backward pass than in its forward, so "
+                f"its activations are not those of the loss; a forward must not depend on what it left behind, such as a "
+                f"cache of keys and values (transformers: config.use_cache=False) or a counter; mend that, or set "
+                f"recompute='none'"
+            ) from error
+        finally:
+            self._last = None
