@@ -31,7 +31,7 @@ from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.runtime.materialize import Given, ancestors, fill_buffers, materialize, materialize_buffers
+from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
@@ -215,20 +215,21 @@ class Engine:
         return self.blueprint.placement.homes[unit].master is not Tier.DEVICE
 
     def _first_values(self, given: Given) -> None:
-        lineages = ancestors(self.module)
+        first = FirstValues(self.module, given)
         # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap.
         room = 2 * self.precise_bytes() < free_host_bytes()
-        materialize_buffers(self.module, lineages, given.buffers)
+        first.buffers()
         for store in self.stores:
             built = not any(item.parameter.is_meta for item in store.unit.parameters)
-            materialize(store.unit, lineages, given.parameters)
+            first.parameters(store.unit)
             self.values.take_over(
                 store,
                 given.parameters,
                 keep_originals=not self._optimizers and (built or room),
                 keep_frozen=built,
             )
-        fill_buffers(self.module, given.buffers)
+        first.check()
+        first.fill_buffers()
         for owner in self.module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:

@@ -252,6 +252,103 @@ def test_a_layer_that_nobody_initialises_is_refused(strategy_at) -> None:
         fit(WithAMuteLayer, BATCHES, strategy_at("ram"))
 
 
+class ForgetsBiases(Late):
+    """Its initialisation sets matrices alone."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.25)
+
+
+def seen_at_the_start(build: type[Late], strategy: Any) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+
+    class Looking(build):  # type: ignore[valid-type, misc]
+        def on_train_start(self) -> None:
+            with strategy.gathered(write=False):
+                seen.update({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
+
+    torch.manual_seed(0)
+    make_trainer(strategy).fit(Looking(), BATCHES.loader())
+    return seen
+
+
+def test_what_an_initialisation_leaves_out_has_the_usual_values(strategy_at, tier) -> None:
+    seen = seen_at_the_start(ForgetsBiases, strategy_at(tier))
+    assert all(torch.isfinite(value).all() for value in seen.values())
+    assert torch.equal(seen["blocks.1.up.weight"], torch.full_like(seen["blocks.1.up.weight"], 0.25))
+    assert 0 < seen["blocks.1.up.bias"].abs().max() <= WIDTH**-0.5
+    assert torch.equal(seen["blocks.1.norm.weight"], torch.ones(WIDTH))
+
+
+class SetsWhatIsInside(Late):
+    """`_init_weights` as for `apply`: a layer by itself, then the block and the whole model around it."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        deterministic(module)
+        if isinstance(module, Block):
+            nn.init.constant_(module.down.weight, 0.5)
+        if module is self:
+            nn.init.constant_(self.blocks[2].up.bias, 0.125)
+            nn.init.constant_(self.head.bias, 0.25)
+
+
+class AppliesItself(SetsWhatIsInside):
+    where = "cpu"
+
+    def build(self) -> None:
+        super().build()
+        self.apply(self._init_weights)
+
+
+def test_an_initialisation_sees_the_modules_around_layers_after_them(strategy_at, tier) -> None:
+    fit(SetsWhatIsInside, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(AppliesItself).run(BATCHES))
+    seen = seen_at_the_start(SetsWhatIsInside, strategy_at(tier))
+    for index in range(4):
+        assert (seen[f"blocks.{index}.down.weight"] == 0.5).all()
+        assert bool((seen[f"blocks.{index}.up.bias"] == 0.125).all()) is (index == 2)
+    assert (seen["head.bias"] == 0.25).all()
+
+
+class ReadsAcrossUnits(Late):
+    def _init_weights(self, module: nn.Module) -> None:
+        deterministic(module)
+        if module is self:
+            with torch.no_grad():
+                self.blocks[1].up.weight.copy_(self.blocks[0].up.weight)
+
+
+def test_an_initialisation_that_needs_several_units_at_once_is_refused(strategy_at) -> None:
+    with pytest.raises(ConfigError, match=r"ReadsAcrossUnits on the meta device reads weights of several units"):
+        fit(ReadsAcrossUnits, BATCHES, strategy_at("ram"))
+
+
+class _Forgetful(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self.what = what
+        if what != "weight":
+            dtype = torch.long if what == "places" else torch.float32
+            self.register_buffer(what, torch.zeros(3, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        if self.what != "weight":
+            nn.init.ones_(self.weight)
+
+
+@pytest.mark.parametrize("what", ["weight", "scales", "places"])
+def test_what_nobody_initialises_is_refused(strategy_at, what) -> None:
+    class Forgets(Late):
+        def build(self) -> None:
+            super().build()
+            self.forgetful = _Forgetful(what)
+
+    kind = "parameter" if what == "weight" else "buffer"
+    with pytest.raises(ConfigError, match=rf"{kind} forgetful\.{what} of a _Forgetful .*has no value"):
+        fit(Forgets, BATCHES, strategy_at("ram"))
+
+
 class Weighing(WithInitWeights):
     """Adds up, whenever a layer gets its values, the parameters that exist in memory of their own."""
 
