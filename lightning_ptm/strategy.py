@@ -52,6 +52,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
@@ -82,6 +83,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.settings = (
             Settings(**settings) if set(settings) <= set(Settings.__dataclass_fields__) else Settings.of(settings)
         )
+        self._connected: LightningModule | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -153,6 +155,22 @@ class AngelPTMStrategy(ParallelStrategy):
             )
         return self._engine
 
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
+        if module is not None and module._compiler_ctx is not None:
+            raise ConfigError(
+                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
+                f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
+                f"parts in configure_model: `for block in self.blocks: block.compile()`, or "
+                f"`self.model = torch.compile(self.model)`"
+            )
+        self._connected = module
+
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     @override
@@ -223,6 +241,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if fitting:
             self._wrapped += gather_for_averaging(trainer.callbacks, self.gathered)  # type: ignore[attr-defined]
             self._warn_of_gradients_in_pages(self._engine)
+            self._warn_of_recomputing_uncompiled(self._engine)
         self.barrier()
 
     def _files_values(self, communicator: Communicator) -> Given | None:
@@ -256,6 +275,17 @@ class AngelPTMStrategy(ParallelStrategy):
                 f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
                 f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
                 f"self.clip_gradients to clip, and trainer.strategy.engine.gradient_norm(optimizer) for the norm"
+            )
+
+    def _warn_of_recomputing_uncompiled(self, engine: Engine) -> None:
+        assert self.lightning_module is not None
+        recomputed = engine.blueprint.units[1 :: self.settings.recompute_every] if self.settings.recompute_every else ()
+        around = compiled_around(self.lightning_module, recomputed)
+        if around:
+            rank_zero_warn(
+                f"{', '.join(around)}: compiled as a whole, and recompute={self.settings.recompute!r}: the units inside "
+                f"({recomputed[0].name}...) are computed without torch.compile; compile them one by one instead, as in "
+                f"`for block in self.blocks: block.compile()`"
             )
 
     def _make_communicator(self) -> Communicator:

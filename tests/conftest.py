@@ -61,6 +61,7 @@ _OTHERS_VARIABLES |= {
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
 }
+_OTHERS_VARIABLES |= {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}  # how code that torch.compile generated finds torch
 
 
 def _threads() -> set[threading.Thread]:

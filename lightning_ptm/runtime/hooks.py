@@ -15,7 +15,7 @@ so a unit gathered for recompute stays until its backward ends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -25,11 +25,16 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.recompute import Recompute, in_backward
+from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
+
+_not_compiled = partial(
+    torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
+)
+"""torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
 
 
 class BackwardListener(Protocol):
@@ -103,11 +108,12 @@ class Hooks:
         self._executor = executor
         self._listener = listener
         self._handles: list[Any] = []
-        self._patched: list[tuple[nn.Module, bool, Any]] = []
+        self._restore: list[Callable[[], None]] = []
         self._recompute = Recompute(units[0].module, self._recompute_starts)
         self._late = late
         self._saved = SavedTensors(stores, executor)
-        self._guarded: list[nn.Module] = []
+        self._owned: dict[int, list[int]] = {}
+        self._guarded: list[tuple[int, nn.Module]] = []
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
         self._wrapped = False
@@ -126,17 +132,13 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for module, had_own, original in reversed(self._patched):
-            if had_own:
-                module.forward = original
-            else:
-                del module.forward
-        self._patched = []
+        while self._restore:
+            self._restore.pop()()
         self._recompute.close()
         self.abandon()
 
     def begin_iteration(self) -> None:
-        """Forgets calls whose backward never came, and a pass that ended in an error which the user caught."""
+        """Forgets calls whose backward never came, and what ended in an error which the user caught."""
         for index, watch in enumerate(self._watches):
             if self._in_pass and watch.using:
                 watch.using = False
@@ -144,6 +146,10 @@ class Hooks:
             watch.open_calls = watch.blind_calls = 0
             watch.recomputed = False
         self._in_pass = self._wrapped = False
+        for index, _ in self._guarded:
+            self._executor.leave(index)
+        self._guarded = []
+        self._saved.abandon()
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
@@ -178,7 +184,9 @@ class Hooks:
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
         resident = self._stores[unit.index].resident
-        if unit.index != 0:
+        if unit.module._compiled_call_impl is not None and unit.index != 0:
+            self._wrap_compiled_call(unit, recompute)
+        elif unit.index != 0:
             self._handles.append(
                 unit.module.register_forward_pre_hook(partial(self._before_forward, unit.index), with_kwargs=True)
             )
@@ -188,7 +196,8 @@ class Hooks:
                 )
             )
             if recompute:
-                self._wrap_forward(unit)
+                forward = self._recompute.of(unit, unit.module.forward)
+                self._restore.append(replace(unit.module, forward=forward))
         if not resident or unit.index in self._late:
             for owner in unit.owners:
                 if owner is not unit.module or unit.index == 0:
@@ -199,19 +208,42 @@ class Hooks:
                     item.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, unit.index))
                 )
 
-    def _wrap_forward(self, unit: Unit) -> None:
-        module = unit.module
-        original = module.forward
-        self._patched.append((module, "forward" in module.__dict__, original))
-        module.forward = self._recompute.of(unit, original)
+    def _wrap_compiled_call(self, unit: Unit, recompute: bool) -> None:
+        """A module that was compiled in place (`module.compile()`) runs its hooks inside what is compiled; what we do
+        stays around it."""
+        module, index = unit.module, unit.index
+        compiled: Any = module._compiled_call_impl
+        if recompute:
+            compiled = self._recompute.of(unit, compiled)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before_forward(index, module, args, kwargs)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self._after_forward(index, module, args, kwargs, output)
+            return output
+
+        self._restore.append(replace(module, _compiled_call_impl=call))
 
     def _guard(self, owner: nn.Module, index: int) -> None:
         """A submodule that is called from outside its unit's forward makes a call of its unit by itself."""
-        before, after = partial(self._before_owner, index), partial(self._after_owner, index)
-        self._handles.append(owner.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self._handles.append(owner.register_forward_hook(after, with_kwargs=True, always_call=True))
+        known = self._owned.setdefault(id(owner), [])
+        known.append(index)
+        if len(known) == 1:
+            # The same two hooks for all owners, and plain ones: torch.compile guards the code that blocks share with
+            # whatever tells their hooks apart, and the options of a hook do.
+            self._handles.append(owner.register_forward_pre_hook(self._before_owner, prepend=True))
+            self._handles.append(owner.register_forward_hook(self._after_owner))
 
-    def _before_owner(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_owner(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # it would cut the compiled code of a unit in two; a call from outside is refused when autograd saves
+        for index in self._owned[id(module)]:
+            self._guard_starts(index, module, args)
+
+    def _guard_starts(self, index: int, module: nn.Module, args: Any) -> None:
         store = self._stores[index]
         if store.users:
             return
@@ -220,15 +252,18 @@ class Hooks:
         elif index == 0:
             self._executor.hold(0)  # outside an iteration: it stays until the next one ends
         else:
-            self._before_forward(index, module, args, kwargs)
+            self._before_forward(index, module, args, {})
             if not in_backward():
-                self._guarded.append(module)
+                self._guarded.append((index, module))
 
-    def _after_owner(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._guarded and self._guarded[-1] is module and not in_backward():
-            self._guarded.pop()
-            self._after_forward(index, module, args, kwargs, output)
+    def _after_owner(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        while self._guarded and self._guarded[-1][1] is module and not in_backward():
+            index, _ = self._guarded.pop()
+            self._after_forward(index, module, args, {}, output)
 
+    @_not_compiled
     def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         watch = self._watches[index]
         if in_backward():
@@ -260,6 +295,7 @@ class Hooks:
             self._watches[index].open_calls += 1
             torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
 
+    @_not_compiled
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if in_backward():
             return
@@ -301,6 +337,7 @@ class Hooks:
         watch.active = watch.using = True
         self._executor.enter(index, Phase.BACKWARD)
 
+    @_not_compiled
     def _output_gradient(self, index: int, gradient: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
@@ -316,6 +353,7 @@ class Hooks:
         if not watch.using:
             self._executor.hold(index)
 
+    @_not_compiled
     def _inputs_done(self, index: int, gradients: Any) -> None:
         watch = self._watches[index]
         watch.open_calls -= 1
@@ -327,6 +365,7 @@ class Hooks:
             self._executor.leave(index)
         self._maybe_end(index)
 
+    @_not_compiled
     def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
@@ -363,6 +402,7 @@ class Hooks:
         self._stores[index].held = False
         self._listener.unit_backward_ended(index)
 
+    @_not_compiled
     def _finish_pass(self) -> None:
         if not self._in_pass:
             return

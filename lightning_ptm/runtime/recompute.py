@@ -8,13 +8,13 @@ I2: a forward that does not repeat itself is refused with the name of its unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ptm.errors import UsageError
@@ -24,11 +24,11 @@ from lightning_ptm.runtime.units import Unit
 Call = Callable[..., Any]
 
 _SELF_CHECKPOINTING = "GradientCheckpointingLayer"
-"""Base class of transformers' layers. With `gradient_checkpointing` on, such a layer hands the call to be checkpointed to
-`_gradient_checkpointing_func`; with that of the models around it on, they fill no cache of keys and values, which a
-recomputed forward would fill twice."""
+"""Base class of transformers' layers. They can checkpoint themselves (`gradient_checkpointing`), and where the models
+around them are told of it, these fill no cache of keys and values, which a recomputed forward would fill twice."""
 
 
+@torch.compiler.disable
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -38,17 +38,32 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
 
 
-def _set(module: nn.Module, **switches: Any) -> Callable[[], None]:
-    """Sets attributes of one module; returns what takes them back."""
-    before = {name: module.__dict__[name] for name in switches if name in module.__dict__}
+def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
+    """Gives one module attributes of its own; returns what takes them back."""
+    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
 
     def restore() -> None:
-        for name in switches:
+        for name in attributes:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
 
-    module.__dict__.update(switches)
+    module.__dict__.update(attributes)
     return restore
+
+
+def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
+    """Names of the modules that torch.compile compiles as a whole and that have one of `units` inside of them.
+
+    torch's checkpoint turns compilation off for what it calls, so such a unit is computed as it is; one that is compiled by
+    itself is not.
+    """
+    inner = {id(unit.module) for unit in units}
+    found = []
+    for name, module in root.named_modules():
+        compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        if compiled and any(id(each) in inner for each in module.modules() if each is not module):
+            found.append(name or type(module).__name__)
+    return found
 
 
 class Recompute:
@@ -75,38 +90,30 @@ class Recompute:
         module = unit.module
         by_itself = _checkpoints_itself(module)
         if by_itself:
-            self._switch_on_around(module)
+            self._tell_models_around(module)
 
-        def again(call: Call, *args: Any, **kwargs: Any) -> Any:
+        def again(*args: Any, **kwargs: Any) -> Any:
             if in_backward():
                 self._last = unit
                 self._starts(unit.index)
-            return call(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        def run(call: Call, *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(partial(again, call), *args, use_reentrant=False, **kwargs)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
             if not torch.is_grad_enabled() or in_backward() or inside_checkpoint():
                 return original(*args, **kwargs)
-            if not by_itself or not module.training:
-                return run(original, *args, **kwargs)
-            if module.gradient_checkpointing:
+            if by_itself and module.gradient_checkpointing and module.training:
                 return original(*args, **kwargs)  # the user has switched it on
-            restore = _set(module, gradient_checkpointing=True, _gradient_checkpointing_func=run)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                restore()
+            return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
-        return forward
+        # Not to be traced as a part of what is compiled around it; what it calls may be.
+        return cast(Call, torch.compiler.disable(call, recursive=False))
 
-    def _switch_on_around(self, layer: nn.Module) -> None:
+    def _tell_models_around(self, layer: nn.Module) -> None:
         for module in self._root.modules():
             off = getattr(module, "gradient_checkpointing", None) is False and not _checkpoints_itself(module)
             if off and any(inner is layer for inner in module.modules()):
-                self._restore.append(_set(module, gradient_checkpointing=True))
+                self._restore.append(replace(module, gradient_checkpointing=True))
 
     @contextmanager
     def checked(self) -> Iterator[None]:

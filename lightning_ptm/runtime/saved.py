@@ -34,6 +34,7 @@ def _hooks_in_force() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@torch.compiler.disable
 def inside_checkpoint() -> bool:
     """Whether a non-reentrant checkpoint is recording or recomputing this forward."""
     outer = _hooks_in_force()

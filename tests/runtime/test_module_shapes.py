@@ -315,6 +315,29 @@ class SubmoduleOfAUnitBorrowedByTheStep(Stack):
 
 
 @case
+class FrozenSubmoduleBorrowedByKeyword(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].norm.requires_grad_(False)
+
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        x = super().middle(x, index)
+        return x + self.blocks[0].norm(input=x)
+
+
+@case
+class BorrowedCallThatFails(Stack):
+    """The step catches the error and goes on."""
+
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        try:
+            self.blocks[1].up(x[..., :-1])
+        except RuntimeError:
+            x = x + 1
+        return super().middle(x, index)
+
+
+@case
 class SubmoduleOfAUnitBorrowedByAnotherUnit(Stack):
     def __init__(self) -> None:
         super().__init__()
