@@ -1,30 +1,22 @@
 """A GPT: the model of the main job, of the examples and of the benchmarks.
 
 Plain PyTorch with pre-norm blocks, learned positions and GPT-2's initialisation. It knows nothing of pages: any
-strategy trains it. I1: parameters exist only after `configure_model`, which builds once. I2: every parameter is owned
-by a module of a type that `init_weights` handles, so initialising module by module, in any order, does the whole model.
+strategy trains it. The invariants are those of `base.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.metrics import TokenLoss, TokenPerplexity
+from lightning_ptm.models.base import Batch, LanguageModel
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
-
-Batch = tuple[Tensor, Tensor]
-"""Tokens and the tokens that follow them, both of shape (batch, sequence) and of an integer dtype."""
 
 
 class ResidualLinear(nn.Linear):
@@ -78,11 +70,10 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
-class GPT(LightningModule):
+class GPT(LanguageModel):
     """Predicts the next token; bytes by default, so that any text will do.
 
-    Logs `train_loss` (nats per token), and at the end of an evaluation `val_loss` and `val_perplexity` (`test_...` in a
-    test), averaged over tokens and ranks.
+    A batch is tokens and the tokens that follow them. What is logged is said in `LanguageModel`.
 
     Args:
         vocab_size: Number of tokens; 256 reads bytes.
@@ -120,7 +111,14 @@ class GPT(LightningModule):
         weight_decay: float = 0.1,
         meta: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            final_learning_rate_fraction=final_learning_rate_fraction,
+            betas=betas,
+            weight_decay=weight_decay,
+            meta=meta,
+        )
         if min(vocab_size, width, layers, heads, sequence_length) < 1:
             raise ConfigError(
                 f"GPT got vocab_size={vocab_size}, width={width}, layers={layers}, heads={heads}, "
@@ -139,36 +137,19 @@ class GPT(LightningModule):
         self.sequence_length = sequence_length
         self.dropout = dropout
         self.tie_head = tie_head
-        self.learning_rate = learning_rate
-        self.warmup_steps = warmup_steps
-        self.final_learning_rate_fraction = final_learning_rate_fraction
-        self.betas = betas
-        self.weight_decay = weight_decay
-        self.meta = meta
-        self._built = False
-        self.val_loss = TokenLoss()
-        self.val_perplexity = TokenPerplexity()
-        self.test_loss = TokenLoss()
-        self.test_perplexity = TokenPerplexity()
 
     # ---- building ----
 
-    def configure_model(self) -> None:
-        """Creates the parameters, once; Lightning calls this before each of fit, validate, test and predict."""
-        if self._built:
-            return
-        with torch.device("meta" if self.meta else torch.get_default_device()):
-            self.token_embedding = nn.Embedding(self.vocab_size, self.width)
-            self.position_embedding = nn.Embedding(self.sequence_length, self.width)
-            self.embedding_dropout = nn.Dropout(self.dropout)
-            self.blocks = nn.ModuleList(Block(self.width, self.heads, self.dropout) for _ in range(self.layers))
-            self.norm = nn.LayerNorm(self.width)
-            self.head = nn.Linear(self.width, self.vocab_size, bias=False)
+    def build(self) -> None:
+        """Creates the modules that have parameters, on torch's default device."""
+        self.token_embedding = nn.Embedding(self.vocab_size, self.width)
+        self.position_embedding = nn.Embedding(self.sequence_length, self.width)
+        self.embedding_dropout = nn.Dropout(self.dropout)
+        self.blocks = nn.ModuleList(Block(self.width, self.heads, self.dropout) for _ in range(self.layers))
+        self.norm = nn.LayerNorm(self.width)
+        self.head = nn.Linear(self.width, self.vocab_size, bias=False)
         if self.tie_head:
             self.head.weight = self.token_embedding.weight
-        self._built = True
-        if not self.meta:
-            self.apply(self.init_weights)
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module) -> None:
@@ -187,12 +168,6 @@ class GPT(LightningModule):
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Builds meta parameters again, in memory, in `GPT.load_from_checkpoint`: no strategy is there to do it."""
-        if self.meta and self._trainer is None:
-            self.meta = self._built = False
-            self.configure_model()
 
     # ---- sizes ----
 
@@ -230,66 +205,8 @@ class GPT(LightningModule):
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch."""
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds one batch to `val_loss` and `val_perplexity`."""
-        loss, token_count = self.loss(batch), batch[1].numel()
-        self.val_loss.update(loss, token_count)
-        self.val_perplexity.update(loss, token_count)
-        self.log("val_loss", self.val_loss, prog_bar=True)
-        self.log("val_perplexity", self.val_perplexity)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds one batch to `test_loss` and `test_perplexity`."""
-        loss, token_count = self.loss(batch), batch[1].numel()
-        self.test_loss.update(loss, token_count)
-        self.test_perplexity.update(loss, token_count)
-        self.log("test_loss", self.test_loss)
-        self.log("test_perplexity", self.test_perplexity)
-
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Cross-entropy of each sequence, shape (batch,), in nats per token: how surprising the model finds it."""
         tokens, targets = batch
         losses = F.cross_entropy(self(tokens).float().transpose(1, 2), targets, reduction="none")
         return losses.mean(dim=1)
-
-    # ---- optimizing ----
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW in two parameter groups (with and without decay), its rate set at each step."""
-        total_steps = self.trainer.estimated_stepping_batches
-        if math.isinf(total_steps):
-            raise ConfigError(
-                "The Trainer has neither max_steps nor max_epochs, so the cosine of the learning rate has no end; "
-                "set one of them"
-            )
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
-        rate = functools.partial(
-            warmup_cosine,
-            warmup_steps=self.warmup_steps,
-            total_steps=int(total_steps),
-            final_fraction=self.final_learning_rate_fraction,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
-    """Learning rate of a step as a fraction of its peak: linear up, then half a cosine down to `final_fraction`.
-
-    The first step is above 0 and step `warmup_steps` is the peak; from `total_steps` on it stays at `final_fraction`.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
-from lightning_ptm.models.gpt import INIT_STD, warmup_cosine
+from lightning_ptm.models.base import warmup_cosine
+from lightning_ptm.models.gpt import INIT_STD
 
 SMALL = {"vocab_size": 32, "width": 16, "layers": 2, "heads": 2, "sequence_length": 8}
 

@@ -1,0 +1,160 @@
+"""What the language models share: building on the meta device, the steps that a Trainer calls, and the optimizer.
+
+It knows nothing of pages: any strategy trains these models. I1: parameters exist only after `configure_model`, which
+builds once. I2: every parameter is owned by a module of a type that `init_weights` handles, so initialising module by
+module, in any order, does the whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.models.metrics import TokenLoss, TokenPerplexity
+
+Batch = tuple[Tensor, Tensor]
+"""What the model reads and what it is to predict, both of shape (batch, tokens) and of an integer dtype."""
+
+
+class LanguageModel(LightningModule):
+    """Logs `train_loss` (nats per token), and at the end of an evaluation `val_loss` and `val_perplexity` (`test_...` in
+    a test), averaged over tokens and ranks.
+
+    A subclass says what is built (`build`), how it is initialised (`init_weights`) and what a batch costs (`loss`).
+
+    Args:
+        learning_rate: Its peak, reached at the end of the warm-up.
+        warmup_steps: Optimizer steps of linear warm-up.
+        final_learning_rate_fraction: What the cosine ends at, as a fraction of the peak.
+        betas: AdamW's.
+        weight_decay: AdamW's, on matrices only: biases and norms have none.
+        meta: `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at a
+            time and fills it with `init_weights`.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float,
+        warmup_steps: int,
+        final_learning_rate_fraction: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        meta: bool,
+    ) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.final_learning_rate_fraction = final_learning_rate_fraction
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.meta = meta
+        self._built = False
+        self.val_loss = TokenLoss()
+        self.val_perplexity = TokenPerplexity()
+        self.test_loss = TokenLoss()
+        self.test_perplexity = TokenPerplexity()
+
+    # ---- what a subclass says ----
+
+    @abstractmethod
+    def build(self) -> None:
+        """Creates the modules that have parameters, on torch's default device."""
+
+    @abstractmethod
+    def init_weights(self, module: nn.Module) -> None:
+        """Initialises, in place, the parameters that `module` itself owns (not those of its children)."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of a batch, in nats per token."""
+
+    def token_count(self, batch: Batch) -> int:
+        """The number of tokens that the loss of a batch is the mean of."""
+        return batch[1].numel()
+
+    # ---- building ----
+
+    def configure_model(self) -> None:
+        """Creates the parameters, once; Lightning calls this before each of fit, validate, test and predict."""
+        if self._built:
+            return
+        with torch.device("meta" if self.meta else torch.get_default_device()):
+            self.build()
+        self._built = True
+        if not self.meta:
+            self.apply(self.init_weights)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Builds meta parameters again, in memory, in `load_from_checkpoint`: no strategy is there to do it."""
+        if self.meta and self._trainer is None:
+            self.meta = self._built = False
+            self.configure_model()
+
+    # ---- computing ----
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds one batch to `val_loss` and `val_perplexity`."""
+        loss, token_count = self.loss(batch), self.token_count(batch)
+        self.val_loss.update(loss, token_count)
+        self.val_perplexity.update(loss, token_count)
+        self.log("val_loss", self.val_loss, prog_bar=True)
+        self.log("val_perplexity", self.val_perplexity)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds one batch to `test_loss` and `test_perplexity`."""
+        loss, token_count = self.loss(batch), self.token_count(batch)
+        self.test_loss.update(loss, token_count)
+        self.test_perplexity.update(loss, token_count)
+        self.log("test_loss", self.test_loss)
+        self.log("test_perplexity", self.test_perplexity)
+
+    # ---- optimizing ----
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW in two parameter groups (with and without decay), its rate set at each step."""
+        total_steps = self.trainer.estimated_stepping_batches
+        if math.isinf(total_steps):
+            raise ConfigError(
+                "The Trainer has neither max_steps nor max_epochs, so the cosine of the learning rate has no end; "
+                "set one of them"
+            )
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        rate = functools.partial(
+            warmup_cosine,
+            warmup_steps=self.warmup_steps,
+            total_steps=int(total_steps),
+            final_fraction=self.final_learning_rate_fraction,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
+    """Learning rate of a step as a fraction of its peak: linear up, then half a cosine down to `final_fraction`.
+
+    The first step is above 0 and step `warmup_steps` is the peak; from `total_steps` on it stays at `final_fraction`.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + math.cos(math.pi * progress))
