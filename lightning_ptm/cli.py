@@ -80,9 +80,10 @@ class PTMCommandLine(LightningCLI):
         if not isinstance(self.datamodule, TextBytes):
             print(f"validation loss: {float(metrics['val_loss']):.9g}")
             return
+        unit = self.datamodule.loss_unit
         print(
-            f"validation loss: {float(metrics['val_loss']):.9g} nats/byte; "
-            f"unigram model of the same text: {self.datamodule.unigram_loss:.4f} nats/byte"
+            f"validation loss: {float(metrics['val_loss']):.9g} {unit}; "
+            f"unigram model of the same text: {self.datamodule.unigram_loss:.4f} {unit}"
         )
 
 

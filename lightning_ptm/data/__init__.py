@@ -1,7 +1,8 @@
-"""Text for the main job: any folder of files, read as bytes."""
+"""Text for the main jobs: any folder of files, read as bytes."""
 
 from __future__ import annotations
 
+from lightning_ptm.data.spans import SpanCorruption
 from lightning_ptm.data.text import TextBytes
 
-__all__ = ["TextBytes"]
+__all__ = ["SpanCorruption", "TextBytes"]

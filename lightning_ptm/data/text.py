@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,16 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Caches and installed packages: what they hold differs from machine to machine."""
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Successive windows of a text, for a shuffling sampler to pick from.
+class Samples(Dataset[tuple[Tensor, Tensor]], ABC):
+    """So many samples: pairs of what a model reads and what it is to predict, for a shuffling sampler to pick from."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of samples."""
+
+
+class Windows(Samples):
+    """Successive windows of a text.
 
     Item i is (tokens, targets), both int64 of shape (sequence_length,): the bytes from `i * sequence_length`, and the
     same moved on by one. What is left at the end, shorter than a window, is not used.
@@ -66,6 +75,9 @@ class TextBytes(LightningDataModule):
     Raises:
         ConfigError: in `setup`, when there is no text, or not enough for one batch; here, for sizes below 1.
     """
+
+    loss_unit = "nats/byte"
+    """What a model's loss on these samples is measured in."""
 
     def __init__(
         self,
@@ -119,9 +131,13 @@ class TextBytes(LightningDataModule):
         nats = -(train_counts / train_counts.sum()).log()
         return float((validation_counts * nats).sum() / validation_counts.sum())
 
+    def windows(self, text: Tensor, *, training: bool) -> Samples:
+        """The samples of a text."""
+        return Windows(text, self.sequence_length)
+
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Shuffled windows of the training text; a last, smaller batch is dropped so that steps are alike."""
-        windows = Windows(self.train_text, self.sequence_length)
+        windows = self.windows(self.train_text, training=True)
         if len(windows) < self.batch_size:
             raise ConfigError(
                 f"{self._root()} has {len(windows)} windows of {self.sequence_length} bytes to train on, a batch takes "
@@ -131,9 +147,8 @@ class TextBytes(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Windows of the validation text, in order."""
-        return DataLoader(
-            Windows(self.validation_text, self.sequence_length), self.batch_size, num_workers=self.num_workers
-        )
+        windows = self.windows(self.validation_text, training=False)
+        return DataLoader(windows, self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The validation text."""

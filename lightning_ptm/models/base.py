@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.models.kernels import adamw
 from lightning_ptm.models.metrics import TokenLoss, TokenPerplexity
 
 Batch = tuple[Tensor, Tensor]
@@ -138,7 +139,7 @@ class LanguageModel(LightningModule):
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        optimizer = adamw(groups, lr=self.learning_rate, betas=self.betas)
         rate = functools.partial(
             warmup_cosine,
             warmup_steps=self.warmup_steps,

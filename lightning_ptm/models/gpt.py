@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch, LanguageModel
+from lightning_ptm.models.kernels import is_norm, layer_norm
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
@@ -26,29 +27,29 @@ class ResidualLinear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention over (batch, sequence, width)."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, head_width: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = ResidualLinear(width, width)
+        self.query_key_value = nn.Linear(width, 3 * heads * head_width)
+        self.project = ResidualLinear(heads * head_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
-        split = self.query_key_value(x).view(batch, sequence, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, sequence, width / heads)
+        batch, sequence, _ = x.shape
+        split = self.query_key_value(x).view(batch, sequence, 3, self.heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, sequence, head_width)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.project(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return self.project(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide in between, with GELU in its tanh form as in GPT-2."""
+    """Two linear layers, wider in between, with GELU in its tanh form as in GPT-2."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.expand = nn.Linear(width, 4 * width)
-        self.project = ResidualLinear(4 * width, width)
+        self.expand = nn.Linear(width, inner)
+        self.project = ResidualLinear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(F.gelu(self.expand(x), approximate="tanh"))
@@ -57,12 +58,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One transformer block, normalised before each part: the unit in which the model is fetched and released."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, head_width: int, inner: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(width)
+        self.attention_norm = layer_norm(width)
+        self.attention = Attention(width, heads, head_width, dropout)
+        self.feed_forward_norm = layer_norm(width)
+        self.feed_forward = FeedForward(width, inner)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,9 +78,11 @@ class GPT(LanguageModel):
 
     Args:
         vocab_size: Number of tokens; 256 reads bytes.
-        width: Elements of a token's vector, a multiple of `heads`.
+        width: Elements of a token's vector, a multiple of `heads` unless `head_width` is given.
         layers: Number of blocks.
         heads: Attention heads of a block.
+        head_width: Elements of a head's vectors; by default `width / heads`.
+        feed_forward_width: Elements between the two layers of a feed-forward; by default `4 * width`.
         sequence_length: Longest sequence, in tokens.
         dropout: Probability in residual branches, attention weights and the embedding.
         tie_head: The output layer uses the token embedding's weight.
@@ -101,6 +104,8 @@ class GPT(LanguageModel):
         width: int = 256,
         layers: int = 6,
         heads: int = 4,
+        head_width: int | None = None,
+        feed_forward_width: int | None = None,
         sequence_length: int = 256,
         dropout: float = 0.0,
         tie_head: bool = False,
@@ -124,16 +129,23 @@ class GPT(LanguageModel):
                 f"GPT got vocab_size={vocab_size}, width={width}, layers={layers}, heads={heads}, "
                 f"sequence_length={sequence_length}; none of them can be built from less than 1"
             )
-        if width % heads:
+        if min(head_width or 1, feed_forward_width or 1) < 1:
+            raise ConfigError(
+                f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; neither can be built from less "
+                f"than 1"
+            )
+        if head_width is None and width % heads:
             raise ConfigError(
                 f"GPT got width={width} and heads={heads}: heads of equal width are impossible; "
-                f"choose a width that is a multiple of {heads}"
+                f"choose a width that is a multiple of {heads}, or a head_width"
             )
         self.save_hyperparameters()
         self.vocab_size = vocab_size
         self.width = width
         self.layers = layers
         self.heads = heads
+        self.head_width = head_width or width // heads
+        self.feed_forward_width = feed_forward_width or 4 * width
         self.sequence_length = sequence_length
         self.dropout = dropout
         self.tie_head = tie_head
@@ -145,8 +157,9 @@ class GPT(LanguageModel):
         self.token_embedding = nn.Embedding(self.vocab_size, self.width)
         self.position_embedding = nn.Embedding(self.sequence_length, self.width)
         self.embedding_dropout = nn.Dropout(self.dropout)
-        self.blocks = nn.ModuleList(Block(self.width, self.heads, self.dropout) for _ in range(self.layers))
-        self.norm = nn.LayerNorm(self.width)
+        shape = (self.width, self.heads, self.head_width, self.feed_forward_width, self.dropout)
+        self.blocks = nn.ModuleList(Block(*shape) for _ in range(self.layers))
+        self.norm = layer_norm(self.width)
         self.head = nn.Linear(self.width, self.vocab_size, bias=False)
         if self.tie_head:
             self.head.weight = self.token_embedding.weight
@@ -165,16 +178,18 @@ class GPT(LanguageModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)
-        elif isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
+        elif is_norm(module):
+            nn.init.ones_(module.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     # ---- sizes ----
 
     @property
     def parameter_numel(self) -> int:
         """Number of parameters, known before they exist; a tied weight counts once."""
-        block = 12 * self.width**2 + 13 * self.width
+        attention = self.heads * self.head_width
+        biases_and_norms = 3 * attention + self.feed_forward_width + 6 * self.width
+        block = self._block_matrix_numel + biases_and_norms
         embeddings = (self.vocab_size + self.sequence_length) * self.width
         head = 0 if self.tie_head else self.vocab_size * self.width
         return embeddings + self.layers * block + 2 * self.width + head
@@ -183,11 +198,15 @@ class GPT(LanguageModel):
     def flops_per_token(self) -> int:
         """Floating-point operations that training spends on one token, without recomputation.
 
-        6 per weight of a matrix multiplication (2 forward, 4 backward), and 12 * layers * width * sequence for
-        attention (the count of PaLM, appendix B, which takes no advantage of the causal mask).
+        6 per weight of a matrix multiplication (2 forward, 4 backward), and 12 * layers * heads * head_width * sequence
+        for attention (the count of PaLM, appendix B, which takes no advantage of the causal mask).
         """
-        matrix_numel = self.layers * 12 * self.width**2 + self.vocab_size * self.width
-        return 6 * matrix_numel + 12 * self.layers * self.width * self.sequence_length
+        matrix_numel = self.layers * self._block_matrix_numel + self.vocab_size * self.width
+        return 6 * matrix_numel + 12 * self.layers * self.heads * self.head_width * self.sequence_length
+
+    @property
+    def _block_matrix_numel(self) -> int:
+        return (4 * self.heads * self.head_width + 2 * self.feed_forward_width) * self.width
 
     # ---- computing ----
 

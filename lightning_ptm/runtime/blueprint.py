@@ -54,6 +54,12 @@ _FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
 
 
+def keeps_fp32(module: nn.Module) -> bool:
+    """Whether the parameters of `module` itself stay in fp32 under mixed precision: kernels want it, or its class says so
+    (`keep_in_fp32 = True`, as a router's does)."""
+    return isinstance(module, _FP32_MODULES) or getattr(type(module), "keep_in_fp32", False) is True
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
     """`count` paged tensors of `numel` elements each."""
@@ -281,7 +287,7 @@ def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
     keep_fp32 = {
         id(parameter)
         for module in request.module.modules()
-        if isinstance(module, _FP32_MODULES)
+        if keeps_fp32(module)
         for parameter in module._parameters.values()
         if parameter is not None
     }
