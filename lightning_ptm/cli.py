@@ -8,6 +8,7 @@ there are commands beside those of the Trainer (COMMANDS).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ptm.commands.export import export
-from lightning_ptm.commands.inspect import inspect
+from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
+from lightning_ptm.commands.params import params
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
@@ -31,8 +33,11 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] /
 
 CONFIG_OPTIONS = ("--config", "-c")
 
-COMMANDS: dict[str, Callable[..., None]] = {"export": export, "inspect": inspect}
-"""Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help."""
+COMMANDS: dict[str, Callable[..., None]] = {"export": export, "inspect": inspect_checkpoint, "params": params}
+"""Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help.
+
+A first parameter `config_file` is given as `--config NAME` or as `NAME`, which is looked up as for `fit`.
+"""
 
 
 class PTMCommandLine(LightningCLI):
@@ -124,6 +129,17 @@ def _resolve(name: str, folders: Sequence[Path]) -> str:
     )
 
 
+def _config_first(arguments: Sequence[str]) -> list[str]:
+    """`--config NAME ...` and `NAME ...` as `PATH ...`; jsonargparse has no argument that is both, or named `config`."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--config", *arguments]
+    first, *rest = resolve_config_names(arguments) or [""]
+    option, equals, value = first.partition("=")
+    if option not in CONFIG_OPTIONS:
+        return list(arguments)
+    return [value, *rest] if equals else rest
+
+
 def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     """Parses `args` (the process's arguments by default) and runs the subcommand.
 
@@ -160,6 +176,8 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     try:
+        if "config_file" in inspect.signature(COMMANDS[name]).parameters:
+            rest = _config_first(rest)
         auto_cli(COMMANDS[name], args=list(map(_with_underscores, rest)), prog=f"lightning-ptm {name}")
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")

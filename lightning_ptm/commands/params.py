@@ -1,0 +1,176 @@
+"""`lightning-ptm params gpt3_175b`: how large the model of a config is, before anything is allocated.
+
+Builds the model on the meta device and reads three settings of the Trainer (precision, strategy, units) without making
+one. Owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped,unused-ignore]
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.blueprint import keeps_fp32
+from lightning_ptm.runtime.units import Unit, discover
+
+ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of all ranks' model states: compute parameters, gradients, master states."""
+
+    p16: int
+    g16: int
+    master: int
+
+    @property
+    def total(self) -> int:
+        return self.p16 + self.g16 + self.master
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a model is made of.
+
+    Attributes:
+        parts: parameters of each kind of part, largest first. A part is the outermost module of its unit that holds no
+            other unit, its kind the class of that module.
+        numel: all parameters; one that is used in several places counts once.
+        precision: the Trainer's.
+        states: with Adam.
+        units: their number, the root included; largest_unit: its name, and largest_unit_numel: its parameters.
+    """
+
+    parts: dict[str, int]
+    numel: int
+    precision: str
+    states: StateBytes
+    units: int
+    largest_unit: str
+    largest_unit_numel: int
+
+
+def params(config_file: str) -> None:
+    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
+
+    Args:
+        config_file: A config file of `fit`; a bare name is looked up among the installed ones.
+    """
+    print(render(Path(config_file).name, count(config_file)))
+
+
+def count(config: str | Path) -> Count:
+    """Counts the model of a config file. Takes seconds and no memory for parameters, whatever their number.
+
+    Raises:
+        ConfigError: the file names no model, or one that cannot be built.
+    """
+    document = _read(Path(config))
+    model = _on_meta(document, config)
+    trainer = document.get("trainer") or {}
+    strategy = trainer.get("strategy")
+    settings = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
+    units = discover(model, settings.get("units", "auto"))
+    # As the Trainer's own default.
+    precision = AngelPTMPrecision(trainer.get("precision") or "32-true")
+    sizes = {unit.name or "the root": sum(p.parameter.numel() for p in unit.parameters) for unit in units}
+    largest = max(sizes, key=sizes.__getitem__)
+    return Count(
+        parts=_parts(model, units),
+        numel=sum(sizes.values()),
+        precision=precision.precision,
+        states=_states(model, precision),
+        units=len(units),
+        largest_unit=largest,
+        largest_unit_numel=sizes[largest],
+    )
+
+
+def render(title: str, counted: Count) -> str:
+    """The table that `params` prints."""
+    width = max(len("part"), *map(len, counted.parts))
+    lines = [title, "", f"{'part':<{width}}  {'parameters':>21}  share"]
+    for kind, numel in [*counted.parts.items(), ("total", counted.numel)]:
+        lines.append(f"{kind:<{width}}  {numel:>21,}  {numel / counted.numel:5.1%}")
+    states = counted.states
+    lines += ["", f"model states of all ranks together, {counted.precision}, Adam: {format_bytes(states.total)}"]
+    for name, size in (("p16", states.p16), ("g16", states.g16), ("master", states.master)):
+        lines.append(f"{name:<6}  {format_bytes(size):>11}")
+    share = states.p16 / counted.numel
+    lines += [
+        "",
+        f"{counted.units:,} units; the largest is {counted.largest_unit}: {counted.largest_unit_numel:,} parameters, about "
+        f"{format_bytes(counted.largest_unit_numel * share)} while it computes",
+    ]
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a config ({error}); name a YAML file of `fit`") from error
+    if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
+        raise ConfigError(f"{path} names no model, so there is nothing to count; it needs model.class_path")
+    return document
+
+
+def _on_meta(document: Mapping[str, Any], path: str | Path) -> LightningModule:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    try:
+        parsed = parser.parse_object({"model": document["model"]})
+    except ArgumentError as error:
+        raise ConfigError(f"the model of {path} cannot be built: {error}") from error
+    # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+    with torch.device("meta"):
+        model: LightningModule = instantiate(parsed).model
+        model.configure_model()
+    return model
+
+
+def _parts(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, int]:
+    modules = dict(model.named_modules())
+    around_units = {""}
+    for unit in units:
+        components = unit.name.split(".")
+        around_units.update(".".join(components[:depth]) for depth in range(1, len(components)))
+    numel_of: dict[str, int] = {}
+    for unit in units:
+        for item in unit.parameters:
+            *components, _ = item.name.split(".")
+            name = unit.name
+            for depth in range(len(name.split(".")) if name else 0, len(components)):
+                if name != unit.name and name not in around_units:
+                    break
+                name = ".".join(components[: depth + 1])
+            kind = type(modules[name]).__name__
+            numel_of[kind] = numel_of.get(kind, 0) + item.parameter.numel()
+    return dict(sorted(numel_of.items(), key=lambda pair: -pair[1]))
+
+
+def _states(model: nn.Module, precision: AngelPTMPrecision) -> StateBytes:
+    kept = {id(p) for module in model.modules() if keeps_fp32(module) for p in module.parameters(recurse=False)}
+    p16 = g16 = master = 0
+    for parameter in model.parameters():
+        in_fp32 = precision.plan.mixed and id(parameter) in kept
+        itemsize = 4 if in_fp32 else precision.plan.compute.itemsize
+        numel = parameter.numel()
+        p16 += numel * itemsize
+        if parameter.requires_grad:
+            g16 += numel * itemsize
+            has_copy = precision.plan.mixed and not in_fp32
+            master += numel * (4 * (1 + ADAM_MOMENTS) if has_copy else itemsize * ADAM_MOMENTS)
+    return StateBytes(p16, g16, master)
