@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Executor
@@ -114,6 +115,7 @@ class Hooks:
         self._saved = SavedTensors(stores, executor)
         self._owned: dict[int, list[int]] = {}
         self._guarded: list[tuple[int, nn.Module]] = []
+        self._input_hooks: list[RemovableHandle] = []
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
         self._wrapped = False
@@ -150,10 +152,12 @@ class Hooks:
             self._executor.leave(index)
         self._guarded = []
         self._saved.abandon()
+        self._forget_inputs()
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
         self._saved.abandon()
+        self._forget_inputs()
         self._guarded = []
         self._in_pass = False
         self._wrapped = False
@@ -293,7 +297,15 @@ class Hooks:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if inputs:
             self._watches[index].open_calls += 1
-            torch.autograd.graph.register_multi_grad_hook(inputs, partial(self._inputs_done, index), mode="all")
+            done = partial(self._inputs_done, index)
+            self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all"))
+
+    def _forget_inputs(self) -> None:
+        # A hook over several inputs holds the nodes of all of them, and each node holds the hook. Where units share an input
+        # (a bias, an encoder's output) Python's collector cannot see through such a cycle: every graph would stay for ever.
+        for handle in self._input_hooks:
+            handle.remove()
+        self._input_hooks = []
 
     @_not_compiled
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
