@@ -18,7 +18,7 @@ LIMITS = {"dense": 0.8}
 
 def sides(args: argparse.Namespace) -> list[Side]:
     """The contestants, with what each is asked to compute."""
-    options = {"width": args.width, "inner": 4 * args.width, "tokens": args.tokens, "seed": SEED}
+    options = {"width": args.width, "inner": 4 * args.width, "tokens": args.tokens, "jitter": args.jitter, "seed": SEED}
     environment = side_environment(args)
     return [
         Side(name, "moe", {**options, "experts": experts}, threads=args.threads, environment=environment)
@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="elements of a token; a feed-forward is 4 times as wide")
     parser.add_argument("--tokens", type=int, default=4096, help="of a step")
     parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="noise on the router's input; one core draws it on a CPU"
+    )
     args = quicken(parser.parse_args())
     if args.quick:
         args.width, args.tokens = 64, 256

@@ -1,7 +1,7 @@
 """One feed-forward by itself, forward and backward in bf16: dense, or with experts of which each token uses one.
 
-Options: `width`, `inner`, `tokens`, `seed`; `experts` 0 for the dense one. Experts have room for every token, so that as
-many floating-point operations are done as in the dense one; the router is as it was initialised, about even.
+Options: `width`, `inner`, `tokens`, `seed`, `jitter`; `experts` 0 for the dense one. Experts have room for every token, so
+that as many floating-point operations are done as in the dense one; the router is as it was initialised, about even.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
             choices=1,
             capacity_factor=float(experts),
             eval_capacity_factor=float(experts),
-            jitter=0.01,
+            jitter=options["jitter"],
             gated=False,
             dropout=0.0,
         )
