@@ -52,10 +52,11 @@ def test_a_token_does_not_see_the_ones_after_it() -> None:
     assert not torch.equal(before[:, 5], after[:, 5])
 
 
+@pytest.mark.parametrize("shape", [{}, {"width": 18, "heads": 4, "head_width": 6, "feed_forward_width": 37}])
 @pytest.mark.parametrize("tie_head", [False, True])
 @pytest.mark.parametrize("meta", [False, True])
-def test_parameter_numel_is_what_is_built(tie_head: bool, meta: bool) -> None:
-    model = GPT(**SMALL, tie_head=tie_head, meta=meta)
+def test_parameter_numel_is_what_is_built(tie_head: bool, meta: bool, shape: dict[str, int]) -> None:
+    model = GPT(**(SMALL | shape), tie_head=tie_head, meta=meta)
     predicted = model.parameter_numel
     model.configure_model()
     assert predicted == sum(parameter.numel() for parameter in model.parameters())
@@ -200,7 +201,9 @@ def test_a_checkpoint_loads_without_a_trainer(tmp_path: Path, meta: bool) -> Non
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multiple of 3"):
+    with pytest.raises(ConfigError, match="multiple of 3, or a head_width"):
         GPT(width=64, heads=3)
+    with pytest.raises(ConfigError, match="head_width=-1"):
+        GPT(head_width=-1)
     with pytest.raises(ConfigError, match="layers=0"):
         GPT(layers=0)
