@@ -257,7 +257,8 @@ class LockFreeUpdates(UpdateScheduler):
         if len(self._too_stale(late)) < len(late):
             return True
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
-        return any(map(self._buffering.published, unread))
+        # Only what can be collected: one that still lacks a forecast would be news again and again.
+        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
 
     def finish_all(self) -> None:
         newer = [clock for place, clock in enumerate(self._clocks) if place in self._read and self._has_newer(place)]

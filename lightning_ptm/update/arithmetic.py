@@ -17,8 +17,10 @@ import torch
 
 from lightning_ptm.update.gradient import GradientReader, ShardGradient, TensorGradient
 from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, Progress
+from lightning_ptm.update.merged import FIRST_MOMENT, MergedStep
 from lightning_ptm.update.shadow import HyperParameters, RunViews
 from lightning_ptm.update.states import Run
+from lightning_ptm.update.traits import frozen_scalars
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class _Chunk:
     slots: Mapping[str, torch.Tensor]
     target: torch.Tensor | None
     reader: GradientReader
+    merged: Mapping[int, MergedStep] = dataclasses.field(default_factory=dict)
 
 
 class Arithmetic:
@@ -66,6 +69,14 @@ class Arithmetic:
         target = None if whole_target else windows.get(TARGET)
         before: torch.Tensor | None = None
         runs = states.runs(start, numel, progress.present)
+        if progress.merged:
+            chunk = _Chunk(
+                progress, self._merged_hyper(progress), start, parameter, slots, target, reader, progress.merged
+            )
+            self._step(chunk, [self._counted(run, progress.merged[run.group]) for run in runs])
+            if whole_target:
+                windows[TARGET].copy_(parameter)
+            return
         for count, hyper in enumerate(job.steps):
             if count:
                 known = progress.scalars_after(parameter)[count - 1]
@@ -83,6 +94,19 @@ class Arithmetic:
             windows[TARGET].copy_(before)
         elif whole_target:
             windows[TARGET].copy_(parameter)
+
+    @staticmethod
+    def _merged_hyper(progress: Progress) -> HyperParameters:
+        groups = enumerate(progress.job.hyper.groups)
+        merged = progress.merged
+        return HyperParameters(tuple(merged[i].group if i in merged else group for i, group in groups))
+
+    @staticmethod
+    def _counted(run: Run, merged: MergedStep) -> Run:
+        assert run.scalars is not None
+        step = run.scalars.values["step"]
+        counted = torch.full_like(step, merged.step) if isinstance(step, torch.Tensor) else merged.step
+        return dataclasses.replace(run, scalars=frozen_scalars({**run.scalars.values, "step": counted}))
 
     def _step(self, chunk: _Chunk, runs: Sequence[Run]) -> None:
         """One optimizer step."""
@@ -117,6 +141,7 @@ class Arithmetic:
             views.append(RunViews(run.group, parameter, gradient, slots, run.scalars))
         job = chunk.progress.job
         job.shadow.step(chunk.hyper, views)
+        self._correct(chunk, views)
         if chunk.target is not None:
             for run, view in zip(runs, views, strict=True):
                 chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
@@ -144,9 +169,16 @@ class Arithmetic:
                 gradient.copy_(given)
                 job.transform.apply_(gradient)
             state = dict(zip(names, next(slots), strict=True)) if names else {}
-            job.shadow.step(chunk.hyper, [RunViews(run.group, parameter, gradient, state, run.scalars)])
+            views = [RunViews(run.group, parameter, gradient, state, run.scalars)]
+            job.shadow.step(chunk.hyper, views)
+            self._correct(chunk, views)
             if targets is not None:
                 targets[index].copy_(parameter)
+
+    @staticmethod
+    def _correct(chunk: _Chunk, views: Sequence[RunViews]) -> None:
+        for view in views if chunk.merged else ():
+            view.slots[FIRST_MOMENT].lerp_(view.gradient, chunk.merged[view.group].correction)
 
     def _cut(self, run: Run) -> Iterator[Run]:
         for start in range(run.start, run.stop, self._block_numel):

@@ -213,7 +213,8 @@ class Buffering:
         flat = self._of_buffer[id(buffer)]
         steps, transform = combined(contribution)
         forecast = None
-        if self._forecast and steps and can_forecast(flat.states.traits):
+        behind = len(steps) > REACH  # too far for a forecast, and too many steps to take one by one
+        if self._forecast and steps and not behind and can_forecast(flat.states.traits):
             forecast = Forecast(flat.states, steps[-1], min(max(1, buffer.late), REACH))
         job = UpdateJob(
             flat.states,
@@ -223,7 +224,8 @@ class Buffering:
             steps[-1] if steps else HyperParameters(()),
             transform,
             steps[:-1],
-            contribution.after,
+            merge=behind,
+            after=contribution.after,
             fresh_target=True,
             forecast=forecast,
             on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(steps))),

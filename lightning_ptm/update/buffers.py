@@ -93,7 +93,8 @@ def combined(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], T
     From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
     From k steps: as k steps of the optimizer, in one pass over the pages, each with the hyper-parameters of its own step and
     with the mean of the k gradients (each clipped by its own step's factor). So they go as far, decay weights as much and
-    count as many steps as they would have one by one. benchmarks/lock_free_loss.py compares rules.
+    count as many steps as they would have one by one. Of more than `REACH` steps, those of Adam and AdamW are taken in one
+    call (merged.py). benchmarks/lock_free_loss.py compares rules.
     """
     origins = contribution.origins
     if len(origins) < 2:

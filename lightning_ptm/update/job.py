@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.merged import MergedStep, merge
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.traits import ScalarState
@@ -55,6 +56,7 @@ class UpdateJob:
         hyper: the step's hyper-parameters.
         transform: what happens to the gradient first.
         earlier: hyper-parameters of steps that are taken before, with the same gradient.
+        merge: take all steps in one call where that can be (merged.py).
         after: what the gradient waits for; master states are read ahead meanwhile.
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
         forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
@@ -69,6 +71,7 @@ class UpdateJob:
     hyper: HyperParameters
     transform: Transform = NO_TRANSFORM
     earlier: Sequence[HyperParameters] = ()
+    merge: bool = False
     after: Sequence[Pending] = ()
     fresh_target: bool = False
     forecast: Forecast | None = None
@@ -198,6 +201,8 @@ class Progress:
         self.predecessor: Progress | None = None
         """The job before this one on the same master states, until it is computed."""
         self._scalars: list[dict[tuple[int, int], ScalarState]] = []
+        self.merged: Mapping[int, MergedStep] = self._merge() if job.merge else {}
+        """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
 
     @property
     def computed(self) -> bool:
@@ -230,6 +235,24 @@ class Progress:
                 self._scalars.append(after)
                 before = dict(after)
         return self._scalars
+
+    def _merge(self) -> dict[int, MergedStep]:
+        states, steps = self.job.states, self.job.steps
+        clocks = {
+            states.clock(index): states.scalars(index)
+            for index, group in enumerate(states.groups)
+            if group is not None and self.present[index]
+        }
+        if len({group for group, _ in clocks}) < len(clocks):
+            return {}  # parameters of one group have had different numbers of steps
+        found: dict[int, MergedStep] = {}
+        for (group, _), scalars in clocks.items():
+            step = 0.0 if scalars is None else float(scalars.values.get("step", 0.0))
+            merged = merge(states.traits, [hyper.groups[group] for hyper in steps], step)
+            if merged is None:
+                return {}
+            found[group] = merged
+        return found
 
     def forget_gradient(self) -> None:
         if isinstance(self.job.gradient, ParameterGradients):
