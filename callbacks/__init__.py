@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # Relative: in a checkout this folder is also the package `callbacks`.
+from .grad_norm import GradNormMonitor
 from .page_monitor import PageMonitor
 from .throughput import Throughput
 
-__all__ = ["PageMonitor", "Throughput"]
+__all__ = ["GradNormMonitor", "PageMonitor", "Throughput"]

@@ -205,11 +205,21 @@ class AngelPTMPrecision(Precision):
         return model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
 
     @staticmethod
-    def gradient_readers(model: LightningModule) -> list[str]:
-        """Class names of those, model or callback, that have a hook between backward and step."""
+    def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
+        """Class names of those, model or callback, that have a hook between backward and step.
+
+        Args:
+            of_grad: without those whose class says `asks_strategy_for_gradients = True`: they need gradients to be
+                complete, as any other, and do not miss them in `.grad`.
+        """
         hooks = ("on_before_optimizer_step", "on_after_backward")
         candidates = (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
-        return [type(each).__name__ for each in candidates if any(_overrides(each, name) for name in hooks)]
+        found = [each for each in candidates if any(_overrides(each, name) for name in hooks)]
+        return [
+            type(each).__name__
+            for each in found
+            if not (of_grad and getattr(each, "asks_strategy_for_gradients", False) is True)
+        ]
 
     def _running(self) -> StepEngine:
         if self._engine is None:

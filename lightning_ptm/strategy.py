@@ -269,12 +269,12 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _warn_of_gradients_in_pages(self, engine: Engine) -> None:
         assert self.lightning_module is not None
-        readers = self.precision_plugin.gradient_readers(self.lightning_module)
+        readers = self.precision_plugin.gradient_readers(self.lightning_module, of_grad=True)
         if readers and not engine.gradients_in_place:
             rank_zero_warn(
                 f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
                 f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
-                f"self.clip_gradients to clip, and trainer.strategy.engine.gradient_norm(optimizer) for the norm"
+                f"self.clip_gradients to clip, and trainer.strategy.gradient_norm(optimizer) for the norm"
             )
 
     def _warn_of_recomputing_uncompiled(self, engine: Engine) -> None:
@@ -389,6 +389,14 @@ class AngelPTMStrategy(ParallelStrategy):
     def statistics(self) -> Statistics:
         """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
         return collect(self.engine)
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The global norm of an optimizer's gradients over all ranks, wherever they are kept: complete, not yet clipped,
+        and without the loss scale. Between backward and step only (`on_before_optimizer_step`), on all ranks.
+
+        On one rank it is what `torch.nn.utils.clip_grad_norm_` returns, to the last bit. See `callbacks.GradNormMonitor`.
+        """
+        return self.engine.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
         """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are

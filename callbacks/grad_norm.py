@@ -1,0 +1,56 @@
+"""The norm of the gradients at each optimizer step, wherever pages keep them.
+
+Owns a count of each optimizer's steps. I1: the norm is asked for at the same steps on all ranks: asking is collective.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from .where import pages_of
+
+
+class GradNormMonitor(Callback):
+    """Logs `gradients/norm`, the global norm over all parameters and ranks; with several optimizers `gradients/norm_0`,
+    `gradients/norm_1`... The gradients are those of the whole step (all its micro-batches), before clipping, without the
+    loss scale; inf or NaN where a loss scale was too high and the step is skipped.
+
+    Does nothing with other strategies. Costs a pass over the gradients each time; besides, every gradient must be
+    complete before the first is used, so units are not updated while the backward pass goes on (`update_in_backward`), as
+    with `gradient_clip_val`. The numbers of the training stay the same.
+
+    Args:
+        every_n_steps: how often; 1 is each optimizer step.
+        norm_type: of the norm: 2, 1, inf...
+    """
+
+    asks_strategy_for_gradients = True
+    """Tells the strategy that this hook between backward and step does not look at `.grad`."""
+
+    def __init__(self, every_n_steps: int = 1, norm_type: float = 2.0) -> None:
+        if every_n_steps < 1:
+            raise ValueError(
+                f"GradNormMonitor got every_n_steps={every_n_steps}; a norm is logged at some step, so give at least 1"
+            )
+        self.every_n_steps = every_n_steps
+        self.norm_type = float(norm_type)
+        self._steps: list[int] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts to count."""
+        self._steps = [0 for _ in trainer.optimizers]
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Logs the norm of this step. Collective."""
+        strategy = pages_of(trainer)
+        if strategy is None:
+            return
+        inner = getattr(optimizer, "_optimizer", optimizer)  # manual optimization hands out Lightning's wrapper
+        index = next(index for index, each in enumerate(trainer.optimizers) if each is inner)
+        self._steps[index] += 1
+        if (self._steps[index] - 1) % self.every_n_steps:
+            return
+        norm = strategy.gradient_norm(optimizer, self.norm_type)
+        name = "gradients/norm" if len(self._steps) == 1 else f"gradients/norm_{index}"
+        pl_module.log(name, norm.detach().float(), on_step=True, on_epoch=False, batch_size=1)

@@ -1,0 +1,43 @@
+"""Where a callback finds the strategy, the logs and a folder for its files.
+
+Owns nothing. Public names of lightning_ptm only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_ptm import AngelPTMStrategy
+
+
+def pages_of(trainer: Trainer) -> AngelPTMStrategy | None:
+    """The Trainer's strategy if it keeps model states in pages; None for others, with which page callbacks do nothing."""
+    return trainer.strategy if isinstance(trainer.strategy, AngelPTMStrategy) else None
+
+
+def boards_of(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's TensorBoard loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def folder_of(trainer: Trainer) -> Path:
+    """The first logger's folder, or the Trainer's root folder; made if need be. Rank 0 only."""
+    named = next((logger.log_dir for logger in trainer.loggers if getattr(logger, "log_dir", None)), None)
+    folder = Path(named or trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def show_text(trainer: Trainer, tag: str, markdown: str) -> None:
+    """A text page in TensorBoard, if a logger is one; loggers write on rank 0 alone."""
+    if trainer.is_global_zero:
+        for logger in boards_of(trainer):
+            logger.experiment.add_text(tag, markdown, trainer.global_step)
+
+
+def preformatted(text: str) -> str:
+    """`text` as markdown that keeps its columns."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
