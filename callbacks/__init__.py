@@ -5,6 +5,7 @@ from __future__ import annotations
 # Relative: in a checkout this folder is also the package `callbacks`.
 from .grad_norm import GradNormMonitor
 from .page_monitor import PageMonitor
+from .plan_printer import PlanPrinter
 from .throughput import Throughput
 
-__all__ = ["GradNormMonitor", "PageMonitor", "Throughput"]
+__all__ = ["GradNormMonitor", "PageMonitor", "PlanPrinter", "Throughput"]

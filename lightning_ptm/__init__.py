@@ -11,7 +11,9 @@ from lightning_ptm.errors import (
     RankError,
     UsageError,
 )
+from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.statistics import Statistics
 from lightning_ptm.strategy import AngelPTMStrategy, register
@@ -29,9 +31,15 @@ __all__ = [
     "ConfigError",
     "InternalError",
     "PageIOError",
+    "PlannedBytes",
     "RankError",
     "Settings",
+    "StateBytes",
     "Statistics",
+    "TensorUse",
+    "Tick",
+    "TierRoom",
+    "Trace",
     "UpdateAudit",
     "UsageError",
     "__version__",

@@ -46,10 +46,12 @@ from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommu
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.memory import FileOps
+from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom, planned_bytes, rooms, states_at_home
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.recompute import compiled_around
@@ -389,6 +391,38 @@ class AngelPTMStrategy(ParallelStrategy):
     def statistics(self) -> Statistics:
         """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
         return collect(self.engine)
+
+    # -- to look at: the run's training iterations during fit, its forward passes otherwise ----------------------------
+
+    def plan_text(self) -> str:
+        """The plan that is followed, as a table: what is issued before each tick. See `callbacks.PlanPrinter`."""
+        return self.engine.plan_text(self._mode())
+
+    @property
+    def plans_made(self) -> int:
+        """How often the run has made its plan anew from a traced iteration."""
+        return self.engine.executor.replans
+
+    def states_at_home(self) -> tuple[StateBytes, ...]:
+        """What kind of model states lives in which tier between steps, in bytes of this rank."""
+        return states_at_home(self.engine)
+
+    def tier_rooms(self) -> tuple[TierRoom, ...]:
+        """Bytes of each tier of this rank, and of its pages in use now. Cheap."""
+        return rooms(self.engine)
+
+    def planned_bytes(self) -> tuple[PlannedBytes, ...]:
+        """Bytes of pages in each tier at each tick of the plan; see `callbacks.MemoryTimeline`. Replays the plan."""
+        return planned_bytes(self.engine, self._mode())
+
+    def last_trace(self) -> Trace | None:
+        """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
+        iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
+        return self.engine.executor.trace(self._mode())
+
+    def _mode(self) -> Mode:
+        assert self.lightning_module is not None
+        return Mode.TRAIN if self.lightning_module.trainer.state.fn is TrainerFn.FITTING else Mode.FORWARD
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """The global norm of an optimizer's gradients over all ranks, wherever they are kept: complete, not yet clipped,

@@ -87,11 +87,6 @@ class Executor:
     def mode(self) -> Mode | None:
         return self._mode
 
-    @property
-    def last_trace(self) -> Trace | None:
-        """The newest complete trace of a training iteration."""
-        return self._traced.get(Mode.TRAIN)
-
     def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
         """From the next iteration of `mode` on, follow `plan`, which was made for `trace`."""
         self._plans[mode] = (plan, trace)
@@ -99,6 +94,14 @@ class Executor:
     def plan(self, mode: Mode) -> Plan | None:
         made = self._plans.get(mode)
         return made[0] if made else None
+
+    def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
+        """The plan that is followed, and the trace that it was made for."""
+        return self._plans.get(mode)
+
+    def trace(self, mode: Mode) -> Trace | None:
+        """The newest complete trace of an iteration of `mode`, until one has not followed its plan."""
+        return self._traced.get(mode)
 
     def wants_trace(self, mode: Mode) -> bool:
         """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,

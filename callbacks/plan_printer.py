@@ -1,0 +1,98 @@
+"""The plan of a run and where its model states live, printed and as pages of text in TensorBoard.
+
+Owns the number of the last plan shown. I1: nothing here is collective; rank 0 alone prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptm import AngelPTMStrategy
+
+from .where import pages_of, preformatted, show_text
+
+
+class PlanPrinter(Callback):
+    """Prints, at the start of fit, validate, test or predict, where each kind of model states lives, how full the tiers
+    are, and the plan tick by tick. TensorBoard gets the same as pages of text: `pages/states`, `pages/plan`, and
+    `pages/settings` with the strategy's settings. When a plan is made anew from a traced iteration, `pages/plan` is shown
+    again at that step.
+
+    Numbers are of rank 0. Does nothing with other strategies.
+
+    Args:
+        show: print; with False TensorBoard alone gets the pages.
+    """
+
+    def __init__(self, show: bool = True) -> None:
+        self.show = show
+        self._plans_made = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the plan that training begins with."""
+        self._start(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the plan of a validation outside fit."""
+        if not self._fitting(trainer):
+            self._start(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the plan."""
+        self._start(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the plan."""
+        self._start(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Shows a plan that was made anew."""
+        strategy = pages_of(trainer)
+        if strategy is None or not trainer.is_global_zero or strategy.plans_made == self._plans_made:
+            return
+        self._plans_made = strategy.plans_made
+        show_text(trainer, "pages/plan", preformatted(strategy.plan_text()))
+
+    def _start(self, trainer: Trainer) -> None:
+        strategy = pages_of(trainer)
+        if strategy is None or not trainer.is_global_zero:
+            return
+        self._plans_made = strategy.plans_made
+        plan = strategy.plan_text()
+        if self.show:
+            print(f"{_states(strategy)}\n{plan}", flush=True)
+        show_text(trainer, "pages/states", preformatted(_states(strategy)))
+        show_text(trainer, "pages/plan", preformatted(plan))
+        show_text(trainer, "pages/settings", _settings(strategy))
+
+    @staticmethod
+    def _fitting(trainer: Trainer) -> bool:
+        return trainer.state.fn == "fit"
+
+
+def _states(strategy: AngelPTMStrategy) -> str:
+    """Two tables: kinds of states by tier, and tiers."""
+    rows = [("model states", "tier", "MB", "units")]
+    rows += [(row.states, row.tier, f"{row.bytes / 1e6:.1f}", str(row.units)) for row in strategy.states_at_home()]
+    rows += [("", "", "", ""), ("tier", "", "MB in use", "MB in all")]
+    rows += [
+        (room.tier, "", f"{room.used_bytes / 1e6:.1f}", f"{room.bytes / 1e6:.1f}") for room in strategy.tier_rooms()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = []
+    for row in rows:
+        words = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2]), row[3].rjust(widths[3])]
+        lines.append("  ".join(words).rstrip() + "\n")
+    return "".join(lines)
+
+
+def _settings(strategy: AngelPTMStrategy) -> str:
+    """A markdown table of the strategy's settings."""
+    settings = strategy.settings
+    rows = [f"| {field.name} | `{getattr(settings, field.name)}` |\n" for field in dataclasses.fields(settings)]
+    return "| setting | value |\n| --- | --- |\n" + "".join(rows)

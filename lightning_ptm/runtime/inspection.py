@@ -1,0 +1,113 @@
+"""What a run has decided, for people to read: its plan, what lives where, the traced iteration, bytes at each tick.
+
+Owns nothing and changes nothing. Not for every step: some of it replays the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Tier
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Model states of one kind that are at home in one tier, on this rank.
+
+    Attributes:
+        states: "parameters" (what computes), "gradients", "master parameters" or "optimizer states".
+        tier: "device", "host" or "disk". On a CPU without a device budget the device tier is RAM.
+        bytes: of the tensors, without what is unused at the ends of their pages.
+        units: how many units have some of them.
+    """
+
+    states: str
+    tier: str
+    bytes: int
+    units: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierRoom:
+    """One tier of this rank: bytes of all its pages, and of those in use now."""
+
+    tier: str
+    bytes: int
+    used_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedBytes:
+    """What the plan holds in one tier, in bytes of this rank.
+
+    Attributes:
+        per_tick: at the worst moment of each tick of an iteration; the last entry is after the last tick.
+        room: bytes of all pages of the tier.
+    """
+
+    tier: str
+    per_tick: tuple[int, ...]
+    room: int
+
+
+def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
+    """What lives where between steps. Gradients that stay in `.grad`, or pass through pages of the gathered units, have no
+    home and no row."""
+    bytes_of: dict[tuple[str, Tier], int] = {}
+    units_of: dict[tuple[str, Tier], set[int]] = {}
+
+    def add(states: str, tensor: PagedTensor | None, unit: int) -> None:
+        if tensor is not None:
+            key = (states, tensor.tier)
+            bytes_of[key] = bytes_of.get(key, 0) + tensor.nbytes
+            units_of.setdefault(key, set()).add(unit)
+
+    for store, flats in zip(engine.stores, engine.flats, strict=True):
+        unit = store.unit.index
+        for flat in store.flats:
+            add("parameters", flat.home, unit)
+        for update in flats:
+            add("gradients", update.gradient.pages, unit)
+            add("master parameters", update.states.master, unit)
+            for slot in update.states.slots.values():
+                add("optimizer states", slot, unit)
+    order = ("parameters", "gradients", "master parameters", "optimizer states")
+    keys = sorted(bytes_of, key=lambda key: (order.index(key[0]), key[1]))
+    return tuple(
+        StateBytes(states, tier.name.lower(), bytes_of[states, tier], len(units_of[states, tier]))
+        for states, tier in keys
+    )
+
+
+def rooms(engine: Engine) -> tuple[TierRoom, ...]:
+    """The tiers that this run has, fastest first. Cheap."""
+    allocator = engine.allocator
+    return tuple(
+        TierRoom(tier.name.lower(), room, room - allocator.free_bytes(tier))
+        for tier in Tier
+        if (room := allocator.capacity_bytes(tier))
+    )
+
+
+def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
+    """Bytes of pages at each tick, as the plan that is followed was simulated; empty where there is no plan."""
+    made = engine.executor.planned(mode)
+    if made is None:
+        return ()
+    plan, trace = made
+    drawn = engine.blueprint
+    pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
+    simulation = simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget)
+    return tuple(
+        PlannedBytes(tier.name.lower(), simulation.tier(tier).bytes_per_tick, room)
+        for tier in Tier
+        if (room := engine.allocator.capacity_bytes(tier))
+    )
