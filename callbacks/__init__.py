@@ -4,8 +4,19 @@ from __future__ import annotations
 
 # Relative: in a checkout this folder is also the package `callbacks`.
 from .grad_norm import GradNormMonitor
+from .memory_timeline import MemoryTimeline
 from .page_monitor import PageMonitor
+from .page_tracer import PageTracer
+from .perfetto_trace import PerfettoTrace
 from .plan_printer import PlanPrinter
 from .throughput import Throughput
 
-__all__ = ["GradNormMonitor", "PageMonitor", "PlanPrinter", "Throughput"]
+__all__ = [
+    "GradNormMonitor",
+    "MemoryTimeline",
+    "PageMonitor",
+    "PageTracer",
+    "PerfettoTrace",
+    "PlanPrinter",
+    "Throughput",
+]

@@ -11,6 +11,7 @@ from lightning_ptm.errors import (
     RankError,
     UsageError,
 )
+from lightning_ptm.events import Event, EventKind
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom
@@ -29,6 +30,8 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "Event",
+    "EventKind",
     "InternalError",
     "PageIOError",
     "PlannedBytes",

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.events import Events, Listener
 from lightning_ptm.memory import FileOps
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
@@ -203,7 +204,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
-        self._communicator = self._make_communicator()
+        events = Events()
+        self._communicator = self._make_communicator(events)
         given = self._files_values(self._communicator)
         plan = self.precision_plugin.plan
         blueprint = draw(
@@ -231,6 +233,7 @@ class AngelPTMStrategy(ParallelStrategy):
             poison=self.settings.poison,
             file_ops=self.file_ops,
             given=given,
+            events=events,
         )
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
@@ -290,10 +293,10 @@ class AngelPTMStrategy(ParallelStrategy):
                 f"`for block in self.blocks: block.compile()`"
             )
 
-    def _make_communicator(self) -> Communicator:
+    def _make_communicator(self, events: Events) -> Communicator:
         if self.world_size == 1:
             return SoloCommunicator()
-        return ProcessGroupCommunicator(self.root_device, self._timeout)
+        return ProcessGroupCommunicator(self.root_device, self._timeout, events)
 
     def _watch_zero_grad(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
         """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
@@ -419,6 +422,15 @@ class AngelPTMStrategy(ParallelStrategy):
         """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
         iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
         return self.engine.executor.trace(self._mode())
+
+    def trace_events(self, listener: Listener) -> AbstractContextManager[None]:
+        """Inside the block, `listener` is called with an `Event` whenever a tick, a copy between tiers, a collective, the
+        arithmetic of an update or a stall of compute has ended on this rank. Begin it in a run; the run's end ends it.
+
+        It is called in any thread, also in those that move pages: it must be quick and not raise; `list.append` is a good
+        one. Nothing is measured outside such blocks. See `callbacks.PerfettoTrace`.
+        """
+        return self.engine.events.heard_by(listener)
 
     def _mode(self) -> Mode:
         assert self.lightning_module is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.layout import FlatLayout
 
 Guard = Callable[[Callable[[], Any]], Any]
@@ -42,11 +44,13 @@ class Work:
         buffers: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
         guard: Guard = _unguarded,
+        done: Callable[[], None] | None = None,
     ) -> None:
         self._handles = list(handles)
         self._buffers = list(buffers)
         self._finish = finish
         self._guard = guard
+        self._done = done
 
     def wait(self) -> None:
         """Waits once; later calls return at once.
@@ -61,6 +65,9 @@ class Work:
         if finish is not None:
             finish()
         self._buffers = []
+        done, self._done = self._done, None
+        if done is not None:
+            done()
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -160,9 +167,11 @@ class ProcessGroupCommunicator:
     Args:
         device: the compute device of this rank; decides the backend of the data group.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
+        events: told of every collective of pages.
     """
 
-    def __init__(self, device: torch.device, timeout: datetime.timedelta) -> None:
+    def __init__(self, device: torch.device, timeout: datetime.timedelta, events: Events | None = None) -> None:
+        self._events = events or Events()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._device = device
@@ -192,9 +201,10 @@ class ProcessGroupCommunicator:
                 for stripe, piece in _stripes(flat, full, shard)
             ]
 
+        told = self._told("all_gather", full)
         with self._on_stream():
             handles = self._guard(start)
-        return Work(handles, [shard, full], self._join, self._guard)
+        return Work(handles, [shard, full], self._join, self._guard, told)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
         if self._device.type == "cuda":
@@ -205,9 +215,10 @@ class ProcessGroupCommunicator:
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
 
+            told = self._told("reduce_scatter", full)
             with self._on_stream():
                 handles = self._guard(start)
-            return Work(handles, [full, shard], self._join, self._guard)
+            return Work(handles, [full, shard], self._join, self._guard, told)
         return self._exchange_and_add(full, shard, flat)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
@@ -230,7 +241,20 @@ class ProcessGroupCommunicator:
                     total.add_(parts[rank])
                 piece.copy_(total.div_(self.world_size))
 
-        return Work(self._guard(start), [full, received, shard], add, self._guard)
+        told = self._told("reduce_scatter", full)
+        return Work(self._guard(start), [full, received, shard], add, self._guard, told)
+
+    def _told(self, name: str, full: Tensor) -> Callable[[], None] | None:
+        """What the end of a collective that begins now has to tell; None while nobody listens."""
+        if not self._events.heard:
+            return None
+        began_s, size_bytes = time.perf_counter(), full.nbytes
+
+        def done() -> None:
+            event = Event(EventKind.COLLECTIVE, "ranks", name, began_s, time.perf_counter(), bytes=size_bytes)
+            self._events.tell(event)
+
+        return done
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.

@@ -22,6 +22,7 @@ from types import TracebackType
 import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.events import Events
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyRange, Machine, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
@@ -55,6 +56,7 @@ class Allocator:
         poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
         io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
+        events: told of every copy.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
         CapacityError: the device has no room.
@@ -74,6 +76,7 @@ class Allocator:
         poison: bool = False,
         io_threads_per_path: int | None = None,
         file_ops: FileOps | None = None,
+        events: Events | None = None,
     ) -> None:
         sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
         _check_settings(page_size, sizes, disk_paths)
@@ -109,7 +112,7 @@ class Allocator:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
             self._machine = Machine(page_size, regions, disk, copy_streams(device), device.type == "cuda")
-            self._copier = Copier(self._machine, io, self._ledgers, self._lock)
+            self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
             self._resources = undo.pop_all()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.copies import CopyRange, Machine, disk_jobs, ram_pairs, source_pieces, target_pieces
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
@@ -47,6 +48,7 @@ class StartedCopy:
     holds: list[_Hold]
     meter: LinkMeter
     settle: Settle | None
+    began_s: float
 
 
 class Copier:
@@ -57,11 +59,18 @@ class Copier:
         io: I/O threads, None without a disk tier.
         ledgers: of every tier; their tables are written here and in the Allocator, under the lock.
         lock: the Allocator's.
+        events: told of every copy that ends.
     """
 
     def __init__(
-        self, machine: Machine, io: IoQueue | None, ledgers: Mapping[Tier, TierLedger], lock: threading.RLock
+        self,
+        machine: Machine,
+        io: IoQueue | None,
+        ledgers: Mapping[Tier, TierLedger],
+        lock: threading.RLock,
+        events: Events | None = None,
     ) -> None:
+        self._events = events or Events()
         self._machine = machine
         self._io = io
         self._ledgers = ledgers
@@ -82,10 +91,11 @@ class Copier:
         self._reap()
         holds = self.unless_busy(lambda: self._hold(copy))
         meter = self._links.setdefault((copy.source.tier, copy.target.tier), LinkMeter())
-        meter.begin(copy.length_bytes, time.perf_counter())
+        now_s = time.perf_counter()
+        meter.begin(copy.length_bytes, now_s)
         if Tier.DISK in (copy.source.tier, copy.target.tier):
-            self._disk.begin(copy.length_bytes, time.perf_counter())
-        return StartedCopy(copy, holds, meter, settle)
+            self._disk.begin(copy.length_bytes, now_s)
+        return StartedCopy(copy, holds, meter, settle, now_s)
 
     def launch(self, started: StartedCopy) -> Transfer:
         """Set a copy's bytes on their way (lock not held)."""
@@ -93,9 +103,11 @@ class Copier:
 
         def finish(error: BaseException | None) -> None:
             with self._lock:
-                started.meter.end(time.perf_counter())
+                now_s = time.perf_counter()
+                started.meter.end(now_s)
                 if Tier.DISK in (copy.source.tier, copy.target.tier):
-                    self._disk.end(time.perf_counter())
+                    self._disk.end(now_s)
+                self._tell(started, now_s)  # before its end: a tensor that is moved still has its old tier
                 self._finish(started, error)
 
         try:
@@ -172,7 +184,9 @@ class Copier:
         """The handle of a copy on a CUDA stream (I3)."""
 
         def finish(error: BaseException | None) -> None:
-            started.meter.end_after(completion.seconds())
+            seconds_s = completion.seconds()
+            started.meter.end_after(seconds_s)
+            self._tell(started, started.began_s + seconds_s)
             self._finish(started, error)
 
         def let_go_of_device() -> None:
@@ -187,6 +201,14 @@ class Copier:
         if started.copy.source.tier is started.copy.target.tier:
             transfer.wait(host=False)  # it runs on the current stream, so what follows there is behind it
         return transfer
+
+    def _tell(self, started: StartedCopy, end_s: float) -> None:
+        if self._events.heard:
+            copy = started.copy
+            track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+            # Of the two names, one is often that of a buffer; the home's tells more.
+            home = max(copy.source, copy.target, key=lambda tensor: tensor.tier)
+            self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
         self._let_go(started.holds)

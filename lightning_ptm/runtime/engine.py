@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Agreement, Boundary, Communicator
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError
+from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.planning.render import render
@@ -64,6 +65,7 @@ class Engine:
         poison: released pages are filled with NaN.
         file_ops: the disk tier's file calls, for tests of failing disks.
         given: first values that files provide, equal on all ranks.
+        events: where the parts tell what happens when.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Engine:
         poison: bool = False,
         file_ops: FileOps | None = None,
         given: Given | None = None,
+        events: Events | None = None,
     ) -> None:
         self.module = module
         self.blueprint = blueprint
         self.communicator = communicator
         self.device = device
+        self.events = events or Events()
         self._optimizers = tuple(optimizers)
         self._closed = False
         self._iteration = 0
@@ -109,6 +113,7 @@ class Engine:
             pin_host=device.type == "cuda",
             poison=poison,
             file_ops=file_ops,
+            events=self.events,
         )
         self._taken_over = False
         try:
@@ -129,6 +134,7 @@ class Engine:
             staging=drawn.staging_chunks,
             staging_tier=drawn.placement.staging_tier,
             device=self.device,
+            events=self.events,
         )
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
@@ -167,6 +173,8 @@ class Engine:
             planner.replan,
             self.values.read,
             self.reduction.reclaim,
+            self.events,
+            self._used_bytes,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             if mode is Mode.FORWARD or self._optimizers:
@@ -320,6 +328,7 @@ class Engine:
 
     def backward_ended(self) -> None:
         """All units have ended."""
+        self.executor.rest()
         self._backwards += 1
         self.updates.graph_ended()
         self._reach(self._backwards)
@@ -484,6 +493,9 @@ class Engine:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - self.blueprint.pool_bytes[Tier.DEVICE]
         return malloc_in_use_bytes()
+
+    def _used_bytes(self) -> tuple[int, ...]:
+        return tuple(self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in Tier)
 
     def precise_bytes(self) -> int:
         """Bytes that all weights take outside of pages in their precise dtype."""

@@ -10,6 +10,7 @@ I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `be
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.store import UnitStore
@@ -30,11 +32,26 @@ if TYPE_CHECKING:
     from lightning_ptm.memory import PagedTensor
 
 
+_LEAST_STALL_S = 1e-5
+"""Looking whether anything has to be waited for takes about this long; a shorter stall is none."""
+
+
 class Mode(enum.Enum):
     """What kind of iteration runs; each has a plan of its own."""
 
     TRAIN = "train"
     FORWARD = "forward"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OpenTick:
+    """A tick that somebody wants to hear of, when it is over."""
+
+    track: str
+    name: str
+    began_s: float
+    index: int
+    tier_bytes: tuple[int, ...]
 
 
 class Executor:
@@ -49,6 +66,8 @@ class Executor:
         replan: makes a plan from a trace.
         read: brings a paged tensor to memory of its own.
         reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
+        events: told of ticks and stalls.
+        used_bytes: bytes of pages in use, by tier.
     """
 
     def __init__(
@@ -61,6 +80,8 @@ class Executor:
         replan: Callable[[Mode, Trace], Plan | None],
         read: Callable[[PagedTensor], Tensor],
         reclaim: Callable[[bool], bool],
+        events: Events,
+        used_bytes: Callable[[], tuple[int, ...]],
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -70,6 +91,8 @@ class Executor:
         self._replan = replan
         self._read = read
         self._reclaim = reclaim
+        self._events = events
+        self._used_bytes = used_bytes
         # state
         self._mode: Mode | None = None
         self._tick = 0
@@ -79,6 +102,7 @@ class Executor:
         self._traced: dict[Mode, Trace] = {}
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._called: set[int] = set()
+        self._open_tick: _OpenTick | None = None
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         self.fetch_misses = 0
         self.replans = 0
@@ -131,6 +155,7 @@ class Executor:
         """The iteration is over: run the plan's last tasks and learn from the trace."""
         if self._mode is None:
             return
+        self.rest()
         followed = self._followed
         mode, self._mode = self._mode, None
         self._waiting = []
@@ -150,6 +175,7 @@ class Executor:
 
     def abandon(self) -> None:
         """The iteration failed: forget it, and let go of what its calls held."""
+        self._open_tick = None
         self._mode = None
         self._waiting = []
         for store in self._stores:
@@ -158,6 +184,7 @@ class Executor:
 
     def enter(self, unit: int, phase: Phase) -> None:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
+        self.rest()
         index = self._tick
         self._tick += 1
         store = self._stores[unit]
@@ -174,6 +201,19 @@ class Executor:
         if self._tracing:
             live = tuple(s.unit.index for s in self._stores if s.users or s.held)
             self._tracer.tick(unit, phase, live)
+        if self._events.heard and self._mode is not None:
+            name = f"{store.unit.name or 'root'} {phase.value}"
+            self._open_tick = _OpenTick(self._mode.value, name, time.perf_counter(), index, self._used_bytes())
+
+    def rest(self) -> None:
+        """Nothing computes from here to the next tick."""
+        opened, self._open_tick = self._open_tick, None
+        if opened is not None:
+            most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
+            now_s = time.perf_counter()
+            self._events.tell(
+                Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
+            )
 
     def leave(self, unit: int) -> None:
         """The call that `enter` announced is over."""
@@ -198,13 +238,20 @@ class Executor:
         after_update = time.perf_counter()
         self.stall_s["update"] += after_update - started
         store = self._stores[unit]
+        self._tell_stall("update", store, started, after_update)
         if store.live:
             return
         if not store.fetched:
             self.fetch_misses += 1
             self._make_room_and_start(store)
         store.finish_fetch()
-        self.stall_s["fetch"] += time.perf_counter() - after_update
+        ended = time.perf_counter()
+        self.stall_s["fetch"] += ended - after_update
+        self._tell_stall("fetch", store, after_update, ended)
+
+    def _tell_stall(self, cause: str, store: UnitStore, began_s: float, end_s: float) -> None:
+        if self._events.heard and end_s - began_s > _LEAST_STALL_S:
+            self._events.tell(Event(EventKind.STALL, cause, store.unit.name or "root", began_s, end_s))
 
     def release_all(self) -> None:
         """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""

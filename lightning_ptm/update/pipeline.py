@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.job import (
@@ -73,6 +74,7 @@ class Pipeline:
         staging: chunks that may hold buffers at once.
         staging_tier: where flats with master states on disk are updated.
         device: what the device tier is.
+        events: told of the arithmetic on each chunk.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Pipeline:
         staging: int,
         staging_tier: Tier,
         device: torch.device,
+        events: Events | None = None,
     ) -> None:
+        self._events = events or Events()
         self.chunk_numel = chunk_numel
         self.staging = staging
         self.staging_tier = staging_tier
@@ -387,7 +391,12 @@ class Pipeline:
             self.stats.add_stall(Stall.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
         self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
-        self.stats.arithmetic_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.stats.arithmetic_s += ended - started
+        if self._events.heard:
+            flat = chunk.states.flat
+            name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
+            self._events.tell(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         self.stats.chunks += 1
         progress.active.remove(chunk)
         self._write(progress, chunk)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.events import Events
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
 from lightning_ptm.update.pipeline import BeforeWrite, Pipeline
@@ -63,6 +64,7 @@ class Updater:
         staging: int = 4,
         staging_tier: Tier = Tier.DEVICE,
         stream: torch.cuda.Stream | None = None,
+        events: Events | None = None,
     ) -> None:
         if chunk_numel is None:
             chunk_numel = max(BLOCK_BYTES, allocator.page_size // 4)
@@ -80,6 +82,7 @@ class Updater:
             staging=staging,
             staging_tier=staging_tier,
             device=self._device,
+            events=events,
         )
 
         self._failure: BaseException | None = None

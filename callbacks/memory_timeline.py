@@ -1,0 +1,149 @@
+"""Bytes of pages in each tier, tick by tick: what the plan says beside what was measured.
+
+Owns the tables of one recorded batch. I1: the picture needs Pillow, which TensorBoard needs for pictures anyway; without it
+there is a warning and no picture.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_ptm import AngelPTMStrategy, Event, EventKind
+
+from .recorder import Batch, Recorder
+from .where import boards_of, folder_of, pages_of
+
+TIERS = ("device", "host", "disk")
+WIDTH, HEIGHT, MARGIN = 900, 160, 24
+"""Of one tier's part of the picture, in pixels."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """One tier: bytes planned and measured at each tick, and the bytes of all its pages. A list that lacks ticks (no plan
+    was followed) is shorter."""
+
+    tier: str
+    planned: tuple[int, ...]
+    measured: tuple[int, ...]
+    room: int
+
+
+class MemoryTimeline(Recorder):
+    """Shows the bytes of pages in each tier at each tick of one batch, planned against measured:
+
+    - TensorBoard's picture `memory/timeline`, and curves `memory_timeline/<tier>_planned_MB`, `..._measured_MB`, whose
+      axis of steps is that of ticks;
+    - `memory_timeline.csv` in the logger's folder;
+    - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs (training only).
+
+    Planned is what a tier holds at the worst moment of a tick: homes, staging, and gathered units. Measured is the larger
+    of the tick's begin and end; it may be more than planned where there is room: gradients that have left keep their pages
+    until these are needed. Activations and what else is no page are in neither. Numbers are of rank 0. Does nothing
+    with other strategies.
+
+    Args:
+        batch: the one that is recorded, counted from 0; the first two are traced and planned anew.
+    """
+
+    def __init__(self, batch: int = 2) -> None:
+        super().__init__(batch, 1)
+        self.curves: tuple[Curve, ...] = ()
+        """What the last run has recorded."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the bytes in use."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        strategy = pages_of(trainer)
+        if strategy is not None and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            rooms = strategy.tier_rooms()
+            pl_module.log_dict({f"memory/{room.tier}_MB": room.used_bytes / 1e6 for room in rooms}, batch_size=1)
+
+    def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
+        """Writes the tables and draws the picture."""
+        strategy = pages_of(trainer)
+        ticks = [event for event in events if event.kind is EventKind.TICK]
+        if strategy is None or not ticks:
+            return
+        self.curves = _curves(strategy, ticks)
+        self._write(trainer, ticks)
+        boards = boards_of(trainer)
+        for logger in boards:
+            for curve in self.curves:
+                for name, values in (("planned", curve.planned), ("measured", curve.measured)):
+                    for tick, value in enumerate(values):
+                        logger.experiment.add_scalar(f"memory_timeline/{curve.tier}_{name}_MB", value / 1e6, tick)
+        image = draw(self.curves) if boards else None
+        if image is not None:
+            for logger in boards:
+                logger.experiment.add_image("memory/timeline", image, trainer.global_step, dataformats="HWC")
+
+    def _write(self, trainer: Trainer, ticks: list[Event]) -> None:
+        names = {event.index: event.name for event in ticks}
+        count = max(len(values) for curve in self.curves for values in (curve.planned, curve.measured))
+        with (folder_of(trainer) / "memory_timeline.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            columns = [f"{curve.tier}_{what}_bytes" for curve in self.curves for what in ("planned", "measured")]
+            writer.writerow(["tick", "name", *columns])
+            for tick in range(count):
+                both = [values for curve in self.curves for values in (curve.planned, curve.measured)]
+                numbers = [values[tick] if tick < len(values) else "" for values in both]
+                writer.writerow([tick, names.get(tick, "end"), *numbers])
+
+
+def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]:
+    planned = {each.tier: each.per_tick for each in strategy.planned_bytes()}
+    measured = sorted(ticks, key=lambda event: event.index)
+    return tuple(
+        Curve(
+            room.tier,
+            planned.get(room.tier, ()),
+            tuple(event.tier_bytes[TIERS.index(room.tier)] for event in measured),
+            room.bytes,
+        )
+        for room in strategy.tier_rooms()
+    )
+
+
+def draw(curves: tuple[Curve, ...]) -> Tensor | None:
+    """A picture of (height, width, 3) bytes: for each tier, measured bytes filled, planned ones as a line, over ticks, up to
+    the room of the tier. None, with a warning, without Pillow."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        rank_zero_warn(
+            "MemoryTimeline draws its picture with Pillow, which is missing; pip install pillow, or read the CSV"
+        )
+        return None
+    image = Image.new("RGB", (WIDTH, HEIGHT * len(curves)), "white")
+    pen = ImageDraw.Draw(image)
+    for place, curve in enumerate(curves):
+        top, bottom = place * HEIGHT + MARGIN, (place + 1) * HEIGHT - 4
+        ticks = max(len(curve.planned), len(curve.measured), 1)
+        most = max(*curve.planned, *curve.measured, curve.room, 1)
+
+        def x(tick: int, ticks: int = ticks) -> float:
+            return MARGIN + (WIDTH - 2 * MARGIN) * tick / ticks
+
+        def y(value: int, top: int = top, bottom: int = bottom, most: int = most) -> float:
+            return bottom - (bottom - top) * value / most
+
+        for tick, value in enumerate(curve.measured):
+            pen.rectangle((x(tick), y(value), x(tick + 1), bottom), fill="#f5b971")
+        for tick, value in enumerate(curve.planned):
+            pen.line((x(tick), y(value), x(tick + 1), y(value)), fill="#1f4e9c", width=2)
+        pen.line((MARGIN, y(curve.room), WIDTH - MARGIN, y(curve.room)), fill="#888888")
+        pen.rectangle((MARGIN, top, WIDTH - MARGIN, bottom), outline="#bbbbbb")
+        peaks = [max(values) / 1e6 if values else 0.0 for values in (curve.planned, curve.measured)]
+        title = f"{curve.tier}: planned (line) at most {peaks[0]:.1f} MB, measured (filled) {peaks[1]:.1f} MB"
+        pen.text((MARGIN, top - 16), f"{title}, room {curve.room / 1e6:.1f} MB; {ticks} ticks", fill="black")
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)

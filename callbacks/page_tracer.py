@@ -1,0 +1,71 @@
+"""The paper's Tracer table, as a file and in TensorBoard (Angel-PTM, section 5).
+
+Owns which trace was written last. I1: nothing here is collective; rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import csv
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptm import Trace
+
+from .where import folder_of, pages_of, show_text
+
+COLUMNS = ("tensor_id", "first_id", "end_id", "cpu_time", "gpu_time", "name")
+
+
+class PageTracer(Callback):
+    """Writes the table of the last traced iteration to `page_trace.csv` in the logger's folder, and to TensorBoard as the
+    page of text `pages/trace`: for each tensor `tensor_id`, the first and the last tick of its use (`first_id`,
+    `end_id`), the seconds that the ticks of its unit took (`cpu_time`, `gpu_time`), and its name.
+
+    The runtime traces an iteration when there is no plan to confirm, so this costs nothing but the writing, once or twice
+    a run. A training iteration's trace is complete when the next one begins: a run of one step has none. Numbers are of
+    rank 0. Does nothing with other strategies.
+    """
+
+    def __init__(self) -> None:
+        self._written: Trace | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new run."""
+        self._written = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Writes a trace that is new."""
+        self._look(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training; inside fit it is the training's trace all the same."""
+        self._look(trainer)
+
+    def on_test_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._look(trainer)
+
+    def on_predict_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> None:
+        strategy = pages_of(trainer)
+        if strategy is None or not trainer.is_global_zero:
+            return
+        trace = strategy.last_trace()
+        if trace is None or trace is self._written:
+            return
+        self._written = trace
+        rows = [[getattr(use, column) for column in COLUMNS] for use in trace.tensors]
+        with (folder_of(trainer) / "page_trace.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(rows)
+        lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+        for number, first, end, cpu_s, gpu_s, name in rows:
+            lines.append(f"| {number} | {first} | {end} | {cpu_s:.6f} | {gpu_s:.6f} | `{name}` |")
+        show_text(trainer, "pages/trace", "\n".join(lines))

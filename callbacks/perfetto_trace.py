@@ -1,0 +1,97 @@
+"""What the run did when, as a file for ui.perfetto.dev.
+
+Owns the file only; the events come from the recorder. The form is Chrome's trace event format: complete events ("X", in
+microseconds) on a thread for each track, and counters ("C") of the bytes in each tier.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_ptm import Event, EventKind
+
+from .recorder import Batch, Recorder
+from .where import folder_of
+
+TITLES = {
+    EventKind.TICK: "compute",
+    EventKind.STALL: "stall",
+    EventKind.UPDATE: "update",
+    EventKind.COPY: "copy",
+    EventKind.COLLECTIVE: "collective",
+}
+"""In the order in which tracks are shown."""
+
+TIERS = ("device", "host", "disk")
+
+
+class PerfettoTrace(Recorder):
+    """Writes `perfetto_trace.json` into the logger's folder: ticks of compute, stalls, arithmetic of updates, copies by
+    link, collectives, and bytes in each tier, for a few batches. Open it in https://ui.perfetto.dev.
+
+    The events are those of rank 0 (`AngelPTMStrategy.trace_events` says what each begin and end means; on CUDA, compute and
+    updates are shown while they are launched). Copies of one link that overlap are shown on several tracks. Does nothing
+    with other strategies, and nothing outside those batches.
+
+    Args:
+        start: the first batch, counted from 0; the first two are traced and planned anew.
+        count: how many batches.
+    """
+
+    def __init__(self, start: int = 2, count: int = 3) -> None:
+        super().__init__(start, count)
+
+    def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
+        """Writes the file."""
+        path = folder_of(trainer) / "perfetto_trace.json"
+        path.write_text(json.dumps(chrome_trace(events, batches)))
+
+
+def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
+    """The events in Chrome's format; times count from the first begin."""
+    origin_s = min([event.begin_s for event in events] + [batch.begin_s for batch in batches])
+
+    def us(moment_s: float) -> float:
+        return round((moment_s - origin_s) * 1e6, 3)
+
+    rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]
+    threads = 0
+
+    def track(title: str, spans: list[tuple[float, float, str, dict[str, Any]]]) -> None:
+        """Spans on as few threads as keep those of each apart: a viewer takes what overlaps for nested."""
+        nonlocal threads
+        free_from_s: list[float] = []
+        for begin_s, end_s, name, details in sorted(spans, key=lambda span: span[:2]):
+            lane = next((lane for lane, free_s in enumerate(free_from_s) if free_s <= begin_s), len(free_from_s))
+            if lane == len(free_from_s):
+                free_from_s.append(end_s)
+                number = {"ph": "M", "pid": 0, "tid": threads + lane}
+                rows.append(
+                    number | {"name": "thread_name", "args": {"name": title if lane == 0 else f"{title} ({lane + 1})"}}
+                )
+                rows.append(number | {"name": "thread_sort_index", "args": {"sort_index": threads + lane}})
+            free_from_s[lane] = end_s
+            place = {"ph": "X", "pid": 0, "tid": threads + lane, "name": name, "args": details}
+            rows.append(place | {"ts": us(begin_s), "dur": round((end_s - begin_s) * 1e6, 3)})
+        threads += len(free_from_s)
+
+    track("batch", [(batch.begin_s, batch.end_s, f"batch {batch.number}", {}) for batch in batches])
+    for kind, title in TITLES.items():
+        of_kind = [event for event in events if event.kind is kind]
+        for name in sorted({event.track for event in of_kind}):
+            spans = [(e.begin_s, e.end_s, e.name, _details(e)) for e in of_kind if e.track == name]
+            track(f"{title} {name}", spans)
+    for event in events:
+        for tier, used in zip(TIERS, event.tier_bytes, strict=False):
+            counter = {"ph": "C", "pid": 0, "name": f"{tier} pages, MB", "ts": us(event.begin_s)}
+            rows.append(counter | {"args": {"MB": used / 1e6}})
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _details(event: Event) -> dict[str, Any]:
+    if event.kind is EventKind.TICK:
+        return {"tick": event.index}
+    return {"bytes": event.bytes} if event.bytes else {}

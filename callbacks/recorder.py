@@ -1,0 +1,132 @@
+"""Listens to the runtime for a few batches of whatever loop runs: the base of the callbacks that draw timelines.
+
+Owns the events of the batches that are being recorded. I1: it listens on rank 0 and only during those batches. I2: what
+was heard is given away once, also when the run fails or ends before the last batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptm import Event
+
+from .where import pages_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """One recorded batch: its number within the run, and when it was computed (`time.perf_counter`)."""
+
+    number: int
+    begin_s: float
+    end_s: float
+
+
+class Recorder(Callback):
+    """Calls `recorded` once a run, with the events of batches `start` to `start + count - 1`, counted from 0 in fit over
+    all epochs; or in validate, test or predict. Does nothing with other strategies."""
+
+    def __init__(self, start: int, count: int) -> None:
+        if start < 0 or count < 1:
+            raise ValueError(
+                f"{type(self).__name__} got start={start}, count={count}; batches are counted from 0, and at least one is "
+                f"recorded"
+            )
+        self.start = start
+        self.count = count
+        self._listening = ExitStack()
+        self._events: list[Event] = []
+        self._batches: list[Batch] = []
+        self._number = 0
+        self._began_s = 0.0
+
+    def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
+        """Rank 0 only: what was heard, in the order in which it ended; the engine is still there."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new run."""
+        self._listening.close()
+        self._events, self._batches, self._number = [], [], 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins to listen at the first batch."""
+        self._begin(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops after the last."""
+        self._end(trainer)
+
+    def on_validation_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training, for a validation outside fit."""
+        if trainer.state.fn == "validate":
+            self._begin(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training, for a validation outside fit."""
+        if trainer.state.fn == "validate":
+            self._end(trainer)
+
+    def on_test_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._begin(trainer)
+
+    def on_test_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._end(trainer)
+
+    def on_predict_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._begin(trainer)
+
+    def on_predict_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        """As in training."""
+        self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The run ends: what was heard so far is all."""
+        self._give(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for training, outside fit."""
+        if trainer.state.fn == "validate":
+            self._give(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for training."""
+        self._give(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for training."""
+        self._give(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keeps what led to the error."""
+        self._give(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        strategy = pages_of(trainer)
+        if strategy is not None and self._number == self.start and trainer.is_global_zero:
+            self._listening.enter_context(strategy.trace_events(self._events.append))
+        self._began_s = time.perf_counter()
+
+    def _end(self, trainer: Trainer) -> None:
+        if self.start <= self._number < self.start + self.count and pages_of(trainer) is not None:
+            self._batches.append(Batch(self._number, self._began_s, time.perf_counter()))
+        self._number += 1
+        if self._number == self.start + self.count:
+            self._give(trainer)
+
+    def _give(self, trainer: Trainer) -> None:
+        self._listening.close()
+        events, self._events = self._events, []
+        batches, self._batches = self._batches, []
+        if events and trainer.is_global_zero:
+            self.recorded(trainer, events, batches)

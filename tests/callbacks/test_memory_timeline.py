@@ -1,0 +1,78 @@
+"""Bytes of pages at each tick, planned against measured: numbers, file, curves and picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_ptm.callbacks import MemoryTimeline
+from lightning_ptm.callbacks.memory_timeline import HEIGHT, MARGIN, WIDTH, Curve, draw
+
+TICKS = 8  # the root and three blocks forward, the root and three blocks backward
+
+
+def test_bytes_of_each_tick_and_tier(strategy_at, board_trainer, model, data, board, tmp_path) -> None:
+    watch = MemoryTimeline()
+    board_trainer(strategy_at("three_tiers"), [watch]).fit(model, data)
+    curves = {curve.tier: curve for curve in watch.curves}
+    assert list(curves) == ["device", "host", "disk"]
+    for curve in curves.values():
+        assert len(curve.planned) == TICKS + 1 and len(curve.measured) == TICKS
+        assert max(curve.measured) <= curve.room and max(curve.planned) <= curve.room
+    device = curves["device"]
+    # Gathered units alone; in the forward, gradients of the step before have left and kept their pages: there is room.
+    backward = slice(TICKS // 2, TICKS)
+    assert all(
+        0 < there <= said for there, said in zip(device.measured[backward], device.planned[backward], strict=True)
+    )
+    assert len(set(device.measured)) > 1  # units come and go
+    with (tmp_path / "logs" / "memory_timeline.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["device_measured_bytes"]) for row in rows[:-1]] == list(device.measured)
+    assert [row["name"] for row in rows] == [
+        "root forward",
+        *(f"blocks.{index} forward" for index in (0, 1, 2)),
+        "root backward",
+        *(f"blocks.{index} backward" for index in (2, 1, 0)),
+        "end",
+    ]
+    shown = board()
+    curve = shown.Scalars("memory_timeline/device_measured_MB")
+    assert [round(each.value * 1e6) for each in curve] == pytest.approx(list(device.measured), rel=1e-5)
+    assert [each.step for each in curve] == list(range(TICKS))
+    assert len(shown.Scalars("memory/disk_MB")) == 4
+    picture = Image.open(io.BytesIO(shown.Images("memory/timeline")[0].encoded_image_string))
+    assert picture.size == (WIDTH, 3 * HEIGHT)
+
+
+def test_the_picture_shows_both_curves() -> None:
+    image = draw((Curve("device", planned=(50, 100, 0), measured=(0, 100), room=100),))
+    assert image is not None
+    colours = {tuple(pixel) for pixel in image.reshape(-1, 3).tolist()}
+    filled, line = (0xF5, 0xB9, 0x71), (0x1F, 0x4E, 0x9C)
+    assert {filled, line} <= colours
+    at_bottom = image[HEIGHT - 10]
+    third = (WIDTH - 2 * MARGIN) // 3
+    fills = [torch.equal(at_bottom[MARGIN + third * tick + third // 2], torch.tensor(filled)) for tick in range(3)]
+    assert fills == [False, True, False]
+
+
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+def test_other_loops(strategy_at, board_trainer, model, data, loop) -> None:
+    watch = MemoryTimeline()
+    trainer = board_trainer(strategy_at("three_tiers"), [watch])
+    getattr(trainer, loop)(model, data)
+    assert [len(curve.measured) for curve in watch.curves] == [4, 4]  # no masters: no disk
+
+
+def test_a_run_that_is_too_short_and_other_strategies_record_nothing(strategy_at, board_trainer, model, data) -> None:
+    watch = MemoryTimeline()
+    board_trainer(strategy_at("ram"), [watch], limit_train_batches=2).fit(model, data)
+    board_trainer("auto", [watch]).fit(model, data)
+    assert watch.curves == ()
+    with pytest.raises(ValueError, match="start=-1"):
+        MemoryTimeline(batch=-1)
