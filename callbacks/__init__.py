@@ -5,11 +5,11 @@ from __future__ import annotations
 # Relative: in a checkout this folder is also the package `callbacks`.
 from .grad_norm import GradNormMonitor
 from .memory_timeline import MemoryTimeline
-from .page_monitor import PageMonitor
+from .page_monitor import PageMonitor, StalenessMonitor, TransferMonitor
 from .page_tracer import PageTracer
 from .perfetto_trace import PerfettoTrace
 from .plan_printer import PlanPrinter
-from .throughput import Throughput
+from .throughput import Throughput, ThroughputMonitor
 
 __all__ = [
     "GradNormMonitor",
@@ -18,5 +18,8 @@ __all__ = [
     "PageTracer",
     "PerfettoTrace",
     "PlanPrinter",
+    "StalenessMonitor",
     "Throughput",
+    "ThroughputMonitor",
+    "TransferMonitor",
 ]

@@ -1,0 +1,65 @@
+"""The monitors of links, stalls and updates: their groups of numbers, and that these are the counters'."""
+
+from __future__ import annotations
+
+import jsonargparse
+import pytest
+from lightning.pytorch import Callback
+
+import lightning_ptm.callbacks
+from lightning_ptm.callbacks import PageMonitor, StalenessMonitor, TransferMonitor
+
+
+def test_each_monitor_logs_its_groups(strategy_at, board_trainer, model, data, board) -> None:
+    groups = {}
+    for monitor in (TransferMonitor, StalenessMonitor, PageMonitor):
+        trainer = board_trainer(strategy_at("three_tiers"), [monitor()], logger=False)
+        trainer.fit(model, data)
+        groups[monitor] = {name for name in trainer.callback_metrics if "/" in name}
+    assert {name.split("/")[0] for name in groups[TransferMonitor]} == {"links", "stall"}
+    assert {name.split("/")[0] for name in groups[StalenessMonitor]} == {"update"}
+    assert groups[PageMonitor] == groups[TransferMonitor] | groups[StalenessMonitor]
+
+
+def test_bytes_of_links_are_those_of_the_counters(strategy_at, board_trainer, model, data, board) -> None:
+    seen = []
+
+    class Look(TransferMonitor):
+        def on_train_start(self, trainer, module) -> None:
+            super().on_train_start(trainer, module)
+            seen.append(self._last)
+
+        def on_train_batch_end(self, trainer, module, *rest) -> None:
+            super().on_train_batch_end(trainer, module, *rest)
+            seen.append(self._last)
+
+    board_trainer(strategy_at("three_tiers"), [Look()]).fit(model, data)
+    logged = [event.value for event in board().Scalars("links/disk_to_host_MB_per_step")]
+    assert sum(logged) > 0
+    first = seen[0].links.get("disk_to_host")
+    moved = seen[-1].links["disk_to_host"].bytes - (first.bytes if first else 0)
+    assert sum(logged) == pytest.approx(moved / 1e6, rel=1e-4)
+
+
+def test_lock_free_updates_say_how_stale_they_are(strategy_at, board_trainer, model, data) -> None:
+    trainer = board_trainer(strategy_at("lock_free", max_staleness=1), [StalenessMonitor()], logger=False)
+    trainer.fit(model, data)
+    metrics = trainer.callback_metrics
+    assert 0 <= metrics["update/staleness_mean"] <= metrics["update/staleness_max"] <= 1
+    assert "update/updates_per_step" in metrics
+
+
+@pytest.mark.parametrize("name", lightning_ptm.callbacks.__all__)
+def test_every_callback_works_from_yaml_without_arguments_in_all_loops(
+    strategy_at, board_trainer, model, data, name
+) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(Callback, "callback")
+    config = parser.parse_object({"callback": {"class_path": f"lightning_ptm.callbacks.{name}"}})
+    callback = parser.instantiate_classes(config).callback
+    trainer = board_trainer(strategy_at("ram"), [callback])
+    trainer.fit(model, data, data)
+    trainer.validate(model, data, verbose=False)
+    trainer.test(model, data, verbose=False)
+    trainer.predict(model, data)
+    board_trainer("auto", [callback]).fit(model, data)
