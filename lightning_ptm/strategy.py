@@ -207,21 +207,8 @@ class AngelPTMStrategy(ParallelStrategy):
         events = Events()
         self._communicator = self._make_communicator(events)
         given = self._files_values(self._communicator)
-        plan = self.precision_plugin.plan
-        blueprint = draw(
-            Request(
-                module=self.lightning_module,
-                optimizers=self.optimizers,
-                settings=self._settings_for(trainer),
-                compute=plan.compute,
-                mixed=plan.mixed,
-                device=self.root_device,
-                keep_gradients=fitting and self._keeps_gradients(trainer),
-                gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
-                ranks_on_host=max(1, self.num_processes),
-            ),
-            self._communicator,
-        )
+        request = self.request(trainer, self._settings_for(trainer))
+        blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
             self.lightning_module,
             blueprint,
@@ -248,6 +235,22 @@ class AngelPTMStrategy(ParallelStrategy):
             self._warn_of_gradients_in_pages(self._engine)
             self._warn_of_recomputing_uncompiled(self._engine)
         self.barrier()
+
+    def request(self, trainer: Trainer, settings: Settings) -> Request:
+        """What a run of `trainer` asks for, once its optimizers are there; allocates nothing."""
+        assert self.lightning_module is not None
+        plan = self.precision_plugin.plan
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return Request(
+            module=self.lightning_module,
+            optimizers=self.optimizers,
+            settings=settings,
+            compute=plan.compute,
+            mixed=plan.mixed,
+            device=self.root_device,
+            keep_gradients=fitting and self._keeps_gradients(trainer),
+            gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
+        )
 
     def _files_values(self, communicator: Communicator) -> Given | None:
         """What `weights` provides; nothing where the module has been in a run before: it may have learnt since."""

@@ -1,13 +1,13 @@
 """Everything that is decided before a byte is allocated: units, layout, homes, sizes of the tiers.
 
 Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has; returns one frozen
-`Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts).
+`Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts). `draw` is for the ranks that
+run; `decide` makes the same decisions for a machine and a number of ranks that need not be there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from lightning_ptm.planning.homes import Budget, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
-from lightning_ptm.runtime.machine import free_device_bytes, free_disk_bytes, free_host_bytes
+from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier
@@ -146,7 +146,7 @@ class Request:
         mixed: keep fp32 master parameters.
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
-        ranks_on_host: ranks that share this machine's RAM.
+        device: where optimizers are tried.
     """
 
     module: nn.Module
@@ -157,21 +157,39 @@ class Request:
     device: torch.device
     keep_gradients: bool
     gradients_stay: bool
-    ranks_on_host: int
 
 
-def draw(request: Request, communicator: Communicator) -> Blueprint:
-    """Decides everything.
+def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
+    """Decides everything for a run here; a collective.
+
+    Args:
+        ranks_on_host: ranks that share this machine's RAM and disks.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    check_folders(request.settings.disk_paths)
+    machine = this_machine(request.device, request.settings.disk_paths, ranks_on_host)
+    return decide(request, machine, communicator.world_size, partial(_agreed, communicator=communicator))
+
+
+def decide(
+    request: Request, machine: Machine, world_size: int, agree: Callable[[Budget], Budget] = lambda budget: budget
+) -> Blueprint:
+    """Decides everything, for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
+
+    Args:
+        agree: makes the budgets of all ranks equal.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting that cannot work.
         CapacityError: no placement fits the budgets.
     """
     settings = request.settings
-    check_folders(settings.disk_paths)
     units = discover(request.module, settings.units if settings.units == "auto" else tuple(settings.units))
     specs = _specs(units, request)
-    layout = build_layout(specs, page_size=settings.page_bytes, world_size=communicator.world_size)
+    layout = build_layout(specs, page_size=settings.page_bytes, world_size=world_size)
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     lock_free = settings.lock_free and bool(request.optimizers)
     master_dtypes = tuple(
@@ -183,7 +201,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    unified = request.device.type == "cpu" and settings.device_bytes is None
+    unified = machine.device_type == "cpu" and settings.device_bytes is None
     trace = sequential_trace(layout) if request.optimizers else forward_trace(layout)
     wishes = _wishes(settings, unified, lock_free=lock_free)
     disk = bool(settings.disk_paths)
@@ -191,12 +209,12 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         raise ConfigError(
             "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
-    budget = _agreed(_budget(request, unified), communicator)
-    accumulates_whole = communicator.world_size > 1 and settings.reduce_gradients == "each_step"
+    budget = agree(_budget(settings, machine, unified))
+    accumulates_whole = world_size > 1 and settings.reduce_gradients == "each_step"
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
-    in_place = unified and communicator.world_size == 1
-    plan = _lock_free(request, layout, dtypes, in_place=in_place) if lock_free else None
+    in_place = unified and world_size == 1
+    plan = _lock_free(request, machine, layout, dtypes, in_place=in_place) if lock_free else None
     beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
     budget = _without(budget, beside, unified)
     chunks, staging = (
@@ -215,10 +233,10 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         wishes=wishes,
         unified=unified,
         staging_bytes=staging,
-        update_on_device=request.device.type != "cpu" or unified,
+        update_on_device=machine.device_type != "cpu" or unified,
     )
     placement = None
-    if unified and not keep and communicator.world_size == 1:
+    if unified and not keep and world_size == 1:
         placement = _all_in_ram(place_with)
         keep = placement is not None
     if placement is None:
@@ -253,7 +271,7 @@ def draw(request: Request, communicator: Communicator) -> Blueprint:
         update_in_backward=not at_step if lock_free else not keep,
         lock_free=plan,
         accumulates_whole=accumulates_whole,
-        keep_freed_memory=_keep_freed_memory(request, pools),
+        keep_freed_memory=_keep_freed_memory(settings, machine, pools),
         gradient_room_bytes=gradient_room,
         saves_behind=saves_behind,
     )
@@ -363,7 +381,9 @@ def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
     return Wishes(parameter=Tier.DEVICE if unified else Tier.HOST, master=tier(settings.wanted_master_home))
 
 
-def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dtype], *, in_place: bool) -> LockFree:
+def _lock_free(
+    request: Request, machine: Machine, layout: ModelLayout, dtypes: Sequence[torch.dtype], *, in_place: bool
+) -> LockFree:
     kinds = Counter((flat.shard_numel, dtypes[flat.index]) for flat in layout.flats if flat.trainable)
     spares, gradients = [], []
     for (numel, dtype), count in kinds.items():
@@ -372,7 +392,7 @@ def _lock_free(request: Request, layout: ModelLayout, dtypes: Sequence[torch.dty
         spares.append(Kind(numel, dtype, in_the_making))
         # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
         gradients.append(Kind(numel, dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
-    cores = max(1, (os.cpu_count() or 1) // 2 // request.ranks_on_host)
+    cores = max(1, machine.cores // 2 // machine.ranks)
     return LockFree(
         request.settings.max_staleness,
         request.gradients_stay,
@@ -434,25 +454,24 @@ def _staging(settings: Settings, per_element: Sequence[int], budget: Budget, mos
     return chunks, chunks * chunk_bytes
 
 
-def _budget(request: Request, unified: bool) -> Budget:
-    settings = request.settings
-    host_free = free_host_bytes() / request.ranks_on_host
+def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
+    host_free = machine.free_host_bytes / machine.ranks
     host_auto = int(max(min(host_free * _HOST_SHARE, host_free - _HOST_RESERVE_BYTES), host_free / 2))
     host = host_auto if settings.host_bytes is None else settings.host_bytes
     disk = 0
     if settings.disk_paths:
-        free = int(free_disk_bytes(settings.disk_paths) * _DISK_SHARE / request.ranks_on_host)
+        free = int(machine.free_disk_bytes * _DISK_SHARE / machine.ranks)
         disk = free if settings.disk_bytes is None else settings.disk_bytes
     if unified:
         return Budget(device_bytes=host, host_bytes=0, disk_bytes=disk)
-    if request.device.type == "cpu":
+    if machine.device_type == "cpu":
         assert settings.device_bytes is not None
         return Budget(settings.device_bytes, host, disk)
-    free_device = free_device_bytes(request.device)
+    free_device = machine.free_device_bytes
     device = int(free_device * _DEVICE_SHARE) if settings.device_bytes is None else settings.device_bytes
     if device > free_device:
         raise CapacityError(
-            f"device_memory is {format_bytes(device)} and {request.device} has {format_bytes(free_device)} "
+            f"device_memory is {format_bytes(device)} and the device has {format_bytes(free_device)} "
             f"free; lower device_memory or leave it at 'auto'"
         )
     return Budget(device, host, disk)
@@ -506,14 +525,14 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
     return pools
 
 
-def _keep_freed_memory(request: Request, pools: dict[Tier, int]) -> bool:
+def _keep_freed_memory(settings: Settings, machine: Machine, pools: dict[Tier, int]) -> bool:
     """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
-    if request.settings.freed_memory != "auto":
-        return request.settings.freed_memory == "keep"
+    if settings.freed_memory != "auto":
+        return settings.freed_memory == "keep"
     if not pools[Tier.DISK]:
         return True
     in_ram = pools[Tier.DEVICE] + pools[Tier.HOST]
-    return in_ram < free_host_bytes() / request.ranks_on_host * _ROOMY_SHARE
+    return in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
 
 
 def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:

@@ -1,7 +1,11 @@
-"""What this machine has free: RAM within its memory cgroup, device memory, disk space. Reads only."""
+"""What a machine has free: RAM within its memory cgroup, device memory, disk space. Reads only.
+
+`Machine` is all that decisions may know of one (blueprint.py), so that they can be made for a machine that is not here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -10,6 +14,39 @@ from pathlib import Path
 import torch
 
 _NO_LIMIT = 1 << 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What one node offers to the ranks on it.
+
+    Attributes:
+        device_type: where ranks compute; "cpu": device memory is RAM.
+        free_device_bytes: of one rank's device; 0 on a CPU.
+        free_host_bytes: RAM of the node.
+        free_disk_bytes: of the node.
+        cores: CPU cores of the node.
+        ranks: that share all but the devices.
+    """
+
+    device_type: str
+    free_device_bytes: int
+    free_host_bytes: int
+    free_disk_bytes: int
+    cores: int
+    ranks: int
+
+
+def this_machine(device: torch.device, disk_paths: Sequence[Path], ranks: int) -> Machine:
+    """The machine that this process runs on."""
+    return Machine(
+        device_type=device.type,
+        free_device_bytes=0 if device.type == "cpu" else free_device_bytes(device),
+        free_host_bytes=free_host_bytes(),
+        free_disk_bytes=free_disk_bytes(disk_paths),
+        cores=os.cpu_count() or 1,
+        ranks=ranks,
+    )
 
 
 def _number(path: Path) -> int | None:

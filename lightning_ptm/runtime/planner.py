@@ -19,6 +19,26 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
 
 
+def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
+    """The plan of one iteration, and the simulator's consent. Pure: ranks need not be there.
+
+    Raises:
+        CapacityError: more is live at once than the budgets hold.
+    """
+    # Budgets are for pages; what lives beside them is reported, not planned.
+    pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
+    in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
+    plan = schedule(
+        drawn.layout,
+        drawn.placement,
+        pages_only,
+        drawn.budget,
+        update_in_backward=in_backward or mode is Mode.FORWARD,
+    )
+    simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
+    return plan
+
+
 class Planner:
     """Traces in, plans out.
 
@@ -38,18 +58,7 @@ class Planner:
             CapacityError: more is live at once than the budgets hold.
             RankError: other ranks have made another plan.
         """
-        drawn = self._blueprint
-        # Budgets are for pages; what lives beside them is reported, not planned.
-        pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
-        in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
-        plan = schedule(
-            drawn.layout,
-            drawn.placement,
-            pages_only,
-            drawn.budget,
-            update_in_backward=in_backward or mode is Mode.FORWARD,
-        )
-        simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
+        plan = make_plan(self._blueprint, mode, trace)
         self._same_on_all_ranks(plan)
         return plan
 

@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import UsageError
-from lightning_ptm.runtime import blueprint
+from lightning_ptm.runtime import machine
 
 BATCHES = tokens(6)
 UNSEEN = tokens(3, seed=2)
@@ -361,7 +361,7 @@ def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, freed, ke
     ("tier", "freed", "kept"), [("masters_on_disk", "auto", False), ("masters_on_disk", "keep", True)]
 )
 def test_freed_memory_goes_back_where_ram_is_short(strategy_at, monkeypatch, tier, freed, kept) -> None:
-    monkeypatch.setattr(blueprint, "free_host_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 8 << 20)
     seen = _Kept()
     strategy = strategy_at(tier, freed_memory=freed, host_memory="64MiB")
     make_trainer(strategy, callbacks=[seen]).fit(make(), BATCHES.loader())
