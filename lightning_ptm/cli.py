@@ -23,6 +23,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_ptm.commands.export import export
 from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
 from lightning_ptm.commands.params import params
+from lightning_ptm.commands.plan import plan
+from lightning_ptm.commands.probe import probe
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
@@ -33,7 +35,13 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] /
 
 CONFIG_OPTIONS = ("--config", "-c")
 
-COMMANDS: dict[str, Callable[..., None]] = {"export": export, "inspect": inspect_checkpoint, "params": params}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export,
+    "inspect": inspect_checkpoint,
+    "params": params,
+    "plan": plan,
+    "probe": probe,
+}
 """Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help.
 
 A first parameter `config_file` is given as `--config NAME` or as `NAME`, which is looked up as for `fit`.
@@ -168,6 +176,20 @@ def _with_underscores(argument: str) -> str:
     return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
 
 
+def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[str]:
+    """`--json` alone is `--json=true`."""
+    flags = {
+        f"--{name}"
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+        if parameter.annotation is bool
+    }
+    following = [*arguments, "--"][1:]
+    return [
+        f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
@@ -178,6 +200,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if "config_file" in inspect.signature(COMMANDS[name]).parameters:
             rest = _config_first(rest)
-        auto_cli(COMMANDS[name], args=list(map(_with_underscores, rest)), prog=f"lightning-ptm {name}")
+        rest = _flags_set(list(map(_with_underscores, rest)), COMMANDS[name])
+        auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")

@@ -76,8 +76,8 @@ def count(config: str | Path) -> Count:
     Raises:
         ConfigError: the file names no model, or one that cannot be built.
     """
-    document = _read(Path(config))
-    model = _on_meta(document, config)
+    document = read_config(Path(config))
+    model = build_on_meta(document, config)
     trainer = document.get("trainer") or {}
     strategy = trainer.get("strategy")
     settings = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
@@ -116,7 +116,12 @@ def render(title: str, counted: Count) -> str:
     return "\n".join(lines)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
+    """A config file of `fit` that names a model.
+
+    Raises:
+        ConfigError: it cannot be read, or names none.
+    """
     try:
         document = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -126,7 +131,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _on_meta(document: Mapping[str, Any], path: str | Path) -> LightningModule:
+def build_on_meta(document: Mapping[str, Any], path: str | Path) -> LightningModule:
+    """The model of a config, its parameters on the meta device.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
     try:

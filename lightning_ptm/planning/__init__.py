@@ -23,10 +23,11 @@ from lightning_ptm.planning.render import render
 from lightning_ptm.planning.report import format_bytes
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import Simulation, TierUse, simulate
-from lightning_ptm.planning.timing import Hardware, Link, LinkUse, Stall, Timing
+from lightning_ptm.planning.timing import Activity, Hardware, Link, LinkUse, Stall, Timing, steady
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, sequential_trace
 
 __all__ = [
+    "Activity",
     "Budget",
     "FlatLayout",
     "Hardware",
@@ -61,5 +62,6 @@ __all__ = [
     "schedule",
     "sequential_trace",
     "simulate",
+    "steady",
     "uses_of",
 ]

@@ -99,6 +99,8 @@ class _Replay:
         self._budget = budget
         self._clock = clock
         self._one_rank = layout.world_size == 1
+        self._page_counts: dict[tuple[int, Kind], int] = {}
+        """As far as they were asked for."""
         non_model_bytes = max([placement.non_model_peak_bytes] + [tick.non_model_bytes for tick in trace.ticks])
         self._reserved_bytes = placement.device_home_bytes + placement.staged_bytes(Tier.DEVICE) + non_model_bytes
         self._limit = min(budget.device_bytes - self._reserved_bytes, placement.gather_bytes) // layout.page_size
@@ -360,9 +362,13 @@ class _Replay:
         return (1 << task.last_page) - (1 << task.first_page)
 
     def _pages(self, unit: int, kind: Kind) -> int:
-        trainable_only = kind in (Kind.GRADIENT, Kind.MASTER)
-        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not trainable_only]
-        return sum(-(-flat.shard_bytes // self._layout.page_size) for flat in flats)
+        count = self._page_counts.get((unit, kind))
+        if count is None:
+            trainable_only = kind in (Kind.GRADIENT, Kind.MASTER)
+            flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not trainable_only]
+            count = sum(-(-flat.shard_bytes // self._layout.page_size) for flat in flats)
+            self._page_counts[unit, kind] = count
+        return count
 
     def _run_pages(self, unit: int, *, gradient: bool) -> int:
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not gradient]

@@ -1,20 +1,21 @@
 """How long a plan would take on a machine that need not be here: links as queues, compute as traced.
 
-Owns the clock of a simulation. Knows tasks and bytes, not whether they are right: simulate.py checks that. Each link
-does one thing at a time, in issue order; pages stream, so a task that crosses several links takes as long as the
-slowest of them. A wait for free pages is not modelled: the plan takes pages only where they are free by its triggers.
+Owns the clock of a simulation, of one iteration (simulate.py) or of steps that follow each other (`steady`). Knows
+tasks and bytes, not whether they are right: simulate.py checks that. Each link does one thing at a time, in issue order;
+pages stream, so a task that crosses several links takes as long as the slowest of them. A wait for free pages is not
+modelled: the plan takes pages only where they are free by its triggers.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
-from lightning_ptm.planning.plan import Task
-from lightning_ptm.planning.trace import Tick
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import Kind, Operation, Tier
 
 
@@ -88,6 +89,18 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """One thing that was busy for a time: compute (`link` is None) or a link."""
+
+    link: Link | None
+    operation: Operation
+    unit: int
+    start_s: float
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Arrival:
     at_s: float
     cause: Operation
@@ -102,12 +115,25 @@ class _Load:
 class Clock:
     """Runs beside a replay: told of each task and each compute in issue order."""
 
-    def __init__(self, layout: ModelLayout, placement: Placement, budget: Budget, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        placement: Placement,
+        budget: Budget,
+        hardware: Hardware,
+        *,
+        record: list[Activity] | None = None,
+    ) -> None:
         # Configuration.
+        self._record = record
         self._layout = layout
         self._placement = placement
         self._hardware = hardware
         self._has_host = budget.host_bytes > 0
+        flats = [layout.flats_of(unit) for unit in range(len(layout.units))]
+        self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
+        self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
+        """Of a rank's shards, by unit."""
         # State.
         self._now_s = 0.0
         self._compute_s = 0.0
@@ -117,27 +143,31 @@ class Clock:
         self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
         self._stalls: dict[Operation, float] = {}
         self._last = _Arrival(0.0, Operation.COMPUTE)
+        self._updated: dict[int, _Arrival] = {}
+        """When the parameters of a unit are those of the last step."""
 
     def issue(self, task: Task) -> None:
         """Start a task that is not a compute now, or when what it reads is there."""
         match task.operation:
             case Operation.FETCH:
                 home = self._placement.homes[task.unit].parameter
-                size = min((task.last_page - task.first_page) * self._layout.page_size, self._shard_bytes(task.unit))
-                self._arrive(task, task.kind, self._loads(home, Tier.DEVICE, size), self._now_s)
+                size = min((task.last_page - task.first_page) * self._layout.page_size, self._shard_bytes[task.unit])
+                updated = self._update_of(task.unit)
+                self._arrive(task, task.kind, self._loads(home, Tier.DEVICE, size), max(self._now_s, updated.at_s))
+                self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
-                source = self._arrivals.get((task.unit, Kind.PARAMETER), _Arrival(0.0, Operation.GATHER))
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._shard_bytes(task.unit)))]
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
+                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._shard_bytes[task.unit]))]
                 self._arrive(task, Kind.FULL, loads, max(self._now_s, source.at_s))
-                if source.at_s > self._now_s:  # What compute then waits for is the copy, not the collective.
-                    late = self._arrivals[task.unit, Kind.FULL]
-                    self._arrivals[task.unit, Kind.FULL] = _Arrival(late.at_s, source.cause)
+                self._blame(
+                    task.unit, Kind.FULL, source
+                )  # What compute then waits for is the copy, not the collective.
             case Operation.REDUCE:
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._gradient_bytes(task.unit)))]
+                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._gradient_bytes[task.unit]))]
                 self._arrive(task, Kind.GRADIENT, loads, self._now_s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
-                loads = self._loads(Tier.DEVICE, home, self._gradient_bytes(task.unit))
+                loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
                 self._arrive(task, Kind.GRADIENT, loads, self._ready_s(task.unit, Kind.GRADIENT))
             case Operation.UPDATE:
                 self._arrive(task, Kind.MASTER, self._update_loads(task.unit), self._ready_s(task.unit, Kind.GRADIENT))
@@ -152,13 +182,28 @@ class Clock:
         """Wait for the tick's live units, then compute."""
         nothing = _Arrival(0.0, Operation.COMPUTE)
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
-        self._wait(late)
+        updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
+        self._wait(max(late, updated, key=lambda at: at.at_s))
+        if self._record is not None:
+            self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now_s, tick.seconds, 0))
         self._now_s += tick.seconds
         self._compute_s += tick.seconds
 
     def finish(self) -> Timing:
         """Wait for everything that is still under way."""
         self._wait(self._last)
+        return self.so_far()
+
+    def end_step(self, *, wait_for_updates: bool) -> None:
+        """The next step begins, behind the updates of this one: it waits for a unit's where it needs the unit."""
+        for unit, kind in list(self._arrivals):
+            if kind is Kind.MASTER:
+                arrival = self._arrivals.pop((unit, kind))
+                if wait_for_updates:
+                    self._updated[unit] = arrival
+
+    def so_far(self) -> Timing:
+        """What has passed up to the end of the last tick; for links, what has been issued."""
         return Timing(
             self._now_s,
             self._compute_s,
@@ -179,11 +224,21 @@ class Clock:
             self._free_s[load.link] = start_s + seconds
             self._busy_s[load.link] += seconds
             self._bytes[load.link] += load.bytes
+            if self._record is not None and load.bytes:
+                self._record.append(Activity(load.link, task.operation, task.unit, start_s, seconds, load.bytes))
             end_s = max(end_s, start_s + seconds)
         arrival = _Arrival(end_s, task.operation)
         before = self._arrivals.get((task.unit, kind), arrival)
         self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
         self._last = max(self._last, arrival, key=lambda at: at.at_s)
+
+    def _update_of(self, unit: int) -> _Arrival:
+        return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
+
+    def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
+        """A copy that had to wait for `source` is late because of that."""
+        if source.at_s > self._now_s:
+            self._arrivals[unit, kind] = _Arrival(self._arrivals[unit, kind].at_s, source.cause)
 
     def _ready_s(self, unit: int, kind: Kind) -> float:
         return max(self._now_s, self._arrivals.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
@@ -210,7 +265,7 @@ class Clock:
         master_bytes = sum(
             flat.shard_numel * self._placement.master_bytes_per_element[flat.index] for flat in trainable
         )
-        gradient_bytes = self._gradient_bytes(unit)
+        gradient_bytes = self._gradient_bytes[unit]
         place = Tier.HOST if self._has_host and homes.master is not Tier.DEVICE else Tier.DEVICE
         link = Link.UPDATE_HOST if place is Tier.HOST else Link.UPDATE_DEVICE
         return [
@@ -221,11 +276,65 @@ class Clock:
             *self._loads(place, homes.parameter, gradient_bytes),  # Trainable parameters: as many bytes.
         ]
 
-    def _shard_bytes(self, unit: int) -> int:
-        return sum(flat.shard_bytes for flat in self._layout.flats_of(unit))
-
-    def _gradient_bytes(self, unit: int) -> int:
-        return sum(flat.shard_bytes for flat in self._layout.flats_of(unit) if flat.trainable)
-
     def _others_bytes(self, shard_bytes: int) -> int:
         return shard_bytes * (self._layout.world_size - 1)
+
+
+_STEPS_BEFORE = 1
+"""Steps that are replayed before the one that counts: the first waits for no updates."""
+
+
+def steady(
+    layout: ModelLayout,
+    placement: Placement,
+    plan: Plan,
+    trace: Trace,
+    budget: Budget,
+    hardware: Hardware,
+    *,
+    micro_batches: int = 1,
+    wait_for_updates: bool = True,
+    record: list[Activity] | None = None,
+) -> Timing:
+    """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
+
+    Args:
+        plan: of one micro-batch, one that `simulate` accepts; trace: with the seconds of its ticks.
+        micro_batches: in one optimizer step; updates belong to the last.
+        wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
+        record: takes what happened in the step that counts, its start at 0.
+    """
+    activities: list[Activity] | None = None if record is None else []
+    clock = Clock(layout, placement, budget, hardware, record=activities)
+    triggers = [plan.tasks_at(trigger) for trigger in range(plan.tick_count + 1)]
+    before = clock.so_far()
+    for step in range(_STEPS_BEFORE + 1):
+        if step == _STEPS_BEFORE:
+            before = clock.so_far()
+        for micro_batch in range(micro_batches):
+            for trigger, tasks in enumerate(triggers):
+                for task in tasks:
+                    last = micro_batch == micro_batches - 1
+                    if task.operation is not Operation.COMPUTE and (last or task.operation is not Operation.UPDATE):
+                        clock.issue(task)
+                if trigger < plan.tick_count:
+                    clock.compute(trace.ticks[trigger])
+        clock.end_step(wait_for_updates=wait_for_updates)
+    after = clock.so_far()
+    if record is not None and activities is not None:
+        begin, end = before.seconds, after.seconds
+        record += [
+            replace(done, start_s=done.start_s - begin)
+            for done in activities
+            if done.start_s < end and done.start_s + done.seconds > begin
+        ]
+    stalled = {stall.cause: stall.seconds for stall in before.stalls}
+    return Timing(
+        after.seconds - before.seconds,
+        after.compute_s - before.compute_s,
+        tuple(
+            LinkUse(new.link, new.bytes - old.bytes, new.busy_s - old.busy_s)
+            for new, old in zip(after.links, before.links, strict=True)
+        ),
+        tuple(Stall(stall.cause, stall.seconds - stalled.get(stall.cause, 0.0)) for stall in after.stalls),
+    )

@@ -36,6 +36,7 @@ from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
+from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.tracer import Tracer
@@ -184,7 +185,7 @@ class Engine:
             self.stores,
             self.executor,
             self,
-            frozenset(index for index in range(1, len(drawn.units)) if recompute and (index - 1) % recompute == 0),
+            recomputed_units(len(drawn.units), recompute),
             frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
         )
         self.updates.start()

@@ -136,3 +136,8 @@ class Recompute:
             ) from error
         finally:
             self._last = None
+
+
+def recomputed_units(count: int, every: int) -> frozenset[int]:
+    """Of `count` units, those whose activations are recomputed: every so-many-th behind the root; 0: none."""
+    return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0)

@@ -1,0 +1,293 @@
+"""What a model computes and keeps, unit by unit, from one forward on the meta device: no memory, no device.
+
+Counts, of a batch of the config's own shape: operations (torch's formulas for matrix multiplications and convolutions;
+attention as its formula without advantage of a causal mask) and bytes that autograd keeps, in the compute dtype, with
+attention as fused kernels do it (inputs and output, no matrix of scores). Backward is taken as two forwards.
+Mixtures of experts route evenly: each expert computes its share of the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from lightning_ptm.data import SpanCorruption, TextBytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.models.base import LanguageModel
+from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.units import Unit
+from lightning_ptm.terms import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One unit's forward, units inside it left out.
+
+    Attributes:
+        flops: of the forward.
+        saved_bytes: what autograd keeps of it until its backward.
+        input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
+    """
+
+    flops: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+
+
+def example_batch(data: LightningDataModule) -> Any:
+    """A batch of the data module, on the meta device. For text of ours nothing is read; another module is set up and gives
+    its first batch.
+
+    Raises:
+        ConfigError: it gives none.
+    """
+    if isinstance(data, SpanCorruption):
+        lengths = (data.input_length, data.target_length)
+    elif isinstance(data, TextBytes):
+        lengths = (data.sequence_length, data.sequence_length)
+    else:
+        try:
+            data.prepare_data()
+            data.setup("fit")
+            batch = next(iter(data.train_dataloader()))
+        except Exception as error:  # whatever a foreign data module raises
+            raise ConfigError(
+                f"{type(data).__name__} gives no training batch to plan with ({type(error).__name__}: {error}); make its "
+                f"data available here"
+            ) from error
+        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    return tuple(torch.empty(data.batch_size, length, dtype=torch.long, device="meta") for length in lengths)
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of other size: every tensor's first dimension is its samples."""
+    return tree_map(
+        lambda leaf: leaf.new_empty((samples, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+        batch,
+    )
+
+
+def sample_count(batch: Any) -> int:
+    """Samples of a batch: the first dimension of its first tensor."""
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+
+
+def token_count(batch: Any) -> int | None:
+    """Tokens that a batch has for the model to read: elements of its first tensor, if that is integers in two dimensions."""
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
+    return first.numel() if first is not None and tokens else None
+
+
+def estimate(model: LightningModule, units: Sequence[Unit], batch: Any, dtype: torch.dtype) -> tuple[Work, ...]:
+    """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
+
+    Raises:
+        ConfigError: the model cannot compute on the meta device.
+    """
+    batch = tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+    counter = _Counter(model, units)
+    model.train()
+    with warnings.catch_warnings(), counter.counting():
+        warnings.simplefilter("ignore")  # `self.log` without a Trainer
+        try:
+            model.loss(batch) if isinstance(model, LanguageModel) else model.training_step(batch, 0)
+        except Exception as error:  # whatever a foreign model raises
+            raise ConfigError(
+                f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
+                f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
+            ) from error
+    return counter.works()
+
+
+def activation_bytes(works: Sequence[Work], recomputed: frozenset[int], trace: Trace) -> tuple[int, ...]:
+    """Bytes beside pages at the worst moment of each tick of a training trace.
+
+    The root's are counted from first to last, though its head's come late and go early: this errs on the safe side. A
+    backward tick holds what was not used yet, all of its own unit, and the gradients of two of its inputs.
+    """
+    kept = [work.input_bytes if index in recomputed else work.saved_bytes for index, work in enumerate(works)]
+    held, before, found = set[int](), 0, []
+    for tick in trace.ticks:
+        work = works[tick.unit]
+        if tick.phase is Phase.FORWARD:
+            found.append(before + max(kept[tick.unit], work.saved_bytes))
+            if tick.unit not in held:
+                held.add(tick.unit)
+                before += kept[tick.unit]
+        else:
+            own = work.saved_bytes if tick.unit in recomputed else 0
+            found.append(before + own + 2 * work.input_bytes)
+            if tick.unit in held:
+                held.remove(tick.unit)
+                before -= kept[tick.unit]
+    return tuple(found)
+
+
+def tick_flops(work: Work, phase: Phase, *, recomputed: bool) -> int:
+    """Operations of one tick of a unit."""
+    return work.flops * (1 if phase is Phase.FORWARD else 3 if recomputed else 2)
+
+
+class _Counter:
+    """One forward: whose turn it is, and what was seen."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        # Configuration.
+        self._model = model
+        self._units = units
+        self._position = {id(unit.module): unit.index for unit in units}
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        # State.
+        self._inside = [0]
+        self._flops = [0] * len(units)
+        self._saved = [0] * len(units)
+        self._inputs = [0] * len(units)
+        self._seen: dict[int, Tensor] = {}
+        self._seen_inputs: dict[int, Tensor] = {}
+        self._like: dict[int, int] = {}
+        """Unit -> the unit whose forward stands for its own."""
+
+    def works(self) -> tuple[Work, ...]:
+        sources = [self._like.get(index, index) for index in range(len(self._units))]
+        return tuple(Work(self._flops[at], self._saved[at], self._inputs[at]) for at in sources)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        handles, changed = [], []
+        try:
+            for module in self._model.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.forward = self._even(module)  # type: ignore[assignment,method-assign]
+                    changed.append(module)
+            for unit in self._units[1:]:
+                if unit.index in self._like:
+                    continue
+                handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.add), _Flops(self.add):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in changed:
+                del module.forward
+
+    def add(self, flops: int) -> None:
+        """Operations of the unit that computes."""
+        self._flops[self._inside[-1]] += flops
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit = self._position[id(module)]
+        self._inside.append(unit)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._first_time(leaf, self._seen_inputs):
+                self._inputs[unit] += leaf.untyped_storage().nbytes()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._inside.pop()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self._first_time(tensor, self._seen):
+            self._saved[self._inside[-1]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _first_time(self, tensor: Tensor, seen: dict[int, Tensor]) -> bool:
+        key = tensor.untyped_storage()._cdata
+        if key in self._parameters or key in seen:
+            return False
+        seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
+        return True
+
+    def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
+        """Stands in for a mixture whose routing depends on values."""
+        experts = list(module.experts)
+        own = [self._position.get(id(expert)) for expert in experts]
+        if own[0] is not None:
+            self._like.update({index: own[0] for index in own[1:] if index is not None})
+            experts = experts[:1]
+
+        def forward(x: Tensor) -> tuple[Tensor, Routing]:
+            tokens = x.flatten(0, -2)
+            rows = max(1, math.ceil(len(tokens) * module.choices / len(module.experts)))
+            scores = F.linear(tokens, module.router.weight)
+            part = tokens[:1].expand(rows, -1)
+            out = tokens
+            for expert in experts:
+                out = out + expert(part.clone()).sum(0)
+            zero = scores.sum() * 0
+            return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
+
+        return forward
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Flops(TorchDispatchMode):
+    """Tells how many operations each call takes that torch has a formula for."""
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._add(int(formula(*args, **(kwargs or {}), out_val=out)))
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Puts a fused kernel's saved tensors and operations in the place of attention, which the meta device would do in
+    parts."""
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> Any:
+        scores = query.shape[:-1].numel() * key.shape[-2]
+        self._add(2 * scores * (query.shape[-1] + value.shape[-1]))
+        return _Fused.apply(query, key, value, attn_mask)
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what fused attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Laid out as fused kernels do, so that bringing heads together again copies nothing.
+        *batch, heads, length, _ = query.shape
+        out = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)
+        ctx.save_for_backward(query, key, value, out, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise NotImplementedError("counting runs no backward")

@@ -1,0 +1,272 @@
+"""Hardware files: what a node offers and how fast it is, read from YAML and checked (configs/hardware/*.yaml).
+
+Owns the names and meaning of the fields. Two views of it: `Machine`, by which a run decides (runtime/machine.py), and
+`Hardware`, by which a plan is timed (planning/timing.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from lightning_ptm.config import parse_bytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.timing import Hardware
+from lightning_ptm.runtime.machine import Machine
+
+FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
+"""Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_NEVER = 1e-9
+"""Bytes per second of a link that is not there; nothing crosses it in a plan for that machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One node, as its file describes it: sizes in bytes, rates per second.
+
+    Attributes:
+        source: the file; name: how it is called.
+        device: `cuda`, or `cpu`: device memory is then RAM.
+        device_memory: of one device; 0 on a CPU. host_memory, disk_memory, cpu_cores: of the node.
+        compute_flops_per_s: of one rank, by dtype.
+        compute_efficiency: the share of these rates that a model's forward and backward reach.
+        device_memory_bytes_per_s: of one device. host_memory_bytes_per_s: of the node; reads and writes count alike.
+        host_to_device_bytes_per_s, device_to_host_bytes_per_s: of one device; None on a CPU.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
+        intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
+        inter_node_bytes_per_s: of a node; None where there is no other.
+    """
+
+    source: Path
+    name: str
+    device: str
+    ranks_per_node: int
+    device_memory: int
+    host_memory: int
+    disk_memory: int
+    cpu_cores: int
+    compute_flops_per_s: dict[str, float]
+    compute_efficiency: float
+    device_memory_bytes_per_s: float | None
+    host_memory_bytes_per_s: float
+    host_to_device_bytes_per_s: float | None
+    device_to_host_bytes_per_s: float | None
+    disk_read_bytes_per_s: float | None
+    disk_write_bytes_per_s: float | None
+    intra_node_bytes_per_s: float | None
+    inter_node_bytes_per_s: float | None
+
+    def machine(self) -> Machine:
+        """What a run would find on it, if nothing else ran there."""
+        return Machine(
+            device_type=self.device,
+            free_device_bytes=self.device_memory,
+            free_host_bytes=self.host_memory,
+            free_disk_bytes=self.disk_memory,
+            cores=self.cpu_cores,
+            ranks=self.ranks_per_node,
+        )
+
+    def rates(self, nodes: int) -> Hardware:
+        """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
+        by nobody else.
+
+        Raises:
+            ConfigError: several ranks or nodes, and no rate of what connects them.
+        """
+        ranks = self.ranks_per_node
+        between = [
+            self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node") if ranks > 1 else math.inf,
+            self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") if nodes > 1 else math.inf,
+        ]
+        ram = self.host_memory_bytes_per_s / ranks
+        return Hardware(
+            name=self.name,
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s or ram,
+            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s or ram,
+            disk_read_bytes_per_s=(self.disk_read_bytes_per_s or _NEVER) / ranks,
+            disk_write_bytes_per_s=(self.disk_write_bytes_per_s or _NEVER) / ranks,
+            collective_bytes_per_s=min(between),
+            update_host_bytes_per_s=ram,
+            update_device_bytes_per_s=self.device_memory_bytes_per_s or ram,
+        )
+
+    def flops_per_s(self, dtype: str) -> float:
+        """What one rank computes a second, in training.
+
+        Raises:
+            ConfigError: the file has no rate for the dtype.
+        """
+        if dtype not in self.compute_flops_per_s:
+            raise ConfigError(
+                f"{self.source}: compute_flops_per_s has no {dtype}, which this config computes in; it has "
+                f"{', '.join(self.compute_flops_per_s)}; choose another trainer.precision, or add the rate"
+            )
+        return self.compute_flops_per_s[dtype] * self.compute_efficiency
+
+    def _needed(self, field: str, reason: str) -> float:
+        value: float | None = getattr(self, field)
+        if value is None:
+            raise ConfigError(f"{self.source}: {field} is missing, and {reason}; add it, or plan for fewer")
+        return value
+
+
+_SIZES = ("device_memory", "host_memory", "disk_memory")
+_COUNTS = ("ranks_per_node", "cpu_cores")
+_MAY_BE_ZERO = ("device_memory", "disk_memory")
+_RATES = tuple(field.name for field in dataclasses.fields(Node) if field.name.endswith("_bytes_per_s"))
+_MAY_BE_NULL = {
+    "device_memory_bytes_per_s": "on a CPU",
+    "host_to_device_bytes_per_s": "on a CPU",
+    "device_to_host_bytes_per_s": "on a CPU",
+    "disk_read_bytes_per_s": "without a disk",
+    "disk_write_bytes_per_s": "without a disk",
+    "intra_node_bytes_per_s": "for one rank",
+    "inter_node_bytes_per_s": "for one node",
+}
+FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
+
+
+def installed() -> list[str]:
+    """Names of the files in configs/hardware/."""
+    return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
+
+
+def find(name: str) -> Path:
+    """The hardware file that `name` means: a path, or the name of one in configs/hardware/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if Path(name).name == name:
+        for folder in FOLDERS:
+            for candidate in (folder / name, folder / f"{name}.yaml"):
+                if candidate.is_file():
+                    return candidate
+    raise ConfigError(
+        f"there is no hardware file {name!r}, neither here nor among the installed ones ({', '.join(installed())}); name "
+        f"one of these, give a path, or write one with `lightning-ptm probe > mine.yaml`"
+    )
+
+
+def read(path: Path) -> Node:
+    """A hardware file, checked.
+
+    Raises:
+        ConfigError: names the file, the field, and what it should be.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a hardware file ({error}); give a YAML file") from error
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{path} is no hardware file: it should have fields such as {FIELDS[0]}: cuda")
+    for name in document:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(str(name), FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
+            raise ConfigError(f"{path}: there is no field {name!r}; {hint}")
+    for name in FIELDS:
+        if name not in document:
+            raise ConfigError(f"{path}: {name} is missing, so nothing can be planned for this machine; add it")
+    return _Reader(path, document).node()
+
+
+class _Reader:
+    """One call of `read`, all fields being there."""
+
+    def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
+        self._path = path
+        self._document = document
+
+    def node(self) -> Node:
+        values: dict[str, Any] = {}
+        device = self._document["device"]
+        if device not in ("cuda", "cpu"):
+            raise self._wrong("device", "cuda or cpu")
+        for name in _SIZES:
+            values[name] = self._size(name)
+        for name in _COUNTS:
+            values[name] = self._count(name)
+        for name in _RATES:
+            values[name] = self._rate(name, self._document[name])
+        if device == "cuda":
+            for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):
+                if not values[name]:
+                    raise self._wrong(name, "more than 0 where device is cuda")
+            if not values["device_to_host_bytes_per_s"]:
+                raise self._wrong("device_to_host_bytes_per_s", "more than 0 where device is cuda")
+        elif values["device_memory"]:
+            raise self._wrong("device_memory", "0 where device is cpu: RAM is host_memory")
+        if values["disk_memory"]:
+            for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+                if values[name] is None:
+                    raise self._wrong(name, "more than 0, for disk_memory is")
+        efficiency = self._rate("compute_efficiency", self._document["compute_efficiency"])
+        if efficiency is None or efficiency > 1:
+            raise self._wrong("compute_efficiency", "more than 0 and at most 1")
+        return Node(
+            source=self._path,
+            name=self._path.stem,
+            device=device,
+            compute_flops_per_s=self._compute(),
+            compute_efficiency=efficiency,
+            **values,
+        )
+
+    def _size(self, name: str) -> int:
+        given = self._document[name]
+        try:
+            size = parse_bytes(given, name=name)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from error
+        if not size and name not in _MAY_BE_ZERO:
+            raise self._wrong(name, "more than 0")
+        return size
+
+    def _count(self, name: str) -> int:
+        given = self._document[name]
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise self._wrong(name, "a whole number from 1 up")
+        return given
+
+    def _rate(self, name: str, given: object) -> float | None:
+        if given is None and name in _MAY_BE_NULL:
+            return None
+        # 32e9 is a text to YAML 1.1, which wants 32.0e+9.
+        try:
+            rate = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            rate = math.nan
+        if not (0 < rate < math.inf):
+            null = f" (or null {_MAY_BE_NULL[name]})" if name in _MAY_BE_NULL else ""
+            raise self._wrong(name, f"a number above 0{null}", given)
+        return rate
+
+    def _compute(self) -> dict[str, float]:
+        name = "compute_flops_per_s"
+        given = self._document[name]
+        if not isinstance(given, Mapping) or not given:
+            raise self._wrong(name, f"a rate for each dtype, of {', '.join(DTYPES)}")
+        rates = {}
+        for dtype, rate in given.items():
+            if dtype not in DTYPES:
+                raise ConfigError(
+                    f"{self._path}: {name} has an unknown dtype {dtype!r}; it may have {', '.join(DTYPES)}"
+                )
+            rates[dtype] = self._rate(f"{name}.{dtype}", rate) or 0.0
+        return rates
+
+    def _wrong(self, name: str, wanted: str, given: object = dataclasses.MISSING) -> ConfigError:
+        shown = self._document[name] if given is dataclasses.MISSING else given
+        return ConfigError(f"{self._path}: {name} is {shown!r}; it has to be {wanted}")

@@ -1,0 +1,452 @@
+"""`lightning-ptm plan gpt3_175b --hardware a100_40gb_x8 --nodes 32`: whether a run would fit on machines that are not here,
+what would live where, and how long a step would take.
+
+Decides with what a run decides with: the request of the strategy, `decide`, `make_plan`. Adds seconds to the ticks of the
+plan's trace (estimate.py) and replays it (planning/timing.py: steady). Allocates no parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_ptm.commands import hardware as machines
+from lightning_ptm.commands.estimate import (
+    Work,
+    activation_bytes,
+    estimate,
+    example_batch,
+    resized,
+    sample_count,
+    tick_flops,
+    token_count,
+)
+from lightning_ptm.commands.params import build_on_meta, read_config
+from lightning_ptm.commands.timeline import write_timeline
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.planning.timing import Activity, Timing, steady
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.planner import make_plan
+from lightning_ptm.runtime.recompute import recomputed_units
+from lightning_ptm.strategy import AngelPTMStrategy
+from lightning_ptm.terms import Kind, Tier
+
+_ANY_STEPS = 1000
+"""Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
+_LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier of one rank: what pages take at the peak, what activations take beside them, what there is."""
+
+    page_bytes: int
+    activation_bytes: int
+    have_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What `plan` found for one run; bytes are of one rank.
+
+    Attributes:
+        fits: pages and activations fit their tiers; reason: what does not.
+        homes: for parameters, gradients and master states, bytes of each tier. Gradients that pass through the backward
+            have none.
+        tiers: of pages, those that the run takes at its start.
+        batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
+        timing: of an optimizer step; None where it does not fit.
+        seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
+        binds: what the step waits for most.
+    """
+
+    config: str
+    hardware: str
+    nodes: int
+    ranks: int
+    numel: int
+    fits: bool
+    reason: str
+    homes: dict[str, dict[str, int]]
+    tiers: dict[str, TierPlan]
+    batch_size: int
+    tokens: int | None
+    accumulate: int
+    flops: int
+    timing: Timing | None
+    seconds: float
+    binds: str
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.ranks * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
+
+
+def plan(
+    config_file: str,
+    hardware: str | None = None,
+    nodes: int = 1,
+    batch_size: str | int | None = None,
+    strategy: dict[str, Any] | None = None,
+    json: bool = False,
+    timeline: Path | None = None,
+) -> None:
+    """Tells whether a config fits on machines that you do not have, and how fast a step would be.
+
+    Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
+    lightning_ptm/commands/estimate.py for what is counted. Callbacks of the config are not asked whether they read
+    gradients.
+
+    Args:
+        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
+        hardware: a hardware file, or the name of one in configs/hardware/.
+        nodes: machines of this kind.
+        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
+        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
+        json: print numbers for machines instead.
+        timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
+    """
+    if hardware is None:
+        raise ConfigError(f"plan needs --hardware: a hardware file, or one of {', '.join(machines.installed())}")
+    record: list[Activity] | None = [] if timeline is not None else None
+    # A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found, drawn = forecast(config_file, hardware, nodes, batch_size, strategy or {}, record)
+    finally:
+        if collects:
+            gc.enable()
+    print(as_json(found) if json else render(found))
+    if not found.fits:
+        raise CapacityError(found.reason)
+    if timeline is not None and record is not None:
+        write_timeline(timeline, record, [unit.name or "root" for unit in drawn.units])
+        if not json:
+            print(f"timeline of a step: {timeline}")
+
+
+def forecast(
+    config_file: str | Path,
+    hardware: str,
+    nodes: int = 1,
+    batch_size: str | int | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    record: list[Activity] | None = None,
+) -> tuple[Forecast, Blueprint]:
+    """What `plan` prints, and the blueprint that it is about.
+
+    Raises:
+        ConfigError: config, hardware file or an argument that cannot work.
+        CapacityError: model states fit in no placement; says which number decides.
+    """
+    node = machines.read(machines.find(hardware))
+    if nodes < 1:
+        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+    wanted = _wanted_batch(batch_size)
+    document = read_config(Path(config_file))
+    rates = node.rates(nodes)
+    run = _Run(document, config_file, strategy or {})
+    node_flops = node.flops_per_s(str(run.request.compute).removeprefix("torch."))
+    world_size = node.ranks_per_node * nodes
+    drawn = decide(run.request, node.machine(), world_size)
+    made = make_plan(drawn, Mode.TRAIN, drawn.trace)
+    recomputed = recomputed_units(len(drawn.units), run.request.settings.recompute_every)
+    room_tier, room = _activation_room(drawn, node)
+    sizes = _Sizes(run, drawn, recomputed)
+    samples = sizes.largest(room) if wanted == "auto" else (wanted or sample_count(run.batch))
+    peak, works = sizes.at(max(samples, 1))
+    fits = samples > 0 and peak <= room
+    batch = resized(run.batch, max(samples, 1))
+    timing, seconds, binds = None, 0.0, f"memory for activations on the {room_tier.name.lower()} tier"
+    if fits:
+        trace = _timed(drawn.trace, works, recomputed, node_flops)
+        lock_free = drawn.lock_free
+        timing = steady(
+            drawn.layout,
+            drawn.placement,
+            made,
+            trace,
+            drawn.budget,
+            rates,
+            micro_batches=run.accumulate,
+            wait_for_updates=lock_free is None,
+            record=record,
+        )
+        # So many steps' gradients may wait, and are then applied in one pass.
+        passes = 1 if lock_free is None else max(1, lock_free.max_staleness)
+        seconds = max(timing.seconds, max(use.busy_s for use in timing.links) / passes)
+        binds = _binding(timing)
+    short = (
+        f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
+        f"{room_tier.name.lower()} tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
+        f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
+    )
+    return (
+        Forecast(
+            config=Path(config_file).name,
+            hardware=node.name,
+            nodes=nodes,
+            ranks=world_size,
+            numel=sum(item.parameter.numel() for unit in drawn.units for item in unit.parameters),
+            fits=fits,
+            reason="" if fits else short,
+            homes=_homes(drawn),
+            tiers=_tiers(drawn, node, room_tier, peak),
+            batch_size=samples,
+            tokens=token_count(batch),
+            accumulate=run.accumulate,
+            flops=3 * sum(work.flops for work in works) * run.accumulate,
+            timing=timing,
+            seconds=seconds,
+            binds=binds,
+        ),
+        drawn,
+    )
+
+
+class _Run:
+    """A config as a run would see it, on the meta device."""
+
+    def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any]) -> None:
+        trainer = document.get("trainer") or {}
+        self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
+        self.model = build_on_meta(document, path)
+        self.batch = example_batch(_data(document, path))
+        self.request: Request = self._request(trainer, changed)
+
+    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any]) -> Request:
+        given = trainer.get("strategy")
+        settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
+        strategy = AngelPTMStrategy(**{**settings, **changed})
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Lightning would say to a Trainer without loggers
+            here = Trainer(
+                accelerator="cpu",
+                devices=1,
+                strategy=strategy,
+                max_epochs=-1,  # so that nobody asks the data for its length
+                max_steps=trainer["max_steps"] if (trainer.get("max_steps") or -1) > 0 else _ANY_STEPS,
+                gradient_clip_val=trainer.get("gradient_clip_val"),
+                accumulate_grad_batches=self.accumulate,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        strategy.precision_plugin = AngelPTMPrecision(trainer.get("precision") or "32-true")
+        here.state.fn = TrainerFn.FITTING
+        self.model.trainer = here
+        try:
+            strategy._lightning_module = self.model
+            strategy.setup_optimizers(here)
+            wanted = strategy.settings
+            if wanted.disk_path is None and "disk" in (wanted.parameter_home, wanted.wanted_master_home):
+                wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
+            return strategy.request(here, wanted)
+        finally:
+            self.model._trainer = None
+
+
+class _Sizes:
+    """Activations by batch size."""
+
+    def __init__(self, run: _Run, drawn: Blueprint, recomputed: frozenset[int]) -> None:
+        # Configuration.
+        self._run = run
+        self._drawn = drawn
+        self._recomputed = recomputed
+        # State.
+        self._known: dict[int, tuple[int, tuple[Work, ...]]] = {}
+        run.model.to(run.request.compute)
+
+    def at(self, samples: int) -> tuple[int, tuple[Work, ...]]:
+        """Peak of activations, and what units compute."""
+        if samples not in self._known:
+            run, drawn = self._run, self._drawn
+            works = estimate(run.model, drawn.units, resized(run.batch, samples), run.request.compute)
+            self._known[samples] = max(activation_bytes(works, self._recomputed, drawn.trace)), works
+        return self._known[samples]
+
+    def largest(self, room: int) -> int:
+        """The largest batch whose activations fit; 0: not even one sample."""
+        least = self.at(1)[0]
+        if least > room:
+            return 0
+        each = max(1, self.at(2)[0] - least)
+        samples = min(_LARGEST_BATCH, 1 + (room - least) // each)
+        while self.at(samples)[0] > room:  # what units keep need not grow evenly
+            samples = max(1, min(samples - 1, samples * room // self.at(samples)[0]))
+        return samples
+
+
+def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:
+    if batch_size is None:
+        return None
+    if batch_size == "auto":
+        return "auto"
+    try:
+        samples = int(batch_size)
+    except ValueError:
+        samples = 0
+    if samples < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; give a number from 1 up, or 'auto' for the largest that fits")
+    return samples
+
+
+def _data(document: Mapping[str, Any], path: str | Path) -> LightningDataModule:
+    if not isinstance(document.get("data"), Mapping):
+        raise ConfigError(f"{path} names no data, so the shape of a batch is not known; it needs data.class_path")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    try:
+        parsed = parser.parse_object({"data": document["data"]})
+    except ArgumentError as error:
+        raise ConfigError(f"the data of {path} cannot be built: {error}") from error
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+    data: LightningDataModule = instantiate(parsed).data
+    return data
+
+
+def _activation_room(drawn: Blueprint, node: machines.Node) -> tuple[Tier, int]:
+    """The tier that activations live in, and the bytes of it that pages leave."""
+    pools = drawn.pool_bytes
+    if node.device == "cpu":
+        return Tier.DEVICE, node.host_memory // node.ranks_per_node - pools[Tier.DEVICE] - pools[Tier.HOST]
+    return Tier.DEVICE, node.device_memory - pools[Tier.DEVICE]
+
+
+def _timed(trace: Trace, works: Sequence[Work], recomputed: frozenset[int], flops_per_s: float) -> Trace:
+    return Trace(
+        tuple(
+            dataclasses.replace(
+                tick,
+                seconds=tick_flops(works[tick.unit], tick.phase, recomputed=tick.unit in recomputed) / flops_per_s,
+            )
+            for tick in trace.ticks
+        )
+    )
+
+
+def _binding(timing: Timing) -> str:
+    busy = {"compute": timing.compute_s} | {use.link.value: use.busy_s for use in timing.links}
+    name = max(busy, key=busy.__getitem__)
+    return f"{name.replace('_', ' ')}, busy {min(1.0, busy[name] / max(timing.seconds, 1e-12)):.0%} of the step"
+
+
+def _homes(drawn: Blueprint) -> dict[str, dict[str, int]]:
+    found = {
+        kind.value: {tier.name.lower(): 0 for tier in Tier} for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
+    }
+    for flat in drawn.layout.flats:
+        homes = drawn.placement.homes[flat.unit]
+        found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
+        if flat.trainable:
+            gradient = drawn.gradient_home(flat.unit)
+            if drawn.placement.keeps_gradients or gradient is not Tier.DEVICE:
+                found["gradient"][gradient.name.lower()] += flat.shard_bytes
+            master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
+            found["master"][homes.master.name.lower()] += master
+    return found
+
+
+def _tiers(drawn: Blueprint, node: machines.Node, room_tier: Tier, activations: int) -> dict[str, TierPlan]:
+    ranks = node.ranks_per_node
+    host = node.host_memory // ranks
+    have = {
+        Tier.DEVICE: host if node.device == "cpu" else node.device_memory,
+        Tier.HOST: 0 if drawn.unified else host,
+        Tier.DISK: drawn.budget.disk_bytes,
+    }
+    return {
+        tier.name.lower(): TierPlan(drawn.pool_bytes[tier], activations if tier is room_tier else 0, have[tier])
+        for tier in Tier
+    }
+
+
+def as_json(found: Forecast) -> str:
+    """One object; seconds, bytes and counts as numbers."""
+    timing = found.timing
+    return json.dumps(
+        {
+            "config": found.config,
+            "hardware": found.hardware,
+            "nodes": found.nodes,
+            "ranks": found.ranks,
+            "parameters": found.numel,
+            "fits": found.fits,
+            "reason": found.reason,
+            "binds": found.binds,
+            "batch_size_per_rank": found.batch_size,
+            "accumulate": found.accumulate,
+            "homes_bytes_per_rank": found.homes,
+            "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
+            "seconds_per_step": found.seconds if found.fits else None,
+            "compute_s": None if timing is None else timing.compute_s,
+            "links": {}
+            if timing is None
+            else {use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s} for use in timing.links},
+            "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
+            "samples_per_s": found.samples_per_s if found.fits else None,
+            "tokens_per_s": found.tokens_per_s if found.fits else None,
+            "model_flops_per_step_and_rank": found.flops,
+        },
+        indent=2,
+    )
+
+
+def render(found: Forecast) -> str:
+    """The tables that `plan` prints."""
+    lines = [
+        f"{found.config} on {found.nodes} x {found.hardware}: {found.ranks} ranks, {found.numel:,} parameters",
+        f"fits: {'yes' if found.fits else 'no'}",
+        "",
+        f"{'of one rank':<12}{'pages':>12}{'activations':>13}{'there are':>12}",
+    ]
+    for name, tier in found.tiers.items():
+        cells = [tier.page_bytes, tier.activation_bytes, tier.have_bytes]
+        widths = (12, 13, 12)
+        row = "".join(
+            f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
+        )
+        lines.append(f"{name:<12}{row}")
+    lines += ["", f"{'homes':<12}{'device':>12}{'host':>12}{'disk':>12}"]
+    for kind, tiers in found.homes.items():
+        lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
+    if found.timing is None:
+        return "\n".join(lines)
+    timing = found.timing
+    lines += ["", f"seconds of a step: {found.seconds:.4g}", f"  compute {timing.compute_s:.4g}"]
+    for use in timing.links:
+        if use.bytes:
+            name = use.link.value.replace("_", " ")
+            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, beside it")
+    for stall in timing.stalls:
+        if stall.seconds > 1e-9:
+            lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")
+    per_step = f"{found.batch_size} samples a rank" + (f", {found.accumulate} times" if found.accumulate > 1 else "")
+    tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"
+    lines += [f"binds: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
+    if found.seconds > 0:
+        lines.append(f"model operations: {found.flops / found.seconds:.3g} a second and rank")
+    return "\n".join(lines)

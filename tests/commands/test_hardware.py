@@ -1,0 +1,99 @@
+"""Hardware files: the ones that come along, and what a wrong one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_ptm.commands.hardware import FIELDS, find, installed, read
+from lightning_ptm.errors import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_file_that_comes_along_is_read_and_says_where_its_numbers_come_from(path: Path) -> None:
+    node = read(find(path.stem))
+    assert node.source.samefile(path)
+    assert node.rates(1).host_to_device_bytes_per_s == node.host_to_device_bytes_per_s
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() in FIELDS and name not in ("device", "ranks_per_node"):
+            assert "# " in rest, f"{name} does not say where it comes from"
+
+
+def test_ranks_share_what_a_node_has() -> None:
+    node = read(find("a100_40gb_x8"))
+    one, many = node.rates(1), node.rates(32)
+    assert node.machine().ranks == 8
+    assert one.disk_read_bytes_per_s == 3.5e9 / 8
+    assert one.update_host_bytes_per_s == 375e9 / 8
+    assert one.host_to_device_bytes_per_s == 32e9  # each device has its own
+    assert many.collective_bytes_per_s == 200e9
+    assert node.flops_per_s("bfloat16") == 312e12 * 0.5
+
+
+def test_the_slowest_part_of_a_ring_counts(tmp_path: Path) -> None:
+    node = read(changed(tmp_path, inter_node_bytes_per_s=25e9))
+    assert node.rates(1).collective_bytes_per_s == 200e9
+    assert node.rates(2).collective_bytes_per_s == 25e9
+
+
+def changed(folder: Path, **values: Any) -> Path:
+    """A file that comes along, with other values; `None` by the name of `drop` leaves a field out."""
+    document = yaml.safe_load((FOLDER / "a100_40gb_x8.yaml").read_text())
+    document |= values
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in document.items() if value != "left out"}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"host_memory": "left out"}, r"mine\.yaml: host_memory is missing"),
+        ({"host_memory": 0}, r"mine\.yaml: host_memory is 0; .* more than 0"),
+        ({"host_memory": -5}, r"mine\.yaml: host_memory=-5 is not a size"),
+        ({"host_memory": "much"}, r"mine\.yaml: host_memory='much' is not a size"),
+        ({"host_memori": 5}, r"no field 'host_memori'; did you mean host_memory\?"),
+        ({"zebra": 5}, r"no field 'zebra'; the fields are device, "),
+        ({"device": "tpu"}, r"device is 'tpu'; it has to be cuda or cpu"),
+        ({"device": "cpu"}, r"device_memory is '40GB'; it has to be 0 where device is cpu"),
+        ({"ranks_per_node": 0}, r"ranks_per_node is 0; .* from 1 up"),
+        ({"ranks_per_node": True}, r"ranks_per_node is True"),
+        ({"disk_read_bytes_per_s": -1}, r"disk_read_bytes_per_s is -1; .* above 0 \(or null without a disk\)"),
+        ({"disk_read_bytes_per_s": None}, r"disk_read_bytes_per_s is None; .* disk_memory is"),
+        ({"host_memory_bytes_per_s": None}, r"host_memory_bytes_per_s is None; it has to be a number above 0$"),
+        ({"host_memory_bytes_per_s": "nan"}, r"host_memory_bytes_per_s is 'nan'"),
+        ({"host_to_device_bytes_per_s": None}, r"host_to_device_bytes_per_s is None; .* device is cuda"),
+        ({"compute_flops_per_s": {}}, r"compute_flops_per_s is \{\}; .* a rate for each dtype"),
+        ({"compute_flops_per_s": {"bf16": 1}}, r"unknown dtype 'bf16'; it may have bfloat16"),
+        ({"compute_flops_per_s": {"bfloat16": 0}}, r"compute_flops_per_s\.bfloat16 is 0"),
+        ({"compute_efficiency": 1.5}, r"compute_efficiency is 1\.5; .* at most 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_field(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(changed(tmp_path, **values))
+
+
+def test_what_is_no_hardware_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, words in (("- 1", "is no hardware file"), ("a: [", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            read(path)
+    with pytest.raises(ConfigError, match=r"'dgx'.*a100_40gb_x8, h200_x1, v100_32gb_x8.*probe"):
+        find("dgx")
+    assert installed() == ["a100_40gb_x8", "h200_x1", "v100_32gb_x8"]
+
+
+def test_several_nodes_need_a_network_and_a_dtype_needs_a_rate() -> None:
+    node = read(find("v100_32gb_x8"))
+    with pytest.raises(ConfigError, match=r"inter_node_bytes_per_s is missing, and there are 2 nodes"):
+        node.rates(2)
+    with pytest.raises(ConfigError, match=r"has no bfloat16.*float16, float32, float64.*precision"):
+        node.flops_per_s("bfloat16")

@@ -1,0 +1,280 @@
+"""`lightning-ptm plan`: it decides as the run does, counts as models do, and needs little itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.cli import main
+from lightning_ptm.commands.estimate import Work, activation_bytes, estimate
+from lightning_ptm.commands.plan import forecast
+from lightning_ptm.data import TextBytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT, T5MoE
+from lightning_ptm.planning import Tick, Trace
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.planner import make_plan
+from lightning_ptm.runtime.units import discover
+from lightning_ptm.terms import Phase
+
+ROOT = Path(__file__).parents[2]
+MODEL = {"width": 64, "layers": 3, "heads": 2, "sequence_length": 16}
+ALL_TIERS = {"device_memory": "2MiB", "parameter_home": "host", "master_home": "disk"}
+
+
+def cpu_file(folder: Path, **values: Any) -> str:
+    """A hardware file of one rank on a CPU with a disk."""
+    fields = {
+        "device": "cpu",
+        "ranks_per_node": 1,
+        "device_memory": 0,
+        "host_memory": "64GiB",
+        "disk_memory": "1TiB",
+        "cpu_cores": os.cpu_count(),
+        "compute_flops_per_s": {"bfloat16": 1e11, "float32": 1e11},
+        "compute_efficiency": 1,
+        "device_memory_bytes_per_s": None,
+        "host_memory_bytes_per_s": 1e10,
+        "host_to_device_bytes_per_s": None,
+        "device_to_host_bytes_per_s": None,
+        "disk_read_bytes_per_s": 2e9,
+        "disk_write_bytes_per_s": 1e9,
+        "intra_node_bytes_per_s": None,
+        "inter_node_bytes_per_s": None,
+    }
+    path = folder / "cpu.yaml"
+    path.write_text(yaml.safe_dump(fields | values))
+    return str(path)
+
+
+def config(folder: Path, settings: dict[str, Any], **trainer: Any) -> Path:
+    path = folder / "config.yaml"
+    strategy = {"class_path": "lightning_ptm.AngelPTMStrategy", "init_args": settings}
+    text = folder / "text.txt"
+    text.write_bytes(bytes(range(256)) * 8)
+    document = {
+        "trainer": {"precision": "bf16-mixed", "strategy": strategy, "max_steps": 1} | trainer,
+        "model": {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL | {"meta": True}},
+        "data": {
+            "class_path": "lightning_ptm.data.TextBytes",
+            "init_args": {"path": str(text), "sequence_length": 16, "batch_size": 2},
+        },
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+class Seen(L.Callback):
+    blueprint: Blueprint
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.blueprint = trainer.strategy.engine.blueprint  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer"),
+    [
+        ({}, {"gradient_clip_val": 1.0}),
+        ({"master_home": "disk"}, {}),
+        (ALL_TIERS, {"accumulate_grad_batches": 2}),
+        (ALL_TIERS, {"precision": "32-true"}),
+        ({"lock_free": True, "max_staleness": 1}, {}),
+    ],
+)
+def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any], trainer: dict[str, Any]) -> None:
+    settings = settings | {
+        "page_size": "64KiB",
+        "host_memory": "64MiB",
+        "disk_memory": "256MiB",
+        "disk_path": str(tmp_path),
+    }
+    path = config(tmp_path, settings, **trainer)
+    _, planned = forecast(path, cpu_file(tmp_path))
+    seen = Seen()
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=AngelPTMStrategy(**settings),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
+        limit_val_batches=0,
+        **{"precision": "bf16-mixed", **trainer},
+    )
+    run.fit(GPT(**MODEL), datamodule=TextBytes(str(tmp_path / "text.txt"), sequence_length=16, batch_size=2))
+    real = seen.blueprint
+    for name in (
+        "layout",
+        "placement",
+        "budget",
+        "pool_bytes",
+        "staging_chunks",
+        "keep_gradients",
+        "update_in_backward",
+        "lock_free",
+        "master_bytes_per_element",
+        "gradient_room_bytes",
+        "trace",
+    ):
+        assert getattr(planned, name) == getattr(real, name), name
+    plans = [make_plan(drawn, Mode.TRAIN, drawn.trace).digest() for drawn in (planned, real)]
+    assert plans[0] == plans[1]
+
+
+def counted(model: L.LightningModule, length: int, samples: int) -> tuple[Work, ...]:
+    tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
+    return estimate(model, discover(model, "auto"), (tokens, tokens), torch.float32)
+
+
+def on_meta(model: L.LightningModule) -> L.LightningModule:
+    model.configure_model()
+    return model
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    model = GPT(**MODEL, meta=True)
+    works = counted(on_meta(model), 16, 4)
+    assert 3 * sum(work.flops for work in works) == model.flops_per_token * 16 * 4
+    assert works[1] == works[2] == works[3]  # but for what they share
+
+
+def test_what_is_kept_is_what_autograd_keeps() -> None:
+    """Against a forward on the CPU; fused attention keeps a number for each row more than is counted."""
+    model = GPT(**MODEL)
+    model.configure_model()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held.append(tensor)
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.loss((tokens, tokens))
+    works = counted(on_meta(GPT(**MODEL, meta=True)), 16, 4)
+    assert sum(work.saved_bytes for work in works) == pytest.approx(sum(kept.values()), rel=0.05)
+    assert works[2].input_bytes == 4 * 16 * 64 * 4
+
+
+def test_experts_share_the_tokens_evenly() -> None:
+    model = on_meta(T5MoE(width=32, layers=2, heads=2, feed_forward_width=64, experts=4, meta=True))
+    units = discover(model, ["Block", "Expert"])
+    tokens = torch.empty(4, 16, dtype=torch.long, device="meta")
+    works = estimate(model, units, (tokens, tokens), torch.float32)
+    experts = [work for unit, work in zip(units, works, strict=True) if type(unit.module).__name__ == "Expert"]
+    assert len(experts) == 2 * 4 and len({work.flops for work in experts}) == 1
+    gated = getattr(units[-1].module, "gate", None) is not None
+    rows = 4 * 16 // 4
+    assert experts[0].flops == (6 if gated else 4) * rows * 32 * 64 * 1
+    whole = estimate(model, discover(model, ["Block"]), (tokens, tokens), torch.float32)
+    assert sum(work.flops for work in whole) == sum(work.flops for work in works)
+
+
+def test_activations_by_tick() -> None:
+    root, block = Work(0, 10, 0), Work(0, 100, 7)
+    order = [(0, Phase.FORWARD), (1, Phase.FORWARD), (2, Phase.FORWARD)]
+    order += [(2, Phase.BACKWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)]
+    trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
+    works = (root, block, block)
+    assert activation_bytes(works, frozenset(), trace) == (10, 110, 210, 224, 124, 10)
+    assert activation_bytes(works, frozenset({1, 2}), trace) == (10, 110, 117, 138, 131, 10)
+
+
+def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = tmp_path / "out.json"
+    main(["plan", "gpt", "--hardware", "a100_40gb_x8", "--nodes", "2", "--json", "--timeline", str(timeline)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["ranks"] == 16 and found["parameters"] == 1_927_296
+    assert found["samples_per_s"] == pytest.approx(16 * 16 / found["seconds_per_step"])
+    assert found["tokens_per_s"] == pytest.approx(256 * found["samples_per_s"])
+    assert found["seconds_per_step"] == pytest.approx(found["compute_s"] + sum(found["stalls_s"].values()))
+    events = json.loads(timeline.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    computed = sum(event["dur"] for event in events if event["ph"] == "X" and rows[event["tid"]] == "compute")
+    assert computed == pytest.approx(found["compute_s"] * 1e6)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
+    path = config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"})
+    hardware = cpu_file(tmp_path, host_memory="80MiB")
+    found, _ = forecast(path, hardware, batch_size="auto")
+    assert found.fits and found.batch_size > 2
+    over, _ = forecast(path, hardware, batch_size=found.batch_size + 1)
+    assert not over.fits and "activations of" in over.reason and "lower the batch size" in over.reason
+
+
+def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"}))
+    with pytest.raises(SystemExit, match=r"activations of 1 samples a rank take .* leaves .*lower the batch size"):
+        main(["plan", path, "--hardware", cpu_file(tmp_path, host_memory="1MiB"), "--batch-size", "auto"])
+    assert "fits: no" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"need 217\.1 GiB .* of home; .* raise device_memory or host_memory"):
+        main(["plan", "gpt3_175b", "--hardware", "a100_40gb_x8"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "plan needs --hardware.*h200_x1"),
+        (["--hardware", "no-such"], "no hardware file 'no-such'"),
+        (["--hardware", "h200_x1", "--nodes", "0"], "nodes is 0"),
+        (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
+        (["--hardware", "h200_x1", "--batch-size", "0"], "batch_size is .?0"),
+        (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),
+        (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
+        (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["plan", "gpt", *arguments])
+
+
+def test_a_config_without_data_is_refused(tmp_path: Path) -> None:
+    path = config(tmp_path, {})
+    path.write_text(
+        yaml.safe_dump({name: value for name, value in yaml.safe_load(path.read_text()).items() if name != "data"})
+    )
+    with pytest.raises(ConfigError, match="names no data"):
+        forecast(path, "h200_x1")
+
+
+@pytest.mark.parametrize(
+    ("arguments"),
+    [
+        ["gpt3_175b", "--nodes=96"],
+        pytest.param(["t5_moe_1.2t", "--nodes=64", "--strategy={page_size: 256KiB}"], marks=pytest.mark.slow),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_largest_rows_of_table_4_take_little_memory_and_time(arguments: list[str]) -> None:
+    """Seconds of a processor, not of the clock, which depends on who else computes."""
+    command = [sys.executable, "main.py", "plan", *arguments, "--hardware=a100_40gb_x8", "--json"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    with process.stdout:
+        found = json.loads(process.stdout.read())
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and found["fits"]
+    assert used.ru_maxrss * 1024 < 4e9
+    assert used.ru_utime + used.ru_stime < 30

@@ -1,0 +1,62 @@
+"""`lightning-ptm probe`: what it writes, `plan` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptm.cli import main
+from lightning_ptm.commands import hardware, probe
+from lightning_ptm.errors import ConfigError
+
+TINY = probe.Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "QUICK", TINY)
+    monkeypatch.setattr(probe, "_BLOCKS", (1 << 16, 1 << 20))
+    monkeypatch.setattr(probe, "_DEPTHS", (1, 2))
+
+
+def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    main(["probe", "--quick", "--disk", str(disk)])
+    text = capsys.readouterr().out
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    node = hardware.read(path)
+    assert set(yaml.safe_load(text)) == set(hardware.FIELDS)
+    assert set(node.compute_flops_per_s) == set(hardware.DTYPES)
+    assert node.disk_memory > 0 and node.host_memory > 0
+    trials = [line for line in text.splitlines() if line.startswith(f"# {disk}: ")]
+    assert len(trials) == 4
+    assert list(disk.iterdir()) == []
+    main(["plan", "gpt", "--hardware", str(path)])
+    assert "fits: yes" in capsys.readouterr().out
+
+
+def test_two_paths_are_as_fast_as_twice_the_slower_one() -> None:
+    trials = [
+        probe.DiskTrial(Path("a"), 1, 1, 5.0, 1.0),
+        probe.DiskTrial(Path("a"), 1, 2, 7.0, 2.0),
+        probe.DiskTrial(Path("b"), 1, 1, 100.0, 1.5),
+    ]
+    assert probe._together(trials, "read_bytes_per_s") == 14.0
+    assert probe._together(trials, "write_bytes_per_s") == 3.0
+    assert probe._together([], "read_bytes_per_s") is None
+
+
+def test_without_a_disk_there_is_none(tiny: None) -> None:
+    found = yaml.safe_load(probe.measure((), TINY))
+    assert found["disk_memory"] == 0 and found["disk_read_bytes_per_s"] is None
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        probe.measure((tmp_path / "none",), TINY)
+    with pytest.raises(SystemExit, match="does not exist"):
+        main(["probe", "--disk", str(tmp_path / "none")])

@@ -1,0 +1,76 @@
+"""One step among many: what it waits for, and what it leaves to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_ptm.planning import Activity, Hardware, Link, Trace, Wishes, schedule, sequential_trace, simulate, steady
+from lightning_ptm.terms import Operation, Tier
+
+from .models import even_layout, plan_of
+from .test_placement import pages, placed
+
+INSTANT = Hardware("no limits", *[1e30] * 7)
+LAYOUT = even_layout([1, 2, 2, 2])
+TRACE = Trace(tuple(replace(tick, seconds=1.0) for tick in sequential_trace(LAYOUT).ticks))
+COMPUTE_S = float(len(TRACE.ticks))
+BUDGET = pages(100, host=1000)
+PLACEMENT = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST))
+PLAN = plan_of(LAYOUT, PLACEMENT, TRACE, BUDGET)
+UPDATE_BYTES = sum(2 * flat.shard_numel * 12 + 2 * flat.shard_bytes for flat in LAYOUT.flats)
+
+
+def updating_in(seconds: float) -> Hardware:
+    return replace(INSTANT, update_host_bytes_per_s=UPDATE_BYTES / seconds)
+
+
+def test_without_limits_a_step_is_its_compute() -> None:
+    timing = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, INSTANT)
+    assert timing.seconds == pytest.approx(COMPUTE_S)
+    assert timing.compute_s == COMPUTE_S
+
+
+def test_updates_behind_the_last_tick_hide_behind_the_next_forward() -> None:
+    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST), keep_gradients=True)
+    plan = schedule(LAYOUT, placement, TRACE, BUDGET, update_in_backward=False)
+    alone = simulate(LAYOUT, placement, plan, TRACE, BUDGET, updating_in(COMPUTE_S / 2)).timing
+    among_others = steady(LAYOUT, placement, plan, TRACE, BUDGET, updating_in(COMPUTE_S / 2))
+    assert alone is not None
+    assert alone.seconds == pytest.approx(1.5 * COMPUTE_S)
+    assert COMPUTE_S < among_others.seconds < 1.25 * COMPUTE_S
+
+
+def test_an_update_that_is_slower_than_compute_sets_the_pace() -> None:
+    timing = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, updating_in(10 * COMPUTE_S))
+    assert 10 * COMPUTE_S - 1e-6 <= timing.seconds <= 11 * COMPUTE_S
+    waited = {stall.cause: stall.seconds for stall in timing.stalls}
+    assert waited[Operation.UPDATE] == pytest.approx(timing.seconds - COMPUTE_S)
+
+
+def test_lock_free_compute_does_not_wait() -> None:
+    timing = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, updating_in(10 * COMPUTE_S), wait_for_updates=False)
+    assert timing.seconds == pytest.approx(COMPUTE_S)
+    busy = {use.link: use.busy_s for use in timing.links}
+    assert busy[Link.UPDATE_HOST] == pytest.approx(10 * COMPUTE_S)
+
+
+def test_micro_batches_share_an_update() -> None:
+    one = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, updating_in(1.0))
+    three = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, updating_in(1.0), micro_batches=3)
+    assert three.compute_s == 3 * one.compute_s
+    assert [use.bytes for use in three.links if use.link is Link.UPDATE_HOST] == [UPDATE_BYTES]
+    assert [use.bytes for use in one.links if use.link is Link.UPDATE_HOST] == [UPDATE_BYTES]
+
+
+def test_the_record_is_of_one_step_and_links_do_one_thing_at_a_time() -> None:
+    record: list[Activity] = []
+    timing = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, updating_in(COMPUTE_S), record=record)
+    assert sum(done.seconds for done in record if done.link is None) == COMPUTE_S
+    for link in (None, *Link):
+        ends = 0.0
+        for done in [done for done in record if done.link is link]:
+            assert done.start_s + done.seconds > 0 and done.start_s < timing.seconds
+            assert done.start_s >= ends - 1e-9 or done.start_s < 0
+            ends = done.start_s + done.seconds
