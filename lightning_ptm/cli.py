@@ -62,6 +62,12 @@ class PTMCommandLine(LightningCLI):
             parser.error(str(error))
         self.config = parser.parse_args(arguments)
 
+    def _parse_ckpt_path(self) -> None:
+        """What the command line and the configs say of the model counts, not what it was when the checkpoint was saved."""
+        subcommand = self.config.get("subcommand")
+        if subcommand and not self.config[subcommand].get("model"):
+            super()._parse_ckpt_path()
+
     def instantiate_classes(self) -> None:
         """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error."""
         strategy = self._get(self.config, "trainer.strategy")

@@ -43,7 +43,8 @@ from lightning_ptm.storage.folder import (
     write_synced,
 )
 from lightning_ptm.storage.tensors import Layout, lay_out
-from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps
+from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, failure
+from lightning_ptm.update.threads import one_core, use_cores
 
 _COPIES_SHARE = 8
 """One part in this many of the free RAM may hold copies of what updates have changed since."""
@@ -62,6 +63,7 @@ class Saving:
         checkpoint: Lightning's, with `sharded.module_remainder` and `optimizer_remainder` in the places of state dicts.
         path: the folder to be.
         behind: write in a thread; training may go on.
+        ranks_here: of this machine, which share its free RAM.
         ops: file calls, for tests.
 
     Raises:
@@ -77,6 +79,7 @@ class Saving:
         path: Path,
         *,
         behind: bool = False,
+        ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
         started = time.perf_counter()
@@ -101,7 +104,7 @@ class Saving:
         self._committing = threading.Lock()
         self._written = threading.Event()
         self._given_up = threading.Event()
-        self._then: list[Callable[[], None]] = []
+        self._then: list[tuple[Path | None, Callable[[], None]]] = []
         self._writer: RangeWriter | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -110,7 +113,7 @@ class Saving:
                     self._draft = Draft(path)
             folder = self._draft.folder if self._draft is not None else None
             self._folder = Path(engine.communicator.broadcast_object(None if folder is None else str(folder)))
-            copies = free_host_bytes() // _COPIES_SHARE // BUFFER_BYTES if behind else 0
+            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
             self._writer = RangeWriter(self._folder, ops, buffers=max(BUFFERS, copies))
             with together(engine.communicator):
                 if self._draft is not None:
@@ -123,11 +126,12 @@ class Saving:
             self._clean_up()
             raise
         if behind:
-            self._thread = threading.Thread(target=self._write, name="lightning_ptm save", daemon=True)
+            self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
             self._thread.start()
             engine.save_stall_s += time.perf_counter() - started
         else:
-            self._write()
+            with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+                self._write()
             engine.save_stall_s += time.perf_counter() - started
             self.finish()
 
@@ -136,11 +140,15 @@ class Saving:
         """Whether it is not in place yet. Of use on rank 0 only: the others do not know."""
         return self._draft is not None
 
-    def afterwards(self, act: Callable[[], None]) -> None:
-        """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only."""
+    def afterwards(self, removes: Path | None, act: Callable[[], None]) -> None:
+        """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only.
+
+        Args:
+            removes: the earlier checkpoint that is to be removed, if that is what it does.
+        """
         with self._committing:
             if self._draft is not None:
-                self._then.append(act)
+                self._then.append((removes, act))
                 return
         act()
 
@@ -155,15 +163,24 @@ class Saving:
             with together(self._engine.communicator):
                 self._written.wait()
                 if self._error is not None:
-                    raise self._error
+                    raise self._told(self._error)
             with together(self._engine.communicator):
                 self._commit()
                 if self._error_of_commit is not None:
-                    raise self._error_of_commit
-        finally:
-            self._clean_up()
-            self._engine.end_snapshot()
-            self._engine.save_stall_s += time.perf_counter() - started
+                    raise self._told(self._error_of_commit)
+        except (AngelPTMError, OSError):
+            self._end(started)
+            raise
+        # Anything else, such as Ctrl-C, leaves it in progress: `farewell` may still finish it.
+        self._end(started)
+
+    def _told(self, error: BaseException) -> BaseException:
+        return failure(self.path, error) if isinstance(error, OSError) else error
+
+    def _end(self, started: float) -> None:
+        self._clean_up()
+        self._engine.end_snapshot()
+        self._engine.save_stall_s += time.perf_counter() - started
 
     def farewell(self) -> None:
         """The run has failed and no rank can be asked: finish what this rank can; never raises."""
@@ -178,11 +195,15 @@ class Saving:
         self._clean_up()
 
     @property
-    def left_undone(self) -> Sequence[Callable[[], None]]:
-        """What was to be done afterwards, when it has failed."""
-        return tuple(self._then)
+    def left_undone(self) -> dict[Path, Callable[[], None]]:
+        """The removals that were to be done afterwards, when it has failed."""
+        return {path: act for path, act in self._then if path is not None}
 
     # -- the thread's side, if there is one ---------------------------------------------------------------------------
+
+    def _write_behind(self) -> None:
+        use_cores(1)
+        self._write()
 
     def _write(self) -> None:
         assert self._writer is not None
@@ -216,7 +237,7 @@ class Saving:
                 return
             self._draft = None
             then, self._then = self._then, []
-        for act in then:
+        for _, act in then:
             act()
 
     def _clean_up(self) -> None:
@@ -233,7 +254,7 @@ class Saving:
 
 
 class Saves:
-    """The checkpoints of a run, one after the other, and the removal of earlier ones (I3).
+    """The checkpoints of a run, one after the other, and what waits for them: the removal of earlier ones (I3), and links.
 
     Args:
         failed_save: see `Settings.failed_save`.
@@ -244,7 +265,7 @@ class Saves:
 
         self._current: Saving | None = None
         self._last_failed = False
-        self._to_remove: list[Callable[[], None]] = []
+        self._to_remove: dict[Path, Callable[[], None]] = {}
         """After the next save that succeeds."""
 
     def save(self, path: str | Path, begin: Callable[[], Saving | None]) -> None:
@@ -263,39 +284,54 @@ class Saves:
             self._failed(path, error)
             return
         self._last_failed = False
-        waiting, self._to_remove = self._to_remove, []
-        for act in waiting:
+        self._to_remove.pop(Path(path), None)  # it has been replaced instead
+        waiting, self._to_remove = self._to_remove, {}
+        for earlier, act in waiting.items():
             if saving is not None:
-                saving.afterwards(act)
+                saving.afterwards(earlier, act)
             else:
                 act()
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one. Collective. Raises as `save` does."""
-        saving, self._current = self._current, None
+        saving = self._current
         if saving is None:
             return
         try:
             saving.finish()
         except CheckpointError as error:
-            self._to_remove += saving.left_undone
+            self._current = None
+            self._to_remove |= saving.left_undone
             self._failed(saving.path, error)
+        self._current = None
 
     def remove(self, path: Path, remove: Callable[[Path], None]) -> None:
         """Remove an earlier checkpoint once there is a later one. Rank 0 only."""
         act = partial(_remove, path, remove)
         if self._last_failed:
-            self._to_remove.append(act)
+            self._to_remove[path] = act
         elif self._current is not None:
-            self._current.afterwards(act)
+            self._current.afterwards(path, act)
         else:
             remove(path)
+
+    def link(self, path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
+        """Make `name` name a checkpoint, once that is in place; never if it failed. Rank 0 only."""
+        if self._current is not None:
+            self._current.afterwards(None, partial(link, path, name))
+        elif not self._last_failed:
+            link(path, name)
 
     def farewell(self) -> None:
         """The run has failed: finish what this rank can. Never raises."""
         saving, self._current = self._current, None
         if saving is not None:
             saving.farewell()
+
+    def forget(self) -> None:
+        """The run is over: the next one's saves remove nothing of this one's."""
+        self._to_remove.clear()
+        self._last_failed = False
 
     def _failed(self, path: str | Path, error: CheckpointError) -> None:
         self._last_failed = True

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,7 +45,7 @@ from lightning_ptm import randomness, restore, sharded, weights
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.memory import FileOps
 from lightning_ptm.planning.trace import Trace
@@ -101,6 +102,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._weights_given_back = True
         self._states_given_back = False
         self._saves = Saves(self.settings.failed_save)
+        self._torn = False
+        """Whether the run was cut short within a step that has updated some units already."""
         self._began_with: weakref.ref[LightningModule] | None = None
         self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
@@ -234,6 +237,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._wrapped += gather_for_averaging(trainer.callbacks, self.gathered)  # type: ignore[attr-defined]
             self._warn_of_gradients_in_pages(self._engine)
             self._warn_of_recomputing_uncompiled(self._engine)
+            self._watch_links(trainer)
         self.barrier()
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:
@@ -313,6 +317,18 @@ class AngelPTMStrategy(ParallelStrategy):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]  # inherited from Optimizer otherwise
         self._wrapped += [(optimizer, "zero_grad"), (wrapper, "zero_grad")]
+
+    def _watch_links(self, trainer: Trainer) -> None:
+        """`ModelCheckpoint(save_last="link")` links as soon as a save has begun: a link must name what is in place."""
+
+        def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
+            if self.is_global_zero and Path(filepath).absolute() != Path(linkpath).absolute():
+                self._saves.link(Path(filepath), Path(linkpath), folders.link)
+
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._link_checkpoint = link  # type: ignore[method-assign]
+                self._wrapped.append((callback, "_link_checkpoint"))
 
     def _watch_modules(self, engine: Engine) -> None:
         """The same for `zero_grad` of the LightningModule and of its parts."""
@@ -452,9 +468,19 @@ class AngelPTMStrategy(ParallelStrategy):
         pending. Checked by itself at each drain; empty for synchronous updates."""
         return audit(self.engine)
 
+    def _settle_interrupted(self) -> None:
+        """Callbacks save when a run was cut short, before the strategy is told of it."""
+        if self._engine is None or self.lightning_module is None:
+            return
+        trainer = self.lightning_module._trainer
+        if trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
+            self._torn = self._torn or self._engine.in_mid_step
+            self._engine.abandon()
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        self._settle_interrupted()
         if self._engine is not None and self.settings.state_dict_type == "sharded":
             return sharded.module_remainder(self._engine, self.lightning_module)
         if self._engine is not None:
@@ -499,6 +525,14 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        self._settle_interrupted()
+        if self._torn:
+            rank_zero_warn(
+                f"no checkpoint {filepath} is written: the run was cut short when some units had been updated in the step "
+                f"and others had not, so there is no state to go on from; go on from an earlier one "
+                f"(update_in_backward=False keeps steps whole)"
+            )
+            return
         if self._engine is not None and "optimizer_states" in checkpoint:
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
             tell = self._engine.communicator.broadcast_object
@@ -506,7 +540,9 @@ class AngelPTMStrategy(ParallelStrategy):
         if self.settings.state_dict_type == "full":
 
             def save() -> None:
-                super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+                tell = nullcontext() if self._engine is None else together(self._engine.communicator)
+                with tell:
+                    super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
             self._saves.save(filepath, save)
             return
@@ -525,7 +561,14 @@ class AngelPTMStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         behind = self.settings.async_save and self.engine.blueprint.saves_behind
         saving = Saving(
-            self.engine, self.lightning_module, self.optimizers, checkpoint, path, behind=behind, ops=self.save_ops
+            self.engine,
+            self.lightning_module,
+            self.optimizers,
+            checkpoint,
+            path,
+            behind=behind,
+            ranks_here=max(1, self.num_processes),
+            ops=self.save_ops,
         )
         return saving if behind else None
 
@@ -614,11 +657,15 @@ class AngelPTMStrategy(ParallelStrategy):
         self._wrapped = []
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
+        unsaved: CheckpointError | None = None
         try:
             if engine.failed:
                 self._saves.farewell()
             else:
-                self._saves.finish()
+                try:
+                    self._saves.finish()
+                except CheckpointError as error:  # the weights are the user's all the same
+                    unsaved = error
             ranks_here = max(1, self.num_processes)
             self._weights_given_back = restore.weights(
                 engine, wanted=self.settings.restore_weights, ranks_here=ranks_here
@@ -630,6 +677,10 @@ class AngelPTMStrategy(ParallelStrategy):
             if communicator is not None:
                 communicator.close()
             engine.close()
+            self._saves.forget()
+            self._torn = False
+        if unsaved is not None:
+            raise unsaved
 
 
 def register() -> None:

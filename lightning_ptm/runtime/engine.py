@@ -308,6 +308,11 @@ class Engine:
             yield
         self._of_the_loss = False
 
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether units have been updated behind the backward pass of a step that has not been taken."""
+        return any(flat.done_this_step for flats in self.flats for flat in flats)
+
     # -- what hooks tell ----------------------------------------------------------------------------------------------
 
     def unit_backward_ended(self, unit: int) -> None:

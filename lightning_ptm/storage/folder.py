@@ -9,7 +9,8 @@ says.
 
 I1: a folder under its final name is complete: it was written under a name that begins with `PARTIAL`, synced, and renamed.
 I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
-I3: a checkpoint of that name is replaced in one step; until then it is as it was.
+I3: a checkpoint of that name is replaced in one step; until then it is as it was. Where the file system cannot exchange two
+    names, it is moved aside for a moment; after a crash in that moment, whoever saves next moves it back.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ VERSION = 1
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
 PARTIAL = ".partial-"
+_ASIDE = ".replaced-"
 PARAMETERS = "parameters"
 """The kind of state that is no slot of an optimizer."""
 _LOCK = "writer.lock"
@@ -148,7 +150,10 @@ def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps 
     path = folder / ranges_name(rank)
     beside = path.with_suffix(".new")
     write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
-    os.replace(beside, path)
+    try:
+        os.replace(beside, path)
+    except OSError as error:
+        raise failure(path, error) from error
 
 
 def all_have_written(folder: Path, world_size: int) -> bool:
@@ -200,23 +205,20 @@ class Draft:
                 raise CheckpointError(
                     f"{target} is not empty, and nothing in it is overwritten; give the name of a new folder"
                 )
-            self.folder = target.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
-            self.folder.mkdir()
-            self._lock: int | None = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.folder, self._lock = _locked_folder(target.parent)
         except OSError as error:
-            raise CheckpointError(
-                f"no checkpoint can be written to {target}: {error.strerror or error}; save where you may write"
-            ) from error
+            raise failure(target, error) from error
 
     def commit(self) -> None:
         """Everything is written: the last act (I1, I3)."""
-        (self.folder / _LOCK).unlink()
-        sync_folder(self.folder)
+        old: Path | None = None
         try:
+            (self.folder / _LOCK).unlink()
+            sync_folder(self.folder)
+            if self._replace and self.target.is_symlink():
+                self.target.unlink()  # it names another checkpoint, which stays
             if self._replace and self.target.exists():
-                _exchange(self.folder, self.target)
-                shutil.rmtree(self.folder, ignore_errors=True)  # what was there before
+                old = _exchange(self.folder, self.target)
             else:
                 os.rename(self.folder, self.target)  # also onto an empty folder, and no other
             sync_folder(self.target.parent)
@@ -224,6 +226,8 @@ class Draft:
             raise CheckpointError(f"{self.target} could not be put in place: {error.strerror or error}") from error
         finally:
             self._unlock()
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was written. Never raises."""
@@ -236,9 +240,31 @@ class Draft:
             os.close(lock)
 
 
+def _locked_folder(parent: Path) -> tuple[Path, int | None]:
+    """A new partial folder and the descriptor that locks it."""
+    while True:
+        folder = parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+        folder.mkdir()
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return folder, lock
+        os.close(lock)  # another run took it for a dead one's before it was locked
+
+
 def remove_stale(parent: Path) -> None:
-    """Remove partial folders and files whose writers are gone (I2)."""
+    """Remove partial folders and files whose writers are gone (I2), and put back what a crash has left aside (I3)."""
+    for entry in parent.glob(f"{_ASIDE}*"):
+        place = parent / entry.name.removeprefix(_ASIDE)
+        with contextlib.suppress(OSError):
+            if place.exists():
+                _delete(entry)
+            else:
+                os.rename(entry, place)
     for entry in parent.glob(f"{PARTIAL}*"):
+        if entry.is_symlink():
+            _delete(entry)
+            continue
         try:
             lock = os.open(entry / _LOCK if entry.is_dir() else entry, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -258,7 +284,7 @@ def remove_stale(parent: Path) -> None:
 
 
 def _delete(entry: Path) -> None:
-    if entry.is_dir():
+    if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:
         entry.unlink(missing_ok=True)
@@ -271,13 +297,15 @@ def file_draft(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the place cannot be written to, or has no room.
     """
-    draft = target.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
     try:
+        if target.is_dir() and not target.is_symlink():
+            raise CheckpointError(
+                f"{target} is a folder, and a full checkpoint is a file; give another name, or remove the folder"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target.parent)
-        lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        draft, lock = _locked_file(target.parent)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield draft
             os.fsync(lock)
             os.replace(draft, target)
@@ -287,6 +315,16 @@ def file_draft(target: Path) -> Iterator[Path]:
             os.close(lock)
     except OSError as error:
         raise failure(target, error) from error
+
+
+def _locked_file(parent: Path) -> tuple[Path, int]:
+    while True:
+        draft = parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+        lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return draft, lock
+        os.close(lock)
 
 
 def remove(path: Path) -> None:
@@ -316,17 +354,26 @@ def write_synced(path: Path, content: bytes, ops: SaveOps | None = None) -> None
         raise failure(path, error) from error
 
 
-def _exchange(first: Path, second: Path) -> None:
-    """Swap two names in one step, or, on file systems that cannot, in two."""
+def link(target: Path, name: Path) -> None:
+    """Make `name` a relative link to `target`, in one step where `name` is a link or a file already."""
+    beside = name.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    os.symlink(os.path.relpath(target, name.parent), beside)
+    if name.is_dir() and not name.is_symlink():
+        shutil.rmtree(name)
+    os.replace(beside, name)
+
+
+def _exchange(first: Path, second: Path) -> Path:
+    """Give `first` the name `second`, which is taken. Returns where the folder that had it is now."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "renameat2"):
         names = (os.fsencode(first), os.fsencode(second))
         if library.renameat2(-100, names[0], -100, names[1], _RENAME_EXCHANGE) == 0:
-            return
+            return first
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), os.fspath(second))
-    aside = first.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    aside = second.parent / f"{_ASIDE}{second.name}"
     os.rename(second, aside)
     os.rename(first, second)
-    os.rename(aside, first)
+    return aside

@@ -25,8 +25,8 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _CONVERT = (
     "only safetensors files are read, since the others can run code when they are opened; convert it where you trust it: "
-    "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors'), or from_pretrained(folder)"
-    ".save_pretrained(folder) of transformers"
+    "`lightning-ptm export` for a checkpoint of Lightning's, from_pretrained(folder).save_pretrained(folder) of transformers "
+    "for its models, safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors') for a state dict"
 )
 
 

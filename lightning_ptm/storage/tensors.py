@@ -149,7 +149,7 @@ def read_layout(path: Path) -> Layout:
         raise CheckpointError(
             f"{path} is no safetensors file: its header is not what it should be ({error})"
         ) from error
-    tensors.sort(key=lambda tensor: tensor.start)
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     position = begin
     for tensor in tensors:
         wanted = math.prod(tensor.shape) * tensor.dtype.itemsize

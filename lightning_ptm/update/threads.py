@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +28,17 @@ def use_cores(count: int) -> bool:
     torch.get_num_threads()  # a thread's first use of PyTorch sets the number, and would set it again
     library.omp_set_num_threads(ctypes.c_int(count))
     return True
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Inside, the tensor arithmetic of the calling thread runs on one core."""
+    before = torch.get_num_threads()
+    use_cores(1)
+    try:
+        yield
+    finally:
+        use_cores(before)
 
 
 @functools.cache

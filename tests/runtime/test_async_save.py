@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import lightning as L
 import pytest
 import torch
 from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy, saving
@@ -212,6 +213,123 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
     assert trainer.global_step == 2 * HALF
     assert seen == [["step=2.ckpt"]]
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
+)
+def test_a_link_names_what_is_in_place(strategy_at, settings: dict[str, Any], tmp_path: Path) -> None:
+    class FailsLater(L.Callback):
+        """The save after the second epoch fails."""
+
+        broken = ExitStack()
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.strategy.wait_for_checkpoint()
+                self.broken.enter_context(small_files(10_000))
+
+        def teardown(self, *_: Any, **__: Any) -> None:
+            self.broken.close()
+
+    strategy = strategy_at("ram", **{"state_dict_type": "sharded", "failed_save": "go_on", **settings})
+    with pytest.warns(UserWarning, match="the run goes on"):
+        fit(strategy, tmp_path, callbacks=[FailsLater()], save_last="link")
+    assert (tmp_path / "last.ckpt").is_symlink() and (tmp_path / "last.ckpt").resolve().name == "epoch=0.ckpt"
+    _, trainer = fit(strategy_at("ram"), tmp_path / "again", tmp_path / "last.ckpt")
+    assert trainer.global_step == 2 * HALF
+
+
+@pytest.mark.parametrize("behind_training", [True, False])
+def test_what_was_to_be_removed_and_is_saved_again_stays(strategy_at, behind_training: bool, tmp_path: Path) -> None:
+    class Slots(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            strategy = trainer.strategy
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "0.ckpt")
+                strategy.wait_for_checkpoint()
+            if trainer.global_step == 2:
+                with small_files(10_000):
+                    trainer.save_checkpoint(tmp_path / "1.ckpt")
+                    strategy.wait_for_checkpoint()
+                strategy.remove_checkpoint(tmp_path / "0.ckpt")  # stays, since 1 is not there
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "0.ckpt")
+
+    strategy = sharded(strategy_at, "ram", async_save=behind_training, failed_save="go_on")
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slots()])
+    with pytest.warns(UserWarning, match="the run goes on"):
+        trainer.fit(Full(), BATCHES.loader())
+    assert load(tmp_path / "0.ckpt")["global_step"] == 3
+    assert names_in(tmp_path) == ["0.ckpt", "disk"]
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+def test_a_last_save_that_fails_leaves_the_weights(strategy_at, tier: str, tmp_path: Path) -> None:
+    class FailsAtTheEnd(L.Callback):
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.save_ops = FullDisk(10, errno.EIO)
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    torch.manual_seed(0)
+    expected = Full()
+    make_trainer(sharded(strategy_at, tier), max_epochs=1).fit(expected, BATCHES.loader())
+    torch.manual_seed(0)
+    module = Full()
+    trainer = make_trainer(behind(strategy_at, tier), max_epochs=1, callbacks=[FailsAtTheEnd()])
+    with pytest.raises(CheckpointError, match=os.strerror(errno.EIO)):
+        trainer.fit(module, BATCHES.loader())
+    for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        assert ours.dtype is torch.float32 and torch.equal(ours, theirs)
+
+
+class Interrupted(L.Callback):
+    """Ctrl-C while a checkpoint waits for the disk, in the wait for it."""
+
+    def __init__(self, path: Path, gate: Gate) -> None:
+        self._path = path
+        self._gate = gate
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.6, self._gate.opened.set).start()
+            trainer.strategy.wait_for_checkpoint()
+
+
+def test_ctrl_c_in_the_wait_for_it_does_not_give_it_up(strategy_at, tmp_path: Path) -> None:
+    gate = Gate()
+    strategy = behind(strategy_at, "masters_on_disk", gate)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Interrupted(tmp_path / "x.ckpt", gate)])
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Full(), BATCHES.loader())
+    assert load(tmp_path / "x.ckpt")["global_step"] == 2
+
+
+class FailsInBackward(Full):
+    """An exception when the first block's gradient comes, after the others have been updated."""
+
+    def loss(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        loss = super().loss(batch, index)
+        if index == 2:
+            next(self.parameters()).register_hook(self._boom)
+        return loss
+
+    def _boom(self, gradient: torch.Tensor) -> None:
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("lock_free", [False, True])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_no_checkpoint_of_two_steps_at_once(strategy_at, kind: str, lock_free: bool, tmp_path: Path) -> None:
+    settings = {"lock_free": True, "max_staleness": 1} if lock_free else {}
+    strategy = strategy_at("masters_on_disk", state_dict_type=kind, **settings)
+    keep = OnExceptionCheckpoint(tmp_path, "x")
+    trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[keep])
+    with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="no checkpoint .*cut short"):
+        trainer.fit(FailsInBackward(), BATCHES.loader())
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 def test_weights_edited_by_hand_are_not_in_it(strategy_at, tmp_path: Path) -> None:

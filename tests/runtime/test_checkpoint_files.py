@@ -76,7 +76,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").mkdir()
-    with pytest.raises(CheckpointError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match="is a folder, and a full checkpoint is a file"):
         FileCheckpointIO().save_checkpoint(SMALL, tmp_path / "x.ckpt")
     assert names_in(tmp_path) == ["x.ckpt"]
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.sharded import load
-from lightning_ptm.storage.folder import INDEX, PARTIAL, Draft, read_index, remove, remove_stale
+from lightning_ptm.storage import folder
+from lightning_ptm.storage.folder import INDEX, PARTIAL, Draft, link, read_index, remove, remove_stale
 
 
 def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_places_where_no_checkpoint_can_be(strategy_at, tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             with pytest.raises(CheckpointError, match="is a file, and a sharded checkpoint is a folder"):
                 trainer.save_checkpoint(tmp_path / "file.ckpt")
-            with pytest.raises(CheckpointError, match="no checkpoint can be written"):
+            with pytest.raises(CheckpointError, match="a file is where a folder has to be"):
                 trainer.save_checkpoint(tmp_path / "file" / "x.ckpt")
 
     trainer = make_trainer(sharded(strategy_at, "ram"), max_epochs=1, limit_train_batches=1, callbacks=[Saves()])
@@ -297,6 +298,50 @@ def test_a_draft_is_no_checkpoint_until_it_is_committed(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "a.ckpt").iterdir()] == ["new"]
     remove(tmp_path / "a.ckpt")
     assert names_in(tmp_path) == []
+
+
+def test_a_link_of_that_name_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
+    def save(name: str, content: str) -> None:
+        draft = Draft(tmp_path / name)
+        (draft.folder / "content").write_text(content)
+        draft.commit()
+
+    save("a", "a")
+    link(tmp_path / "a", tmp_path / "last")
+    link(tmp_path / "gone", tmp_path / "dangling")
+    save("last", "b")
+    save("dangling", "c")
+    found = {entry.name: (entry / "content").read_text() for entry in tmp_path.iterdir() if entry.name != "here"}
+    assert found == {"a": "a", "last": "b", "dangling": "c"}
+    link(tmp_path / "a", tmp_path / "last")
+    assert (tmp_path / "last").is_symlink() and names_in(tmp_path) == ["a", "dangling", "last"]
+
+
+def test_without_an_exchange_of_names_a_crash_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_RENAME_EXCHANGE", 1 << 20)  # what no file system has
+    for content in ("old", "new"):
+        draft = Draft(tmp_path / "a.ckpt")
+        (draft.folder / "content").write_text(content)
+        if content == "old":
+            draft.commit()
+    real = os.rename
+
+    def crash(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(PARTIAL):
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rename", crash)
+        draft.commit()
+    assert not (tmp_path / "a.ckpt").exists()
+    remove_stale(tmp_path)
+    assert (tmp_path / "a.ckpt" / "content").read_text() == "old"
+    draft = Draft(tmp_path / "a.ckpt")
+    (draft.folder / "content").write_text("new")
+    draft.commit()
+    assert (tmp_path / "a.ckpt" / "content").read_text() == "new"
+    assert [name for name in names_in(tmp_path) if not name.startswith(PARTIAL)] == ["a.ckpt"]
 
 
 def test_what_dead_writers_leave_is_removed(tmp_path: Path) -> None:

@@ -105,7 +105,6 @@ class Failing(SaveOps):
         ("pwritev", 0, errno.EIO),
         ("pwritev", 5, errno.ENOSPC),
         ("fsync", 0, errno.EIO),
-        ("fsync", 1, errno.EIO),
     ],
 )
 def test_every_failure_is_found(tmp_path: Path, small_buffers: int, call: str, after: int, number: int) -> None:
