@@ -235,7 +235,8 @@ def test_an_interrupt_in_mid_step_ends_the_run(strategy_at: Any, tier: str, inte
 
 
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests in the background has it ignored
 import lightning as L, torch
 import lightning_ptm
 from torch import nn

@@ -100,8 +100,8 @@ def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
             return super().reduce_scatter(*arguments)
 
     class Strategy(AngelPTMStrategy):
-        def _make_communicator(self) -> Any:
-            return Counting(self.root_device, self._timeout)
+        def _make_communicator(self, events: Any) -> Any:
+            return Counting(self.root_device, self._timeout, events)
 
     torch.manual_seed(0)
     strategy = Strategy(page_size="64KiB", reduce_gradients=reduce_gradients)
