@@ -130,10 +130,14 @@ class Saving:
             self._thread.start()
             engine.save_stall_s += time.perf_counter() - started
         else:
-            with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
-                self._write()
-            engine.save_stall_s += time.perf_counter() - started
-            self.finish()
+            try:
+                with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+                    self._write()
+                engine.save_stall_s += time.perf_counter() - started
+                self.finish()
+            except BaseException:  # Ctrl-C, too: nobody else knows of it yet
+                self._clean_up()
+                raise
 
     @property
     def in_progress(self) -> bool:

@@ -311,6 +311,36 @@ def test_ctrl_c_in_the_wait_for_it_does_not_give_it_up(strategy_at, tmp_path: Pa
     assert load(tmp_path / "x.ckpt")["global_step"] == 2
 
 
+class Interrupts(SaveOps):
+    """Ctrl-C when the first data go to the disk."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread().name.startswith("save") and not self._done:
+            self._done = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_ctrl_c_while_it_is_written_leaves_nothing(strategy_at, tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    strategy = sharded(strategy_at, "masters_on_disk")
+    strategy.save_ops = Interrupts()
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Saves()])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer.fit(Full(), BATCHES.loader())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(names_in(tmp_path)) <= {"disk", "x.ckpt"}
+
+
 class FailsInBackward(Full):
     """An exception when the first block's gradient comes, after the others have been updated."""
 
