@@ -214,6 +214,34 @@ def test_a_sharded_checkpoint_goes_on_where_it_was_saved(
         assert json.loads((saved / "epoch=0.ckpt" / f"ranges-{rank:05d}.json").read_text())
 
 
+class Noisy(Tower):
+    """Draws random numbers, other ones on each rank."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        if self.global_step == 0:
+            torch.manual_seed(100 + self.global_rank)
+        return None if loss is None else loss * torch.rand(())
+
+
+def fit_noisily(world_size: int, folder: Path, checkpoints: Path, resume: str | None = None) -> Outcome:
+    torch.manual_seed(0)
+    training = Training(Noisy)
+    module = training.build()
+    keep = ModelCheckpoint(checkpoints, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    options = {"enable_checkpointing": True, "max_epochs": 2, "default_root_dir": checkpoints, "callbacks": [keep]}
+    trainer = make_trainer(training, make_strategy(folder, "ram", **SHARDED), world_size, **options)
+    trainer.fit(module, loader(tokens(training, world_size), world_size), ckpt_path=resume, weights_only=False)
+    return outcome_of(module)
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(disk: Path, tmp_path: Path) -> None:
+    never = run_ranks(fit_noisily, 2, 2, disk, tmp_path / "never")
+    again = run_ranks(fit_noisily, 2, 2, disk, tmp_path / "again", str(tmp_path / "never" / "epoch=0.ckpt"))
+    for before, after in zip(never, again, strict=True):
+        after.assert_same_weights(before)
+
+
 def read_and_write(world_size: int, folder: Path, source: Path, target: Path, tier: str) -> None:
     """Loads a checkpoint and saves it again before anything is trained."""
 
