@@ -1,7 +1,7 @@
 """The pipeline: which chunk is read, computed or written next, and doing it (section 7; Algorithm 2's updating part).
 
 Owns the jobs in hand, their chunks and the staging buffers. Belongs to one thread at a time; it makes none and locks
-nothing (updater.py does). `advance` never waits; `blocker` names what to wait for when it cannot advance.
+nothing (updater.py does). `advance` never waits; `advance_or_wait` does, for what keeps it from advancing.
 I1: chunks of a flat are updated by one job after the other, in the order of submission; scalars advance when a job's last
     chunk is computed.
 I2: a chunk is read only after its last write has landed.
@@ -174,8 +174,24 @@ class Pipeline:
                 return True
         return moved
 
-    def blocker(self, handle: JobHandle | None) -> Blocker | None:
-        """What to wait for after `advance` did nothing, for the sake of a job (None: the first); None: nothing is in hand.
+    def advance_or_wait(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> bool:
+        """Advance; where nothing can, have `wait` called with what is in the way of a job (None: the first).
+
+        Returns:
+            False when nothing is in hand.
+        """
+        if self.advance():
+            return True
+        found = self._blocker(handle)
+        if found is None:
+            # Transfers end whenever they like, also between the two looks. What had ended by the second look this
+            # `advance` sees, so that its False is true.
+            return self.advance()
+        wait(found)
+        return True
+
+    def _blocker(self, handle: JobHandle | None) -> Blocker | None:
+        """What is not done yet and in the way of a job (None: the first).
 
         A job whose gradient is missing is the last thing to wait for, because others can go on meanwhile.
         """

@@ -20,7 +20,7 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
-from lightning_ptm.update.pipeline import BeforeWrite, Pipeline
+from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.stats import Stall, UpdateStats
 from lightning_ptm.update.threads import use_cores
@@ -194,8 +194,7 @@ class Updater:
             with self._working():
                 self._pipeline.to_front(handle)
                 while not handle.done():
-                    if not self._pipeline.advance():
-                        self._wait(handle)
+                    self._go_on(handle, self._pipeline.wait)
         if handle.event is not None:
             torch.cuda.current_stream().wait_event(handle.event)
 
@@ -213,8 +212,7 @@ class Updater:
         else:
             with self._working():
                 while self._pipeline.busy:
-                    if not self._pipeline.advance():
-                        self._wait(None)
+                    self._go_on(None, self._pipeline.wait)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -297,12 +295,10 @@ class Updater:
             self._failure.__cause__ = error
             raise
 
-    def _wait(self, handle: JobHandle | None) -> None:
-        blocker = self._pipeline.blocker(handle)
-        if blocker is None:
+    def _go_on(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> None:
+        if not self._pipeline.advance_or_wait(handle, wait):
             what = handle.name if handle is not None else "the updater"
             raise InternalError(f"{what} can neither go on nor names anything to wait for")
-        self._pipeline.wait(blocker)
 
     def _work(self, cores: int | None) -> None:
         if cores is not None:
@@ -310,17 +306,16 @@ class Updater:
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
             while not self._stopping.is_set():
                 self._take_commands()
-                if self._pipeline.advance():
-                    continue
-                blocker = self._pipeline.blocker(None)
-                if blocker is None:
+                if not self._pipeline.advance_or_wait(None, self._wait_or_command):
                     self._commands.get()()
-                elif blocker.cause is Stall.GRADIENT:
-                    # Only polled: a gradient that never comes must not keep `stop` from ending this thread.
-                    with contextlib.suppress(queue.Empty):
-                        self._commands.get(timeout=_GRADIENT_WATCH_S)()
-                else:
-                    self._pipeline.wait(blocker)
+
+    def _wait_or_command(self, blocker: Blocker) -> None:
+        if blocker.cause is Stall.GRADIENT:
+            # Only polled: a gradient that never comes must not keep `stop` from ending this thread.
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=_GRADIENT_WATCH_S)()
+        else:
+            self._pipeline.wait(blocker)
 
     def _take_commands(self) -> None:
         while not self._commands.empty():
@@ -328,16 +323,15 @@ class Updater:
 
     def _when_idle(self, idle: threading.Event) -> None:
         """Runs in the worker: finish all that is in hand, as drain does."""
-        while self._pipeline.busy and not self._stopping.is_set():
-            if self._pipeline.advance():
-                continue
-            blocker = self._pipeline.blocker(None)
-            if blocker is None:
-                raise InternalError("the updater can neither go on nor names anything to wait for")
+
+        def wait(blocker: Blocker) -> None:
             if blocker.cause is Stall.GRADIENT:
                 self._stopping.wait(_GRADIENT_WATCH_S)
             else:
                 self._pipeline.wait(blocker)
+
+        while self._pipeline.busy and not self._stopping.is_set():
+            self._go_on(None, wait)
         idle.set()
 
     def _staged_dtypes(

@@ -27,9 +27,10 @@ from paged_training import (
 from torch import optim
 
 from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageError
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory import FileOps, Transfer
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, Shadow, ShardGradient, UpdateJob, Updater, probe, snapshot
+from lightning_ptm.update.pipeline import Pipeline
 
 
 class HandOps(FileOps):
@@ -340,6 +341,40 @@ def test_errors_of_the_thread_carry_its_traceback(twins: list[Twin]) -> None:
     twin.updater.stop()
     with pytest.raises(RuntimeError, match="another rank has died"):
         twin.updater.drain()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_transfers_that_end_right_after_the_pipeline_found_none_done(
+    in_thread: bool, twins: list[Twin], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Pipeline.advance
+    ended = False
+
+    def find_none_done_at_first(pipeline: Pipeline) -> bool:
+        nonlocal ended
+        moved = advance(pipeline)
+        ended = not moved
+        return moved
+
+    def done(transfer: Transfer) -> bool:
+        transfer.wait()
+        return ended
+
+    monkeypatch.setattr(Pipeline, "advance", find_none_done_at_first)
+    first, second = siblings(twins, tmp_path, home=Tier.DISK)
+    monkeypatch.setattr(Transfer, "done", done)
+    if in_thread:
+        first.updater.run_in_thread()
+    for step in range(3):
+        handles = [twin.submit(gradients(step)) for twin in (first, second)]
+        first.updater.finish(handles[1])
+        first.updater.drain()
+        assert all(handle.done() for handle in handles)
+    first.updater.stop()
+    for twin in (first, second):
+        for step in range(3):
+            plain_step(twin, gradients(step))
+        twin.assert_equal()
 
 
 def test_stopping_leaves_no_thread_and_no_lost_job(twins: list[Twin]) -> None:
