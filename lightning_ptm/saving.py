@@ -44,6 +44,7 @@ from lightning_ptm.storage.folder import (
 )
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, failure
+from lightning_ptm.terms import Tier
 from lightning_ptm.update.threads import one_core, use_cores
 
 _COPIES_SHARE = 8
@@ -120,7 +121,7 @@ class Saving:
                     for name, layout in zip(names, layouts, strict=True):
                         self._writer.create(name, layout.header, layout.size_bytes)
                     _write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
-            parts, self._outside = _parts(self._writer, names, layouts, kinds)
+            parts, self._outside = _parts(self._writer, names, layouts, kinds, changing=behind)
             self._snapshot = engine.begin_snapshot(parts)
         except BaseException:
             self._clean_up()
@@ -358,16 +359,26 @@ def _remove(path: Path, remove: Callable[[Path], None]) -> None:
 
 
 def _parts(
-    writer: RangeWriter, names: Sequence[str], layouts: Sequence[Layout], kinds: Sequence[ShardedKind]
+    writer: RangeWriter,
+    names: Sequence[str],
+    layouts: Sequence[Layout],
+    kinds: Sequence[ShardedKind],
+    *,
+    changing: bool,
 ) -> tuple[list[Part], list[Callable[[], None]]]:
-    """What to do with paged elements, and how to write those that no page holds, which never change."""
+    """What to do with paged elements, and how to write those that no page holds, which never change.
+
+    Args:
+        changing: training goes on meanwhile.
+    """
     parts: list[Part] = []
     outside: list[Callable[[], None]] = []
     for name, layout, kind in zip(names, layouts, kinds, strict=True):
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
         for flat in kind.flats:
             if flat.segments:
-                parts.append(Part(flat.paged, partial(_put, writer, name, starts, flat)))
+                stays = not changing and flat.paged.tier is not Tier.DISK and not flat.paged.tensor().is_cuda
+                parts.append(Part(flat.paged, partial(_put, writer, name, starts, flat, stays)))
             for parameter, first, values in flat.outside:
                 offset = starts[parameter] + first * values.dtype.itemsize
                 outside.append(partial(writer.put, name, offset, values))
@@ -375,11 +386,17 @@ def _parts(
 
 
 def _put(
-    writer: RangeWriter, name: str, starts: Mapping[str, int], flat: ShardedFlat, start: int, values: Tensor
+    writer: RangeWriter,
+    name: str,
+    starts: Mapping[str, int],
+    flat: ShardedFlat,
+    stays: bool,
+    start: int,
+    values: Tensor,
 ) -> None:
     for segment in within(flat.segments, start, start + values.numel()):
         offset = starts[flat.names[segment.parameter]] + segment.parameter_start * values.dtype.itemsize
-        writer.put(name, offset, values[segment.start - start : segment.stop - start])
+        writer.put(name, offset, values[segment.start - start : segment.stop - start], stays=stays)
 
 
 def _file_names(kinds: Sequence[ShardedKind]) -> list[str]:

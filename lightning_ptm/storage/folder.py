@@ -5,7 +5,7 @@ says.
       index.json            format version, step, ranks, files, names; written last
       lightning.pt          Lightning's own dictionary, without the tensors that are in the other files
       0003.parameters.safetensors, 0003.exp_avg.safetensors ...    full tensors by name, one file per unit and kind of state
-      ranges-00000.json     what rank 0 wrote: [file, start, stop, CRC-32]; one for each rank
+      ranges-00000.json     what rank 0 wrote: [file, start, stop, XXH3-64]; one for each rank
 
 I1: a folder under its final name is complete: it was written under a name that begins with `PARTIAL`, synced, and renamed.
 I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
@@ -24,16 +24,19 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.tensors import sync_folder
-from lightning_ptm.storage.writer import Range, SaveOps, failure
+from lightning_ptm.storage.writer import Range, SaveOps, checksum_of, failure
 
 FORMAT = "lightning_ptm sharded checkpoint"
-VERSION = 1
+VERSION = 2
+_DIGESTS: Mapping[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: checksum_of}
+"""The checksums of a folder, by its format version."""
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
 PARTIAL = ".partial-"
@@ -146,7 +149,7 @@ def ranges_name(rank: int) -> str:
 
 def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps | None = None) -> None:
     """Write and sync what a rank wrote: its last act, which others may look for."""
-    rows = [[each.file, each.start, each.stop, each.crc] for each in ranges]
+    rows = [[each.file, each.start, each.stop, each.checksum] for each in ranges]
     path = folder / ranges_name(rank)
     beside = path.with_suffix(".new")
     write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
@@ -171,8 +174,8 @@ def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
     for rank in range(index.world_size):
         path = folder / ranges_name(rank)
         try:
-            for name, start, stop, crc in json.loads(path.read_bytes()):
-                found[name].append(Range(name, int(start), int(stop), int(crc)))
+            for name, start, stop, checksum in json.loads(path.read_bytes()):
+                found[name].append(Range(name, int(start), int(stop), int(checksum), _DIGESTS[index.version]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is missing or damaged ({error}); use an earlier checkpoint") from error
     for ranges in found.values():

@@ -44,7 +44,7 @@ def test_a_sharded_checkpoint(trained: Any, capsys: pytest.CaptureFixture[str]) 
     said = facts(text)
     assert said["checkpoint"] == str(trained.sharded)
     files = len(read_index(trained.sharded).files)
-    assert re.fullmatch(rf"sharded: {files} safetensors files, .* KiB, format version 1", said["kind"])
+    assert re.fullmatch(rf"sharded: {files} safetensors files, .* KiB, format version 2", said["kind"])
     assert re.fullmatch(r"lightning_ptm .* with Lightning 2\..*, by 1 rank with pages of 64 KiB", said["written by"])
     assert said["step"] == "2, in epoch 0"
     assert said["parameters"] == f"{PARAMETERS:,} in 7 tensors, {kib(4 * PARAMETERS)}"

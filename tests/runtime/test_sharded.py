@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,10 @@ def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_pa
     with pytest.raises(CheckpointError, match=r"ranges-00000\.json is missing or damaged"):
         load(saved)
     (saved / "ranges-00000.json").write_bytes(ranges)
-    edit_index(saved, version=2)
-    with pytest.raises(CheckpointError, match=r"format version 2 .* update lightning_ptm"):
+    edit_index(saved, version=3)
+    with pytest.raises(CheckpointError, match=r"format version 3 .* update lightning_ptm"):
         load(saved)
-    edit_index(saved, version=1, files=[{"name": "x"}])
+    edit_index(saved, version=2, files=[{"name": "x"}])
     with pytest.raises(CheckpointError, match="damaged"):
         load(saved)
     (saved / INDEX).write_text("{")
@@ -204,6 +205,21 @@ def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_pa
     (saved / INDEX).unlink()
     with pytest.raises(CheckpointError, match="no checkpoint of AngelPTMStrategy"):
         fit(sharded(strategy_at, "ram"), tmp_path / "again", saved)
+
+
+def test_the_first_formats_checksums_are_known(saved: Path) -> None:
+    rows = json.loads((saved / "ranges-00000.json").read_bytes())
+    for row in rows:
+        row[3] = zlib.crc32((saved / row[0]).read_bytes()[row[1] : row[2]])
+    (saved / "ranges-00000.json").write_text(json.dumps(rows))
+    with pytest.raises(CheckpointError, match="checksum differs"):
+        load(saved)
+    edit_index(saved, version=1)
+    load(saved)
+    file = read_index(saved).files[0]
+    flip(saved / file.name, file.size_bytes - 1)
+    with pytest.raises(CheckpointError, match="checksum differs"):
+        load(saved)
 
 
 def test_lightnings_dictionary_runs_no_code(saved: Path, tmp_path: Path) -> None:

@@ -6,14 +6,16 @@ import errno
 import itertools
 import os
 import random
-import zlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.storage import writer as writing
 from lightning_ptm.storage.writer import RangeWriter, SaveOps, read_ranges
 
@@ -24,8 +26,12 @@ def small_buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return int(request.param)
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_ranges_in_any_order_and_of_any_length(tmp_path: Path, small_buffers: int, seed: int) -> None:
+def test_ranges_in_any_order_and_of_any_length(
+    tmp_path: Path, small_buffers: int, seed: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_LONG_BYTES", 10_000)
     chance = random.Random(seed)
     content = {name: bytearray(chance.randbytes(chance.randint(0, 200_000))) for name in ("a", "b", "c")}
     cuts = []
@@ -38,14 +44,66 @@ def test_ranges_in_any_order_and_of_any_length(tmp_path: Path, small_buffers: in
     for name, whole in content.items():
         writer.create(name, b"head", len(whole))
     for name, start, stop in cuts:
-        writer.put(name, start, torch.frombuffer(content[name], dtype=torch.uint8)[start:stop])
+        writer.put(name, start, torch.frombuffer(content[name], dtype=torch.uint8)[start:stop], stays=stays)
     ranges = writer.finish()
     for name, whole in content.items():
         assert (tmp_path / name).read_bytes() == whole or (not whole and (tmp_path / name).stat().st_size == 4)
         mine = [each for each in ranges if each.file == name]
         assert sum(each.stop - each.start for each in mine) == len(whole)
-        assert all(each.crc == zlib.crc32(whole[each.start : each.stop]) for each in mine)
+        assert all(each.checksum == xxhash.xxh3_64_intdigest(whole[each.start : each.stop]) for each in mine)
         assert read_ranges(tmp_path / name, mine) is None
+
+
+def test_long_stretches_that_stay_are_written_from_where_they_are(
+    tmp_path: Path, small_buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_LONG_BYTES", 10_000)
+    stretch = HostRegion(writing.BUFFER_BYTES * 50)
+    values = stretch.tensor
+    values.copy_(torch.randint(0, 256, values.shape, dtype=torch.uint8))
+    begin, length = values.data_ptr(), values.numel()
+    addresses: list[tuple[int, int]] = []
+
+    class Watching(SaveOps):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            address = torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr()
+            if begin <= address < begin + length:
+                addresses.append((address - begin, len(buffers[0])))
+            return super().pwritev(fd, buffers, offset)
+
+    writer = RangeWriter(tmp_path, Watching())
+    writer.create("a", b"", length + 4096 + 100)
+    writer.put("a", 100, values[100:4096], stays=True)  # short
+    writer.put("a", 4096, values[4096 : length - 7], stays=True)
+    writer.put("a", length - 7, torch.full((107,), 3, dtype=torch.uint8))
+    ranges = writer.finish()
+    written = (tmp_path / "a").read_bytes()
+    assert written[100 : length - 7] == bytes(values[100 : length - 7].tolist())
+    assert written[length - 7 : length + 100] == bytes([3] * 107)
+    assert read_ranges(tmp_path / "a", ranges) is None
+    assert sum(count for _, count in addresses) == (length - 7) // 4096 * 4096 - 4096
+    stretch.close()
+
+
+def test_what_waits_is_dropped_when_all_is_given_up(tmp_path: Path) -> None:
+    may_write = threading.Event()
+    written = 0
+
+    class Slow(SaveOps):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            nonlocal written
+            may_write.wait()
+            written += len(buffers[0])
+            return super().pwritev(fd, buffers, offset)
+
+    stretch = HostRegion(20 * writing.BUFFER_BYTES)
+    writer = RangeWriter(tmp_path, Slow())
+    writer.create("a", b"", stretch.tensor.numel())
+    writer.put("a", 0, stretch.tensor, stays=True)
+    threading.Timer(0.2, may_write.set).start()
+    writer.abort()
+    assert written < stretch.tensor.numel() // 2
+    stretch.close()
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path, small_buffers: int) -> None:
