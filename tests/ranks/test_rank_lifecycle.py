@@ -242,42 +242,6 @@ def test_each_rank_goes_on_with_its_own_random_numbers(disk: Path, tmp_path: Pat
         after.assert_same_weights(before)
 
 
-def read_and_write(world_size: int, folder: Path, source: Path, target: Path, tier: str) -> None:
-    """Loads a checkpoint and saves it again before anything is trained."""
-
-    class Saves(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.save_checkpoint(target)
-
-    torch.manual_seed(5)
-    trainer = make_trainer(WHOLE, make_strategy(folder, tier, **SHARDED), world_size, max_epochs=2, callbacks=[Saves()])
-    trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size), ckpt_path=str(source))
-
-
-def assert_same_states(one: Path, other: Path) -> None:
-    ours, theirs = load(one), load(other)
-    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
-    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
-    for mine, others in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
-        assert mine["param_groups"] == others["param_groups"] and mine["state"].keys() == others["state"].keys()
-        for place, state in mine["state"].items():
-            assert state.keys() == others["state"][place].keys()
-            assert all(
-                torch.equal(torch.as_tensor(v), torch.as_tensor(others["state"][place][k])) for k, v in state.items()
-            )
-
-
-@pytest.mark.parametrize(("saves", "loads", "tier"), [(2, 1, "ram"), (1, 2, "all_on_disk"), (2, 3, "masters_on_disk")])
-def test_a_sharded_checkpoint_is_the_same_on_any_number_of_ranks(
-    saves: int, loads: int, tier: str, disk: Path, tmp_path: Path
-) -> None:
-    saved = tmp_path / "saved"
-    run_ranks(fit_sharded, saves, saves, saves, disk, saved, "ram")
-    run_ranks(read_and_write, loads, loads, disk, saved / "epoch=0.ckpt", tmp_path / "again.ckpt", tier)
-    assert_same_states(saved / "epoch=0.ckpt", tmp_path / "again.ckpt")
-    assert len(list((tmp_path / "again.ckpt").glob("ranges-*.json"))) == loads
-
-
 def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path, behind: bool) -> str:
     strategy = make_strategy(folder, "masters_on_disk", async_save=behind, **SHARDED)
 
