@@ -24,6 +24,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.archive import unreadable
 from lightning_ptm.storage.folder import file_draft
+from lightning_ptm.storage.reading import is_file
 
 
 class FileCheckpointIO(TorchCheckpointIO):
@@ -50,7 +51,7 @@ class FileCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not Path(path).is_file():
+        if not is_file(Path(path)):
             return super().load_checkpoint(path, map_location, weights_only)
         return read_file(Path(path), weights_only=weights_only, map_location=map_location)
 

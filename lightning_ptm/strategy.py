@@ -60,6 +60,7 @@ from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
+from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 
 
@@ -583,7 +584,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        if not path.is_dir():
+        if not is_folder(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         with together(self.engine.communicator):
             return sharded.load(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.reading import unread
 from lightning_ptm.storage.writer import read_fully
 
 PIECE_BYTES = 4 << 20
@@ -80,7 +81,7 @@ class Archive:
             with path.open("rb") as file, zipfile.ZipFile(file) as directory:
                 self.records = tuple(_record(path, file.fileno(), info) for info in directory.infolist())
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise unread(path, error) from error
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, struct.error) as error:
             # The last ones are a damaged directory: names, versions and lengths that cannot be.
             raise CheckpointError(
@@ -258,7 +259,7 @@ def _blocks(view: Tensor) -> Iterator[Tensor]:
 def unreadable(path: Path, error: Exception, *, weights_only: bool, remedy: str) -> CheckpointError:
     """What torch.load has raised, in our words. `remedy` is what someone who trusts the file may do."""
     if isinstance(error, OSError):
-        return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+        return unread(path, error)
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if weights_only and "weights_only" in text.lower():

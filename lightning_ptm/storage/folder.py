@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.reading import is_file, is_folder, unread
 from lightning_ptm.storage.tensors import sync_folder
 from lightning_ptm.storage.writer import Range, SaveOps, checksum_of, failure
 
@@ -100,7 +101,7 @@ class Index:
 
 def is_sharded(path: Path) -> bool:
     """Whether there is a complete sharded checkpoint."""
-    return (path / INDEX).is_file() and not path.name.startswith(PARTIAL)
+    return is_folder(path) and is_file(path / INDEX) and not path.name.startswith(PARTIAL)
 
 
 def read_index(path: Path) -> Index:
@@ -111,7 +112,7 @@ def read_index(path: Path) -> Index:
     """
     if path.name.startswith(PARTIAL):
         raise CheckpointError(f"{path} was never finished: its writer ended before its time; use an earlier checkpoint")
-    if path.is_dir() and not (path / INDEX).exists():
+    if is_folder(path) and not is_file(path / INDEX):
         raise CheckpointError(
             f"{path} is a folder without {INDEX}, so it is no checkpoint of AngelPTMStrategy(state_dict_type='sharded'); "
             f"give the path of a checkpoint"
@@ -137,7 +138,7 @@ def read_index(path: Path) -> Index:
             version=int(values["version"]),
         )
     except OSError as error:
-        raise CheckpointError(f"{path / INDEX} cannot be read: {error.strerror or error}") from error
+        raise unread(path / INDEX, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / INDEX} is damaged ({error}); use an earlier checkpoint") from error
 
@@ -176,6 +177,8 @@ def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
         try:
             for name, start, stop, checksum in json.loads(path.read_bytes()):
                 found[name].append(Range(name, int(start), int(stop), int(checksum), _DIGESTS[index.version]))
+        except PermissionError as error:
+            raise unread(path, error) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is missing or damaged ({error}); use an earlier checkpoint") from error
     for ranges in found.values():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.storage.reading import unread
 from lightning_ptm.storage.tensors import Mapped
 
 SINGLE = "model.safetensors"
@@ -49,8 +50,15 @@ def find(path: Path) -> dict[str, Held]:
 
     Raises:
         ConfigError: there is nothing there, nothing that may be read, or several files that it could be.
-        CheckpointError: a file is damaged, or an index names what is not there.
+        CheckpointError: a file is damaged, an index names what is not there, or something may not be read.
     """
+    try:
+        return _find(path)
+    except PermissionError as error:
+        raise unread(Path(error.filename or path), error) from error
+
+
+def _find(path: Path) -> dict[str, Held]:
     if path.is_file():
         if path.name.endswith(_INDEX_SUFFIX):
             return _indexed(path)
@@ -97,7 +105,7 @@ def _indexed(path: Path) -> dict[str, Held]:
         if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
             raise TypeError("its weight_map does not give a file for each name")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unread(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files, or is damaged ({error})") from error
     missing = sorted({file for file in places.values() if not (path.parent / file).is_file()})

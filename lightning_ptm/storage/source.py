@@ -20,6 +20,7 @@ from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import Archive, Placed
 from lightning_ptm.storage.checked import CheckedFile
 from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, all_ranges, read_index
+from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.storage.tensors import Stored
 
 
@@ -67,10 +68,10 @@ class Source:
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        if not path.exists():
+        if not is_folder(path) and not is_file(path):
             raise CheckpointError(f"there is no checkpoint {path}; give the path of a file or a folder that was saved")
         self.path = path
-        self.index: Index | None = read_index(path) if path.is_dir() else None
+        self.index: Index | None = read_index(path) if is_folder(path) else None
         self.archive = Archive(path if self.index is None else path / LIGHTNING)
         self.dictionary: Mapping[str, Any] = _checked_dictionary(path, self.archive.load(weights_only=weights_only))
         self.files: dict[str, CheckedFile] = {}

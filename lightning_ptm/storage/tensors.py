@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.reading import unread
 from lightning_ptm.terms import BLOCK_BYTES
 
 _LENGTH_BYTES = 8
@@ -126,7 +127,7 @@ def read_layout(path: Path) -> Layout:
                 raise CheckpointError(f"{path} is no safetensors file, or was cut short at {size} bytes")
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unread(path, error) from error
     begin = _LENGTH_BYTES + length
     try:
         entries = json.loads(text)

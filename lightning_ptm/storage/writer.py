@@ -25,6 +25,7 @@ import xxhash
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.storage.reading import unread
 from lightning_ptm.terms import BLOCK_BYTES
 
 BUFFER_BYTES = 4 << 20
@@ -324,7 +325,7 @@ def read_ranges(path: Path, ranges: Sequence[Range], seen: Callable[[int], None]
                     return each
                 seen(each.stop - each.start)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unread(path, error) from error
     return None
 
 
@@ -352,7 +353,7 @@ def read_fully(descriptor: int, path: Path, view: memoryview, start: int) -> Non
                 raise CheckpointError(f"{path} ends at {start + done} of {start + len(view)} bytes: it was cut short")
             done += moved
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unread(path, error) from error
 
 
 def failure(path: Path, error: OSError) -> CheckpointError:
