@@ -242,6 +242,8 @@ def decide(
     if placement is None:
         placement = place_with(keep_gradients=keep)
     pools = _pool_bytes(placement, layout, unified, staging)
+    if not pools[Tier.DISK]:
+        chunks = 1  # a disk that nothing lives on: the pools have no room for more
     saves_behind = settings.async_save and bool(request.optimizers)
     if saves_behind and pools[Tier.DISK]:
         kinds = {master or dtype for dtype, master in zip(dtypes, master_dtypes, strict=True)}
