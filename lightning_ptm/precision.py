@@ -187,6 +187,21 @@ class AngelPTMPrecision(Precision):
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
+    # Lightning files a plugin's state under its class's name, and asks for no other. The loss scale is also filed under, and
+    # found under, the name of Lightning's own plugin, so that it survives a change of strategy either way.
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = self.state_dict()
+        if state:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(MixedPrecision.__qualname__)
+        if state and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(state)
+
     def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
         """Whether a unit may be updated before the backward pass is over: nobody looks at or changes gradients between
         backward and step, and this step will surely happen."""
