@@ -91,12 +91,20 @@ class Saving:
         engine.drain()
         kinds = [kind for kind in engine.values.kinds(optimizers=with_optimizers) if kind.tensors]
         layouts = [lay_out(kind.tensors, {"format": "pt", "unit": kind.unit, "kind": kind.kind}) for kind in kinds]
-        names = _file_names(kinds)
+        names = file_names([kind.unit for kind in kinds], [kind.kind for kind in kinds])
         files = [
             StateFile(name, kind.unit, kind.kind, layout.size_bytes)
             for name, layout, kind in zip(names, layouts, kinds, strict=True)
         ]
-        self._index = _index(engine, module, optimizers if with_optimizers else (), checkpoint, files)
+        self._index = index_of(
+            module,
+            optimizers if with_optimizers else (),
+            checkpoint,
+            files,
+            names={id(parameter): name for name, parameter in engine.values.names()},
+            world_size=engine.communicator.world_size,
+            page_size=engine.allocator.page_size,
+        )
 
         # State. The draft is rank 0's; the thread's errors are for `finish` to raise.
         self._draft: Draft | None = None
@@ -120,7 +128,7 @@ class Saving:
                 if self._draft is not None:
                     for name, layout in zip(names, layouts, strict=True):
                         self._writer.create(name, layout.header, layout.size_bytes)
-                    _write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
+                    write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
             parts, self._outside = _parts(self._writer, names, layouts, kinds, changing=behind)
             self._snapshot = engine.begin_snapshot(parts)
         except BaseException:
@@ -399,31 +407,42 @@ def _put(
         writer.put(name, offset, values[segment.start - start : segment.stop - start], stays=stays)
 
 
-def _file_names(kinds: Sequence[ShardedKind]) -> list[str]:
-    units = {kind.unit: None for kind in kinds}
-    places = {unit: place for place, unit in enumerate(units)}
-    return [f"{places[kind.unit]:04d}.{kind.kind}.safetensors" for kind in kinds]
+def file_names(units: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """Names of the files with these units' states of these kinds."""
+    places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
+    return [f"{places[unit]:04d}.{kind}.safetensors" for unit, kind in zip(units, kinds, strict=True)]
 
 
-def _write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> None:
+def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> None:
+    """Write Lightning's own dictionary, synced. Raises CheckpointError."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
     write_synced(path, buffer.getvalue(), ops)
 
 
-def _index(
-    engine: Engine,
+def index_of(
     module: LightningModule,
     optimizers: Sequence[Optimizer],
     checkpoint: Mapping[str, Any],
     files: Sequence[StateFile],
+    *,
+    names: Mapping[int, str],
+    world_size: int,
+    page_size: int,
 ) -> Index:
-    names = {id(parameter): name for name, parameter in engine.values.names()}
+    """The index of a checkpoint.
+
+    Args:
+        optimizers: those whose states are in it.
+        names: of the tensors in the files, by id of parameter.
+        world_size: ranks that write.
+        page_size: of the run.
+    """
     state = module.state_dict(keep_vars=True)
     return Index(
         step=int(checkpoint.get("global_step", 0)),
-        world_size=engine.communicator.world_size,
-        page_size=engine.allocator.page_size,
+        world_size=world_size,
+        page_size=page_size,
         writer=f"lightning_ptm {_own_version()}",
         files=tuple(files),
         parameters={name: names[id(item)] for name, item in state.items() if id(item) in names},

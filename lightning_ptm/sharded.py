@@ -38,6 +38,11 @@ def module_remainder(engine: Engine, module: LightningModule) -> dict[str, Any]:
     """The module's state dict without parameters: buffers and extra state."""
     engine.drain()
     engine.executor.release_all()
+    return without_parameters(module)
+
+
+def without_parameters(module: LightningModule) -> dict[str, Any]:
+    """The same of a module that is in no run."""
     parameters = {id(parameter) for parameter in module.parameters()}
     state = module.state_dict(keep_vars=True)
     for name in [name for name, item in state.items() if isinstance(item, Tensor) and id(item) in parameters]:

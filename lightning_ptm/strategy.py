@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm import randomness, restore, sharded, weights
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
+from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.memory import FileOps
 from lightning_ptm.planning.trace import Trace
@@ -102,6 +102,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._weights_given_back = True
         self._states_given_back = False
+        self._ended = afterwards.Ended({}, 0)
         self._saves = Saves(self.settings.failed_save)
         self._torn = False
         """Whether the run was cut short within a step that has updated some units already."""
@@ -491,7 +492,11 @@ class AngelPTMStrategy(ParallelStrategy):
                 "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
                 "inside the run, as ModelCheckpoint does"
             )
-        return self.lightning_module.state_dict() if self.is_global_zero else {}
+        if not self.is_global_zero:
+            return {}
+        if self.settings.state_dict_type == "sharded":
+            return sharded.without_parameters(self.lightning_module)
+        return self.lightning_module.state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -514,7 +519,11 @@ class AngelPTMStrategy(ParallelStrategy):
                 "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
                 "save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True)"
             )
-        return checkpoints.plain_optimizer(optimizer).state_dict() if self.is_global_zero else {}
+        if not self.is_global_zero:
+            return {}
+        if self.settings.state_dict_type == "sharded":
+            return afterwards.optimizer_remainder(optimizer)
+        return checkpoints.plain_optimizer(optimizer).state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -534,15 +543,14 @@ class AngelPTMStrategy(ParallelStrategy):
                 f"(update_in_backward=False keeps steps whole)"
             )
             return
-        if self._engine is not None and "optimizer_states" in checkpoint:
+        if "optimizer_states" in checkpoint:
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
-            tell = self._engine.communicator.broadcast_object
+            tell = self.broadcast if self._engine is None else self._engine.communicator.broadcast_object
             checkpoint[randomness.KEY] = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
         if self.settings.state_dict_type == "full":
 
             def save() -> None:
-                tell = nullcontext() if self._engine is None else together(self._engine.communicator)
-                with tell:
+                with self._together():
                     super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
             self._saves.save(filepath, save)
@@ -552,11 +560,34 @@ class AngelPTMStrategy(ParallelStrategy):
                 "storage_options are a checkpoint_io's, and state_dict_type='sharded' writes folders itself"
             )
         if self._engine is None:
-            raise UsageError(
-                f"{filepath}: a sharded checkpoint is written from pages, which have ended with their run; save inside the "
-                f"run, as ModelCheckpoint does, or use state_dict_type='full'"
-            )
-        self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath)))
+            self._saves.save(filepath, lambda: self._save_afterwards(checkpoint, Path(filepath)))
+        else:
+            self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath)))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
+        Collective."""
+        if self._engine is not None:
+            with together(self._engine.communicator):
+                yield
+            return
+        error: AngelPTMError | OSError | None = None
+        try:
+            yield
+        except (AngelPTMError, OSError) as caught:
+            error = caught
+        text = self.broadcast(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if text is not None:
+            raise CheckpointError(f"rank 0: {text}")
+
+    def _save_afterwards(self, checkpoint: dict[str, Any], path: Path) -> None:
+        assert self.lightning_module is not None
+        with self._together():
+            if self.is_global_zero:
+                afterwards.save(self._ended, self.lightning_module, self.optimizers, checkpoint, path, self.save_ops)
 
     def _begin_saving(self, checkpoint: dict[str, Any], path: Path) -> Saving | None:
         assert self.lightning_module is not None
@@ -658,6 +689,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._wrapped = []
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
+        self._ended = afterwards.remember(engine)
         unsaved: CheckpointError | None = None
         try:
             if engine.failed:

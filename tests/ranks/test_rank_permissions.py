@@ -55,6 +55,12 @@ def fit(disk: Path, *, save: Path | None = None, resume: Path | None = None, **s
     trainer.fit(SHORT.build(), loader(tokens(SHORT, 2), 2), ckpt_path=None if resume is None else str(resume))
 
 
+def fit_and_save(disk: Path, path: Path, **settings: Any) -> None:
+    trainer = make_trainer(SHORT, make_strategy(disk, **settings), 2)
+    trainer.fit(SHORT.build(), loader(tokens(SHORT, 2), 2))
+    trainer.save_checkpoint(path)
+
+
 def error_of(act: Callable[[], None]) -> str:
     try:
         act()
@@ -87,6 +93,8 @@ def try_everything(root: Path) -> dict[str, str]:
         "full save, new folder": partial(fit, own, save=closed / "new" / "x.ckpt"),
         "sharded save": partial(fit, own, save=closed / "x.ckpt", **sharded),
         "sharded save behind training": partial(fit, own, save=closed / "x.ckpt", async_save=True, **sharded),
+        "full save after fit": partial(fit_and_save, own, closed / "x.ckpt"),
+        "sharded save after fit": partial(fit_and_save, own, closed / "x.ckpt", **sharded),
         "disk_path": partial(fit, closed, master_home="disk"),
         "full load, hidden folder": partial(fit, own, resume=hidden / "x.ckpt"),
         "weights, hidden folder": partial(fit, own, weights=hidden / "model.safetensors"),
@@ -121,6 +129,8 @@ def test_each_path_without_permission_is_named(root: Path) -> None:
         "full save, new folder": f"CheckpointError: writing {closed / 'new' / 'x.ckpt'} failed: {WRITE}",
         "sharded save": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
         "sharded save behind training": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
+        "full save after fit": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
+        "sharded save after fit": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
         "disk_path": f"ConfigError: disk_path {closed} cannot be written (Permission denied); give a folder that this user",
         "full load, hidden folder": f"CheckpointError: {hidden / 'x.ckpt'} {READ}",
         "weights, hidden folder": f"CheckpointError: {hidden / 'model.safetensors'} {READ}",

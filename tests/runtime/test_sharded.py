@@ -24,7 +24,7 @@ from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
+from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import folder
 from lightning_ptm.storage.folder import INDEX, PARTIAL, Draft, link, read_index, remove, remove_stale
@@ -285,8 +285,6 @@ def test_places_where_no_checkpoint_can_be(strategy_at, tmp_path: Path) -> None:
 
     trainer = make_trainer(sharded(strategy_at, "ram"), max_epochs=1, limit_train_batches=1, callbacks=[Saves()])
     trainer.fit(Full(), BATCHES.loader())
-    with pytest.raises(UsageError, match="save inside the run"):
-        trainer.save_checkpoint(tmp_path / "late.ckpt")
     assert (tmp_path / "file.ckpt").read_text() == "mine"
 
 

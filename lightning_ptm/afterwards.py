@@ -1,0 +1,143 @@
+"""Sharded checkpoints of a run that has ended: what was given back to the module and its optimizers, written by rank 0.
+
+Pages have ended with the run; nobody but rank 0 has all of the optimizers' states (restore.py). The folder is what the run's
+own would have been, so that any number of ranks reads it back.
+I1: what an optimizer keeps of a parameter in another shape than the parameter's stays in Lightning's dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoint import parameters_of, plain_optimizer
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.saving import file_names, index_of, write_dictionary
+from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, StateFile, write_ranges
+from lightning_ptm.storage.tensors import lay_out
+from lightning_ptm.storage.writer import RangeWriter, SaveOps
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of a run.
+
+    Args:
+        units: the unit of each parameter, by name.
+        page_size: bytes of a page.
+    """
+
+    units: Mapping[str, str]
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    unit: str
+    kind: str
+    tensors: dict[str, Tensor]
+
+
+def remember(engine: Engine) -> Ended:
+    """What a checkpoint afterwards needs to know of the run that is about to end."""
+    units = {
+        slot.spec.name: store.unit.name for store in engine.stores for flat in store.flats for slot in flat.layout.slots
+    }
+    return Ended(units, engine.allocator.page_size)
+
+
+def optimizer_remainder(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict without element-wise state: groups, and what has another shape (I1)."""
+    optimizer = plain_optimizer(optimizer)
+    result = optimizer.state_dict()
+    parameters = parameters_of(optimizer)
+    result["state"] = {
+        place: {name: value for name, value in state.items() if not _is_slot(parameters[place], value)}
+        for place, state in result["state"].items()
+    }
+    return result
+
+
+def save(
+    ended: Ended,
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    ops: SaveOps | None = None,
+) -> None:
+    """Write the folder. Rank 0 only.
+
+    Args:
+        checkpoint: Lightning's, with `sharded.without_parameters` and `optimizer_remainder` in the places of state dicts.
+
+    Raises:
+        CheckpointError: it cannot be written; what was under the final name is as it was before.
+    """
+    ops = ops or SaveOps()
+    chosen = optimizers if "optimizer_states" in checkpoint else ()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    kinds = list(_kinds(ended, module, names, chosen))
+    layouts = [
+        lay_out(
+            [(name, value.dtype, tuple(value.shape)) for name, value in each.tensors.items()],
+            {"format": "pt", "unit": each.unit, "kind": each.kind},
+        )
+        for each in kinds
+    ]
+    files = [
+        StateFile(name, each.unit, each.kind, layout.size_bytes)
+        for name, each, layout in zip(
+            file_names([each.unit for each in kinds], [each.kind for each in kinds]), kinds, layouts, strict=True
+        )
+    ]
+    index = index_of(module, chosen, checkpoint, files, names=names, world_size=1, page_size=ended.page_size)
+    draft = Draft(path)
+    try:
+        writer = RangeWriter(draft.folder, ops)
+        try:
+            for file, layout in zip(files, layouts, strict=True):
+                writer.create(file.name, layout.header, layout.size_bytes)
+            for file, layout, each in zip(files, layouts, kinds, strict=True):
+                for stored, value in zip(layout.tensors, each.tensors.values(), strict=True):
+                    writer.put(file.name, stored.start, value.detach().cpu().reshape(-1))
+            ranges = writer.finish()
+        finally:
+            writer.abort()
+        write_dictionary(draft.folder / LIGHTNING, checkpoint, ops)
+        write_ranges(draft.folder, 0, ranges, ops)
+        index.write(draft.folder, ops)
+        draft.commit()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _kinds(
+    ended: Ended, module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer]
+) -> Iterator[_Kind]:
+    """Every kind of every unit's states, unit by unit, as `Values.kinds` does in a run."""
+    slots: dict[int, dict[str, Tensor]] = {}
+    for optimizer in optimizers:
+        for owner, state in plain_optimizer(optimizer).state.items():
+            slots[id(owner)] = {slot: value for slot, value in state.items() if _is_slot(owner, value)}
+    of_unit: dict[str, list[nn.Parameter]] = {unit: [] for unit in dict.fromkeys(ended.units.values())}
+    for name, parameter in module.named_parameters():
+        of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)
+    for unit, parameters in of_unit.items():
+        if parameters:
+            yield _Kind(unit, PARAMETERS, {names[id(parameter)]: parameter for parameter in parameters})
+        known = {names[id(parameter)]: slots.get(id(parameter), {}) for parameter in parameters}
+        for slot in dict.fromkeys(slot for state in known.values() for slot in state):
+            yield _Kind(unit, slot, {name: state[slot] for name, state in known.items() if slot in state})
+
+
+def _is_slot(parameter: Tensor, value: Any) -> bool:
+    """Whether an optimizer keeps it of each element; a count of steps may look so where a parameter is a number."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
