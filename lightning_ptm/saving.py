@@ -13,6 +13,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,7 @@ from lightning_ptm.checkpoint import parameters_of, plain_optimizer
 from lightning_ptm.comm import together
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.interrupts import interrupted_later
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.snapshot import Part
@@ -281,18 +283,21 @@ class Saves:
         self._to_remove: dict[Path, Callable[[], None]] = {}
         """After the next save that succeeds."""
 
-    def save(self, path: str | Path, begin: Callable[[], Saving | None]) -> None:
+    def save(self, path: str | Path, begin: Callable[[], Saving | None], *, behind: bool = False) -> None:
         """Start a save when the one before is in place. Collective.
 
         Args:
             begin: starts it; returns it while it is in progress, None if it is done.
+            behind: it will be in progress; Ctrl-C waits until it is known here, since its thread reads pages, which must
+                not end before it.
 
         Raises:
             CheckpointError: it, or the one before, failed, and that is to stop the run.
         """
         self.finish()
         try:
-            saving = self._current = begin()
+            with interrupted_later() if behind else nullcontext():
+                saving = self._current = begin()
         except CheckpointError as error:
             self._failed(path, error)
             return

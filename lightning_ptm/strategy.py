@@ -561,8 +561,9 @@ class AngelPTMStrategy(ParallelStrategy):
             )
         if self._engine is None:
             self._saves.save(filepath, lambda: self._save_afterwards(checkpoint, Path(filepath)))
-        else:
-            self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath)))
+            return
+        behind = self.settings.async_save and self._engine.blueprint.saves_behind
+        self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath), behind), behind=behind)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -589,9 +590,8 @@ class AngelPTMStrategy(ParallelStrategy):
             if self.is_global_zero:
                 afterwards.save(self._ended, self.lightning_module, self.optimizers, checkpoint, path, self.save_ops)
 
-    def _begin_saving(self, checkpoint: dict[str, Any], path: Path) -> Saving | None:
+    def _begin_saving(self, checkpoint: dict[str, Any], path: Path, behind: bool) -> Saving | None:
         assert self.lightning_module is not None
-        behind = self.settings.async_save and self.engine.blueprint.saves_behind
         saving = Saving(
             self.engine,
             self.lightning_module,

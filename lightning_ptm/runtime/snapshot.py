@@ -5,6 +5,8 @@ calls `take_all`, in order, and the updater's, by `before_write`. What taking me
 I1: a cell is taken once, and nothing changes it before or while it is.
 I2: `put` is called by one thread at a time.
 I3: after a failure nothing is taken any more and updates go on; the failure is `take_all`'s to raise.
+I4: Ctrl-C comes before or after a cell is taken by the updater, never while it is; where it comes twice, so that it must be
+    heard, it is a failure. So no cell stays half taken, for which `take_all` would wait for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_ptm.runtime import pieces
+from lightning_ptm.runtime.interrupts import interrupted_later
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor
@@ -78,21 +81,34 @@ class Snapshot:
             raise self._failure
 
     def before_write(self, paged: PagedTensor, start: int, values: Tensor) -> None:
-        """The cell that starts at `start` is about to change from `values`: return when it has been taken."""
+        """The cell that starts at `start` is about to change from `values`: return when it has been taken.
+
+        Raises:
+            KeyboardInterrupt: it has been taken, or given up, all the same (I4).
+        """
         part = self._parts.get(id(paged))
         if part is None:
             return
+        with interrupted_later():
+            try:
+                if self._claim(paged, start):
+                    self._put(part, start, values.cpu())
+            except Exception:
+                return  # I3
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def _claim(self, paged: PagedTensor, start: int) -> bool:
+        """Whether the cell is the caller's to take; waits while somebody else takes it."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._state(paged, start) is not _State.BEING_TAKEN
             )
             if self._failure is not None or self._state(paged, start) is _State.TAKEN:
-                return
+                return False
             self._set(paged, start, _State.BEING_TAKEN)
-        try:
-            self._put(part, start, values.cpu())
-        except Exception:
-            return  # I3
+            return True
 
     def fail(self, error: BaseException) -> None:
         """Give it up."""

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -311,6 +312,66 @@ def test_ctrl_c_in_the_wait_for_it_does_not_give_it_up(strategy_at, tmp_path: Pa
     assert load(tmp_path / "x.ckpt")["global_step"] == 2
 
 
+class InterruptedInACopy(L.Callback):
+    """Ctrl-C while an update waits for room for a copy of what it changes; the disk takes nothing until then."""
+
+    def __init__(self, path: Path, gate: Gate) -> None:
+        self._path = path
+        self._gate = gate
+        self.watch = threading.Thread(target=self._interrupt, args=(threading.main_thread().ident,))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+            self.watch.start()
+
+    def _interrupt(self, main: int) -> None:
+        looks = threading.Event()
+        while not self._copies(sys._current_frames()[main]):
+            looks.wait(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+        looks.wait(0.05)  # what would be given up at once has been given up by then
+        self._gate.opened.set()
+
+    @staticmethod
+    def _copies(frame: Any) -> bool:
+        return frame is not None and (
+            frame.f_code.co_name == "before_write" or InterruptedInACopy._copies(frame.f_back)
+        )
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+def test_ctrl_c_in_the_wait_for_room_does_not_give_it_up(
+    strategy_at, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "expected.ckpt")
+
+    torch.manual_seed(0)
+    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[Saves()])
+    trainer.fit(Full(), BATCHES.loader())
+    monkeypatch.setattr(writer, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(saving, "BUFFERS", 1)
+    monkeypatch.setattr(saving, "_COPIES_SHARE", 1 << 60)
+    gate = Gate()
+    strategy = behind(strategy_at, tier, gate)
+    interrupted = InterruptedInACopy(tmp_path / "x.ckpt", gate)
+    torch.manual_seed(0)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[interrupted])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer.fit(Full(), BATCHES.loader())
+        interrupted.watch.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert trainer.global_step == 2
+    assert same(load(tmp_path / "x.ckpt"), load(tmp_path / "expected.ckpt"))
+    assert names_in(tmp_path) == ["disk", "expected.ckpt", "x.ckpt"]
+
+
 class Interrupts(SaveOps):
     """Ctrl-C when the first data go to the disk."""
 
@@ -487,4 +548,35 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
     snapshot.before_write(paged, 0, torch.zeros(CELL))
     with pytest.raises(CheckpointError, match="no room"):
         snapshot.take_all()
+    buffers.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
+    """The first one comes when the cell has been taken. A second one is heard at once, and nobody waits for that cell."""
+    paged = _filled(allocator, 3 * CELL, torch.arange(3.0 * CELL))
+    taken = torch.full((3 * CELL,), torch.nan)
+
+    def put(start: int, values: torch.Tensor) -> None:
+        middle = values.numel() // 2
+        taken[start : start + middle] = values[:middle]
+        for _ in range(times if start == CELL else 0):
+            signal.raise_signal(signal.SIGINT)
+        taken[start + middle : start + values.numel()] = values[middle:]
+
+    buffers = Buffers(allocator, [(torch.float32, 3 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.before_write(paged, CELL, torch.arange(float(CELL), 2.0 * CELL))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if times == 1:
+        snapshot.take_all()
+        assert torch.equal(taken, torch.arange(3.0 * CELL))
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.take_all()
     buffers.close()
