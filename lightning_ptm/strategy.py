@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -63,6 +64,18 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 
+_MEET_S = 5.0
+"""How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
+
+_TORN = (
+    "the run was cut short when some units had been updated in the step and others had not, so there is no state to go on "
+    "from; go on from an earlier one (update_in_backward=False keeps steps whole)"
+)
+_APART = (
+    "the ranks were not all cut short in the same step, or not all of them were, so there is no state that all of them have; "
+    "go on from an earlier one (ModelCheckpoint(every_n_train_steps=...) writes some)"
+)
+
 
 class AngelPTMStrategy(ParallelStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
@@ -104,8 +117,10 @@ class AngelPTMStrategy(ParallelStrategy):
         self._states_given_back = False
         self._ended = afterwards.Ended({}, 0)
         self._saves = Saves(self.settings.failed_save)
-        self._torn = False
-        """Whether the run was cut short within a step that has updated some units already."""
+        self._settled = False
+        """Whether it is known what becomes of a run that was cut short."""
+        self._unsaved = ""
+        """Why a run that was cut short writes no checkpoint."""
         self._began_with: weakref.ref[LightningModule] | None = None
         self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
         self.file_ops: FileOps | None = None
@@ -324,7 +339,7 @@ class AngelPTMStrategy(ParallelStrategy):
         """`ModelCheckpoint(save_last="link")` links as soon as a save has begun: a link must name what is in place."""
 
         def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
-            if self.is_global_zero and Path(filepath).absolute() != Path(linkpath).absolute():
+            if self.is_global_zero and not self._unsaved and Path(filepath).absolute() != Path(linkpath).absolute():
                 self._saves.link(Path(filepath), Path(linkpath), folders.link)
 
         for callback in trainer.checkpoint_callbacks:
@@ -470,23 +485,54 @@ class AngelPTMStrategy(ParallelStrategy):
         pending. Checked by itself at each drain; empty for synchronous updates."""
         return audit(self.engine)
 
-    def _settle_interrupted(self) -> None:
-        """Callbacks save when a run was cut short, before the strategy is told of it."""
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the run in progress was cut short by an error or Ctrl-C on this rank."""
         if self._engine is None or self.lightning_module is None:
-            return
+            return False
         trainer = self.lightning_module._trainer
-        if trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
-            self._torn = self._torn or self._engine.in_mid_step
-            self._engine.abandon()
+        return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
+
+    def _settle_interrupted(self) -> None:
+        """Callbacks save when a run was cut short, before the strategy is told of it. Finds out whether there is a state
+        that all ranks have; where there is none, this rank hangs up, so that nobody waits for it."""
+        if self._settled or not self._interrupted:
+            return
+        self._settled = True
+        engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[union-attr]
+        torn = engine.in_mid_step
+        engine.abandon()
+        where = f"step {trainer.global_step}, iteration {engine.iterations}"
+        if not engine.communicator.meet(None if torn else where, _MEET_S):
+            self._give_up_saving(_TORN if torn else _APART)
+
+    def _give_up_saving(self, reason: str) -> None:
+        self._unsaved = reason
+        if self.world_size > 1:
+            self.engine.fail(sys.exc_info()[1] or UsageError("the run was cut short"))
+
+    @contextmanager
+    def _told_if_interrupted(self) -> Iterator[None]:
+        """An error in the block is no news where the run has ended with another one, and would hide that: it is the reason
+        why nothing is saved."""
+        try:
+            yield
+        except (AngelPTMError, OSError) as error:
+            if not self._interrupted:
+                raise
+            self._give_up_saving(str(error))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         self._settle_interrupted()
-        if self._engine is not None and self.settings.state_dict_type == "sharded":
-            return sharded.module_remainder(self._engine, self.lightning_module)
         if self._engine is not None:
-            return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
+            if not self._unsaved:
+                with self._told_if_interrupted():
+                    if self.settings.state_dict_type == "sharded":
+                        return sharded.module_remainder(self._engine, self.lightning_module)
+                    return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
+            return {}
         if not self._weights_given_back:
             raise UsageError(
                 "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
@@ -510,10 +556,13 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is not None and self.settings.state_dict_type == "sharded":
-            return sharded.optimizer_remainder(self._engine, optimizer)
         if self._engine is not None:
-            return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
+            if not self._unsaved:
+                with self._told_if_interrupted():
+                    if self.settings.state_dict_type == "sharded":
+                        return sharded.optimizer_remainder(self._engine, optimizer)
+                    return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
+            return {}
         if not self._states_given_back:
             raise UsageError(
                 "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
@@ -536,13 +585,13 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._settle_interrupted()
-        if self._torn:
-            rank_zero_warn(
-                f"no checkpoint {filepath} is written: the run was cut short when some units had been updated in the step "
-                f"and others had not, so there is no state to go on from; go on from an earlier one "
-                f"(update_in_backward=False keeps steps whole)"
-            )
-            return
+        if not self._unsaved:
+            with self._told_if_interrupted():
+                self._save_checkpoint(checkpoint, filepath, storage_options)
+        if self._unsaved:
+            rank_zero_warn(f"no checkpoint {filepath} is written: {self._unsaved}")
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
             tell = self.broadcast if self._engine is None else self._engine.communicator.broadcast_object
@@ -626,7 +675,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
+        if self.is_global_zero and not self._unsaved:  # its successor would be what was not written
             self._saves.remove(Path(filepath), self._remove_checkpoint)
 
     def _remove_checkpoint(self, path: Path) -> None:
@@ -637,9 +686,15 @@ class AngelPTMStrategy(ParallelStrategy):
 
     # -- collectives for Lightning ------------------------------------------------------------------------------------
 
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank, or none that could be waited for: callbacks ask for collectives, too, when the
+        run was cut short on this rank."""
+        self._settle_interrupted()
+        return bool(self._unsaved) or not _distributed_is_initialized()
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
+        if self._is_alone():
             return
         if torch.distributed.get_backend() == "nccl":
             torch.distributed.barrier(device_ids=[self.root_device.index])
@@ -648,7 +703,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if self._is_alone():
             return obj
         box = [obj]
         torch.distributed.broadcast_object_list(box, src)
@@ -656,7 +711,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not self._is_alone():
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
@@ -711,7 +766,7 @@ class AngelPTMStrategy(ParallelStrategy):
                 communicator.close()
             engine.close()
             self._saves.forget()
-            self._torn = False
+            self._settled, self._unsaved = False, ""
         if unsaved is not None:
             raise unsaved
 

@@ -35,6 +35,10 @@ def _unguarded(call: Callable[[], Any]) -> Any:
     return call()
 
 
+_LOOK_S = 0.05
+"""How often a rank that was cut short looks who else has come."""
+
+
 class Work:
     """A started collective. `wait` returns when its result may be read on the current stream."""
 
@@ -99,6 +103,10 @@ class Communicator(Protocol):
     def receive(self, page: Tensor, rank: int) -> Work:
         """The paper's Page.receive."""
 
+    def meet(self, word: str | None, within_s: float) -> bool:
+        """Whether all ranks come here with the same word in time; the same answer on all that come. None: this rank knows
+        that it cannot be. For ranks that were cut short, so that nobody knows who will come: no collective."""
+
     def fail(self, reason: str) -> None:
         """This rank has failed: leaves the reason for the others and hangs up, so that none of them waits for it. Not
         collective; only `close` may follow."""
@@ -139,6 +147,9 @@ class SoloCommunicator:
 
     def receive(self, page: Tensor, rank: int) -> Work:
         raise RankError(f"there is one rank only; rank {rank} does not exist")
+
+    def meet(self, word: str | None, within_s: float) -> bool:
+        return word is not None
 
     def fail(self, reason: str) -> None:
         return None
@@ -285,6 +296,27 @@ class ProcessGroupCommunicator:
     def receive(self, page: Tensor, rank: int) -> Work:
         handle = self._guard(lambda: dist.irecv(page, rank, group=self._data))
         return Work([handle], [page], guard=self._guard)
+
+    def meet(self, word: str | None, within_s: float) -> bool:
+        if self._control_group is None:
+            return False
+        keys = [f"{self._failure_key}/met/{rank}" for rank in range(self.world_size)]
+        verdict_key = f"{self._failure_key}/verdict"
+        try:
+            agreed = word is not None
+            if word is not None:
+                self._board.set(keys[self.rank], word)
+                until = time.monotonic() + within_s
+                while not self._board.check(keys):
+                    known = self._board.check([verdict_key]) or self._board.check([self._failure_key])
+                    if known or time.monotonic() > until:
+                        break
+                    time.sleep(_LOOK_S)
+                agreed = self._board.check(keys) and all(self._board.get(key).decode() == word for key in keys)
+            # The first to know decides: another may look when the last one has just come, or not yet.
+            return bool(self._board.compare_set(verdict_key, "", "yes" if agreed else "no") == b"yes")
+        except RuntimeError:  # the board is gone with the rank that kept it
+            return False
 
     def fail(self, reason: str) -> None:
         if self._control_group is None:

@@ -309,6 +309,11 @@ class Engine:
         self._of_the_loss = False
 
     @property
+    def iterations(self) -> int:
+        """Iterations that have begun."""
+        return self._iteration
+
+    @property
     def in_mid_step(self) -> bool:
         """Whether units have been updated behind the backward pass of a step that has not been taken."""
         return any(flat.done_this_step for flats in self.flats for flat in flats)
