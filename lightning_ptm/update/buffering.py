@@ -215,7 +215,7 @@ class Buffering:
         forecast = None
         behind = len(steps) > REACH  # too far for a forecast, and too many steps to take one by one
         if self._forecast and steps and not behind and can_forecast(flat.states.traits):
-            forecast = Forecast(flat.states, steps[-1], min(max(1, buffer.late), REACH))
+            forecast = Forecast(flat.states, steps[-1], min(max(1, buffer.late), REACH), buffer.forecast)
         job = UpdateJob(
             flat.states,
             flat.shadow,

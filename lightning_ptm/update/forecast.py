@@ -3,7 +3,7 @@
 Gradients at old parameters are poor ones: with momentum 0.9 and a delay of one step, descent is stable up to a curvature
 of 1 / lr, without the delay up to 38 / lr. A forecast makes up for it. It has two parts, each cheap in time and memory:
 what momentum will do to each element without a new gradient, which the update writes into the compute copy itself; and how
-a block of `ALIGN_NUMEL` elements answers to a gradient, which is kept (4 bytes a block) until gradients come that no update
+a block of `ALIGN_NUMEL` elements answers to a gradient, which is kept (2 bytes a block) until gradients come that no update
 has applied yet. Adam's and SGD's formulas are known here; other optimizers are not forecast.
 
 Knows views and numbers; no pages, no threads. A forecast changes the copy that compute uses, never master states: the
@@ -29,6 +29,18 @@ from lightning_ptm.update.traits import OptimizerTraits
 REACH = 2
 """Updates that are forecast. What lacks more is used as it is: so far ahead a forecast may overshoot, and each step of it
 costs compute a pass over the parameters."""
+
+_REUSE = 16
+"""Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those
+steps, which it is, can hardly have changed, and reading the second moment is a pass over 4 bytes an element."""
+
+_KEPT = torch.bfloat16
+"""Of curvature: its range is that of float32, and two digits are more than the mean over a block tells."""
+
+_TINY_NOISE = 1 / 64
+_WIDE_BLOCKS = 4
+"""Where a gradient hardly adds to curvature, one norm is taken over so many blocks, and each counts as having all of it: no
+block moves further for it, and a norm over 64 elements takes half as long again as one over 256."""
 
 _ADAM = frozenset({"Adam", "AdamW", "FusedAdam"})
 _SGD = frozenset({"SGD"})
@@ -96,14 +108,25 @@ class Forecast:
         states: of the flat, as they are before the update.
         hyper: hyper-parameters of the (last) step in the update, taken to be those of the next.
         ahead: steps to come for which momentum is followed.
+        last: an earlier forecast of this flat, whose curvature may still be good; its job is done.
     """
 
-    def __init__(self, states: FlatStates, hyper: HyperParameters, ahead: int = 1) -> None:
+    def __init__(
+        self, states: FlatStates, hyper: HyperParameters, ahead: int = 1, last: Forecast | None = None
+    ) -> None:
         self._states = states
         self._kind = states.traits.name.rpartition(".")[2]
         self._hyper = hyper
         self._ahead = ahead
-        self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL))
+        self._learned: dict[tuple[int, int], int] = {}
+        """Stretches as they were learned, by start and stop, and after how many steps their curvature was."""
+        if last is None:
+            self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL), dtype=_KEPT)
+        else:
+            self._curvature = last._curvature
+            self._learned.update(last._learned)
+        self._owned = last is None
+        """Whether the curvature may be changed: that of `last` is read by others."""
         self._stretches: list[_Stretch] = []
 
     def learn(self, run: Run, before: torch.Tensor, parameter: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
@@ -114,18 +137,33 @@ class Forecast:
             before: its master values before the step; parameter: after; slots: after. All (run.numel,).
         """
         group = self._hyper.groups[run.group]
-        rule = _rule(self._kind, group, _steps(run, group) + 1)
+        steps = _steps(run, group) + 1
+        rule = _rule(self._kind, group, steps)
         repeated = sum(rule.persistence**step for step in range(1, self._ahead + 1))
         torch.lerp(before, parameter, 1.0 + repeated, out=before)
         if rule.second_moment is not None:
-            self._keep_curvature(run, slots[rule.second_moment], rule.scale)
-        bisect.insort(self._stretches, _Stretch(run.start, run.stop, rule), key=lambda stretch: stretch.start)
+            learned = self._learned.get((run.start, run.stop), 0)
+            if not 0 <= steps - learned <= learned // _REUSE:
+                self._keep_curvature(run, slots[rule.second_moment], rule.scale)
+                self._learned[run.start, run.stop] = steps
+        self._insert(_Stretch(run.start, run.stop, rule))
+
+    def _insert(self, stretch: _Stretch) -> None:
+        """Chunks come in order, but for some; those that touch and go alike are one, which takes fewer operations."""
+        place = bisect.bisect(self._stretches, stretch.start, key=lambda other: other.start)
+        before = self._stretches[place - 1] if place else None
+        if before is not None and before.stop == stretch.start and before.rule == stretch.rule:
+            self._stretches[place - 1] = _Stretch(before.start, stretch.stop, stretch.rule)
+        else:
+            self._stretches.insert(place, stretch)
 
     def _keep_curvature(self, run: Run, moment: torch.Tensor, scale: float) -> None:
+        if not self._owned:
+            self._curvature, self._owned = self._curvature.clone(), True
         first = run.start // ALIGN_NUMEL
         whole = run.numel // ALIGN_NUMEL
         blocks = moment.narrow(0, 0, whole * ALIGN_NUMEL).view(whole, ALIGN_NUMEL)
-        self._curvature[first : first + whole].copy_(blocks.mean(1)).mul_(scale)
+        self._curvature[first : first + whole] = blocks.mean(1).mul_(scale)
         for segment in run.segments:
             if rest := segment.numel % ALIGN_NUMEL:  # its last block ends in padding
                 mean = moment.narrow(0, segment.stop - rest - run.start, rest).mean()
@@ -191,17 +229,29 @@ class Forecast:
             gain = torch.full((count, 1), total, dtype=dtype)
         else:
             first = start // ALIGN_NUMEL
-            # In bfloat16 it takes a third of the time, and is good enough; float16 might overflow.
-            kind = torch.float32 if blocks.dtype is torch.float16 else None
-            norm = torch.linalg.vector_norm(blocks, dim=1, dtype=kind).float().cpu()
-            curvature = self._curvature[first : first + count] + norm.square_().mul_(
-                rule.noise * (factor / steps) ** 2 / width
-            )
+            squares = _squares(blocks, wide=rule.noise <= _TINY_NOISE)
+            curvature = squares.mul_(rule.noise * (factor / steps) ** 2 / width)
+            curvature += self._curvature[first : first + count]
             gain = (total / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
         into = values.narrow(0, start, count * width).view(count, width)
         answer = into.to(dtype).addcmul_(blocks.to(dtype), gain.to(values.device), value=-1.0)
         if answer is not into:
             into.copy_(answer)
+
+
+def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """For each block, (count, width) -> (count,), the sum of its squares, or of those of `_WIDE_BLOCKS` that it is among."""
+    # In bfloat16 it takes a third of the time, and is good enough; float16 might overflow.
+    kind = torch.float32 if blocks.dtype is torch.float16 else None
+    count, width = blocks.shape
+    far = count - count % _WIDE_BLOCKS if wide else 0
+    norms = torch.empty(count)
+    if far:
+        whole = torch.linalg.vector_norm(blocks[:far].view(-1, _WIDE_BLOCKS * width), dim=1, dtype=kind)
+        norms[:far].view(-1, _WIDE_BLOCKS).copy_(whole.unsqueeze(1))
+    if far < count:
+        norms[far:] = torch.linalg.vector_norm(blocks[far:], dim=1, dtype=kind)
+    return norms.square_()
 
 
 def _steps(run: Run, group: Mapping[str, Any]) -> int:
