@@ -4,8 +4,8 @@ A bf16 copy of the model computes; fp32 masters are updated by fused AdamW from 
 cast and copied by the foreach functions, into memory that is taken once.
 
 Options: `shape`, `batch`, `seed`; `update` false leaves the optimizer and its states away (compute alone, and the
-turn's extra number is what was resident before the first step); `recompute` true recomputes each block in the
-backward pass.
+turn's extra numbers are what was resident before anything was built and before the first step); `keep_gradients` false
+drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ LEARNING_RATE = 3e-4
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
+    empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
     model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=options.get("recompute", False))
     data = batches(shape, batch=options["batch"], seed=options["seed"])
@@ -32,11 +33,15 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         loss.backward()
         return loss
 
+    if not options.get("keep_gradients", True):
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_drop)
+
     if not options.get("update", True):
         # Libraries keep memory of their own after a first step, which is nobody's activation: let them take it now.
         small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0)
         small(*next(batches(SHAPES["tiny"], batch=1, seed=0))).backward()
-        take_turns(baton, lambda: compute().item(), {"idle_rss_bytes": current_rss_bytes()})
+        take_turns(baton, lambda: compute().item(), {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()})
         return
 
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
@@ -54,3 +59,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         return loss.item()
 
     take_turns(baton, step)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None

@@ -3,6 +3,7 @@
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
 initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step of each turn;
+what was resident before anything was built is one of a turn's extra numbers;
 `callbacks` names of `lightning_ptm.callbacks` with their arguments; `logs` a folder for TensorBoard's files.
 """
 
@@ -16,7 +17,7 @@ from gpt import GPT, GPTShape, batches, build, init_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
-from race import Baton
+from race import Baton, current_rss_bytes
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -64,11 +65,12 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 class Pacer(Callback):
     """Makes the training loop stop at its turn's end until the next turn, and end with the race."""
 
-    def __init__(self, baton: Baton, *, count_disk: bool, save_to: str | None = None) -> None:
+    def __init__(self, baton: Baton, *, count_disk: bool, empty_rss_bytes: int, save_to: str | None = None) -> None:
         self.baton = baton
         self.save_to = save_to
         self.fresh = True
         self.count_disk = count_disk
+        self.empty_rss_bytes = empty_rss_bytes
         self.left = 0
         self.before: dict[str, float] = {}
 
@@ -91,6 +93,7 @@ class Pacer(Callback):
             spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
             if "reads" in spent:
                 spent["mean_staleness"] = spent["total_staleness"] / spent["reads"]
+            spent["empty_rss_bytes"] = float(self.empty_rss_bytes)
             self.baton.report(float(outputs["loss"]), spent)
             self.before = now
             self._wait(trainer)
@@ -147,18 +150,20 @@ def make_callbacks(wanted: dict[str, dict[str, Any]]) -> list[Callback]:
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
+    strategy = make_strategy(options.get("settings"))
+    empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
     data = Batches(shape, batch=options["batch"], seed=options["seed"])
     trainer = Trainer(
         accelerator="cpu",
         devices=options.get("devices", 1),
-        strategy=make_strategy(options.get("settings")),
+        strategy=strategy,
         precision=options["precision"],
         max_epochs=1,
         callbacks=[
             *make_callbacks(options.get("callbacks", {})),
-            Pacer(baton, count_disk="settings" in options, save_to=options.get("save_to")),
+            Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, save_to=options.get("save_to")),
         ],
         logger=TensorBoardLogger(options["logs"]) if "logs" in options else False,
         log_every_n_steps=10,
