@@ -11,7 +11,7 @@ I3: unit 0 is the root.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_ptm.errors import ConfigError
@@ -94,6 +94,21 @@ class Trace:
             tuple(Tick(**(row | {"phase": Phase(row["phase"]), "live": tuple(row["live"])})) for row in data["ticks"]),
             tuple(TensorUse(**row) for row in data["tensors"]),
         )
+
+
+def one_pass(trace: Trace) -> Trace:
+    """Of forward passes that repeat each other behind the root's tick (a text that is continued token by token), the first;
+    of anything else, all. The table of tensors stays that of the whole iteration, its ids cut off at the last tick."""
+    rest = [(tick.unit, tick.phase, tick.live) for tick in trace.ticks[1:]]
+    for period in range(1, len(rest) // 2 + 1):
+        # Before the comparison, the test that nearly all numbers fail.
+        if len(rest) % period == 0 and rest[period] == rest[0] and rest[period:] == rest[:-period]:
+            last = period
+            uses = (
+                replace(use, first_id=min(use.first_id, last), end_id=min(use.end_id, last)) for use in trace.tensors
+            )
+            return Trace(trace.ticks[: 1 + period], tuple(uses))
+    return trace
 
 
 def forward_trace(layout: ModelLayout) -> Trace:

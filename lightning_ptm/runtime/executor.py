@@ -21,7 +21,7 @@ from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.trace import Trace
+from lightning_ptm.planning.trace import Trace, one_pass
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.terms import Kind, Operation, Phase
@@ -165,6 +165,8 @@ class Executor:
             store.held = False
         if self._tracing and self._tick:
             trace = self._tracer.finish()
+            if mode is Mode.FORWARD:
+                trace = one_pass(trace)
             self._traced[mode] = trace
             plan = self._replan(mode, trace)
             if plan is not None:
@@ -185,6 +187,8 @@ class Executor:
     def enter(self, unit: int, phase: Phase) -> None:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
         self.rest()
+        if self._goes_round(unit, phase):
+            self._begin_again()
         index = self._tick
         self._tick += 1
         store = self._stores[unit]
@@ -204,6 +208,20 @@ class Executor:
         if self._events.heard and self._mode is not None:
             name = f"{store.unit.name or 'root'} {phase.value}"
             self._open_tick = _OpenTick(self._mode.value, name, time.perf_counter(), index, self._used_bytes())
+
+    def _goes_round(self, unit: int, phase: Phase) -> bool:
+        """Whether a forward plan has been followed to its end and begins again behind the root's tick, in one iteration."""
+        if self._mode is not Mode.FORWARD or not self._followed:
+            return False
+        ticks = self._plans[self._mode][1].ticks
+        return len(ticks) > 1 and (ticks[1].unit, ticks[1].phase) == (unit, phase)
+
+    def _begin_again(self) -> None:
+        """As if an iteration ended and another one began, but the root stays."""
+        plan = self._plans[Mode.FORWARD][0]
+        self._perform(plan, self._tick)
+        self._perform(plan, 0)
+        self._tick = 1
 
     def rest(self) -> None:
         """Nothing computes from here to the next tick."""

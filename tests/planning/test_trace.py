@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning import LifeTime, Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
+from lightning_ptm.planning.trace import one_pass
 from lightning_ptm.terms import Kind, Phase
 
 from .models import even_layout, traces
@@ -69,3 +70,26 @@ def test_the_next_use_is_the_first_live_tick_after(trace: Trace) -> None:
         live = [number for number, tick in enumerate(trace.ticks) if unit in tick.live]
         covered = [number for span in uses.units[unit].spans() for number in range(span.first, span.end + 1)]
         assert covered == live
+
+
+def forward(*units: int) -> Trace:
+    return Trace(tuple(Tick(unit, Phase.FORWARD, (0, unit) if unit else (0,)) for unit in units))
+
+
+@pytest.mark.parametrize(
+    ("units", "first"),
+    [
+        ((0, 1, 2, 3, 1, 2, 3, 1, 2, 3), (0, 1, 2, 3)),
+        ((0, 1, 1, 2, 1, 1, 2), (0, 1, 1, 2)),
+        ((0, 1, 2, 3), (0, 1, 2, 3)),
+        ((0, 1, 2, 3, 1, 3), (0, 1, 2, 3, 1, 3)),
+        ((0, 1, 2, 1), (0, 1, 2, 1)),
+        ((0,), (0,)),
+        ((0, 1, 1), (0, 1)),
+    ],
+)
+def test_passes_that_repeat_each_other_are_one(units: tuple[int, ...], first: tuple[int, ...]) -> None:
+    uses = (TensorUse(0, "w", 0, len(units) - 1, 0.5, 0.0),)
+    found = one_pass(Trace(forward(*units).ticks, uses))
+    assert found.ticks == forward(*first).ticks
+    assert found.tensors[0].end_id == len(first) - 1
