@@ -21,6 +21,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ptm.commands.export import export
+from lightning_ptm.commands.generate import generate
 from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
 from lightning_ptm.commands.params import params
 from lightning_ptm.commands.plan import plan
@@ -37,6 +38,7 @@ CONFIG_OPTIONS = ("--config", "-c")
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
+    "generate": generate,
     "inspect": inspect_checkpoint,
     "params": params,
     "plan": plan,
@@ -44,7 +46,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 """Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help.
 
-A first parameter `config_file` is given as `--config NAME` or as `NAME`, which is looked up as for `fit`.
+A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and has
+no default, as `NAME`.
 """
 
 
@@ -154,6 +157,18 @@ def _config_first(arguments: Sequence[str]) -> list[str]:
     return [value, *rest] if equals else rest
 
 
+def _config_anywhere(arguments: Sequence[str]) -> list[str]:
+    """`... --config NAME ...` as `... --config_file PATH ...`."""
+    resolved = resolve_config_names(arguments)
+    values = [False, *(argument in CONFIG_OPTIONS for argument in resolved)]
+    named = []
+    for argument, is_value in zip(resolved, values, strict=False):
+        option, equals, value = argument.partition("=")
+        renamed = option in CONFIG_OPTIONS and not is_value
+        named.append(f"--config_file{equals}{value}" if renamed else argument)
+    return named
+
+
 def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     """Parses `args` (the process's arguments by default) and runs the subcommand.
 
@@ -204,8 +219,9 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     try:
-        if "config_file" in inspect.signature(COMMANDS[name]).parameters:
-            rest = _config_first(rest)
+        parameter = inspect.signature(COMMANDS[name]).parameters.get("config_file")
+        if parameter is not None:
+            rest = _config_first(rest) if parameter.default is parameter.empty else _config_anywhere(rest)
         rest = _flags_set(list(map(_with_underscores, rest)), COMMANDS[name])
         auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
     except AngelPTMError as error:

@@ -24,6 +24,20 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Caches and installed packages: what they hold differs from machine to machine."""
 
 
+TEXT_END = 0
+"""The byte that ends each file of a text: it is in no text, so the model can learn that what follows is another one."""
+
+
+def encode(text: str | bytes) -> Tensor:
+    """A text as tokens, one a byte (UTF-8): int64 of shape (bytes,)."""
+    return _as_tensor(bytearray(text.encode() if isinstance(text, str) else text)).long()
+
+
+def decode(tokens: Tensor) -> bytes:
+    """The inverse: the bytes of tokens of any shape, which need not be valid UTF-8."""
+    return bytes(tokens.flatten().tolist())
+
+
 class Samples(Dataset[tuple[Tensor, Tensor]], ABC):
     """So many samples: pairs of what a model reads and what it is to predict, for a shuffling sampler to pick from."""
 
@@ -223,8 +237,7 @@ def split_files(files: Sequence[Path], *, root: Path, validation_fraction: float
 
 
 def _join(files: Sequence[Path]) -> Tensor:
-    # A zero byte ends each file: it is in no text, so the model can learn that what follows is another one.
-    return _as_tensor(bytearray().join(path.read_bytes() + b"\0" for path in files))
+    return _as_tensor(bytearray().join(path.read_bytes() + bytes([TEXT_END]) for path in files))
 
 
 def _as_tensor(text: bytearray) -> Tensor:
