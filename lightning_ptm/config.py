@@ -71,6 +71,9 @@ class Settings:
         master_home: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
         recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, or `every 2nd`,
             `every 3rd` and so on.
+        activations: Where activations that are not recomputed wait for the backward pass: `keep` leaves them on the device,
+            `host` takes those of units to page-locked RAM and back, on streams of their own. The numbers are the same.
+            With `recompute`, what goes there is what units are recomputed from. Needs a device with memory of its own.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
         update_in_backward: Start a unit's update as soon as its gradients are complete, behind the rest of the
@@ -117,6 +120,7 @@ class Settings:
     parameter_home: Home = "auto"
     master_home: Home = "auto"
     recompute: str = "none"
+    activations: Literal["keep", "host"] = "keep"
     units: Literal["auto"] | Sequence[str] = "auto"
     update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
@@ -169,6 +173,9 @@ class Settings:
             raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
         self._check_weights()
         self.recompute_every  # noqa: B018  checked by being read
+        if self.activations not in ("keep", "host"):
+            hint = ", and recompute='all' to recompute them" if str(self.activations) == "recompute" else ""
+            raise ConfigError(f"activations={self.activations!r}: use 'keep' or 'host'{hint}")
         if isinstance(self.units, str) and self.units != "auto":
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
         if self.units != "auto" and (not self.units or not all(isinstance(name, str) for name in self.units)):

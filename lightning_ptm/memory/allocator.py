@@ -140,6 +140,11 @@ class Allocator:
         with self._lock:
             return self._copier.disk_stats()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the pages of the device tier."""
+        whole = self._machine.regions[Tier.DEVICE].tensor
+        return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
     # Tensors.
 
     def allocate(

@@ -104,6 +104,7 @@ class Blueprint:
         lock_free: None for synchronous updates.
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
         saves_behind: checkpoints are written while training goes on.
+        activations_to_host: what units save for their backward waits for it in RAM.
     """
 
     units: tuple[Unit, ...]
@@ -125,6 +126,7 @@ class Blueprint:
     keep_freed_memory: bool
     gradient_room_bytes: int
     saves_behind: bool
+    activations_to_host: bool
 
     def gradient_home(self, unit: int) -> Tier:
         """Tier where a unit's gradients wait for the update.
@@ -187,6 +189,8 @@ def decide(
         CapacityError: no placement fits the budgets.
     """
     settings = request.settings
+    if settings.activations == "host":
+        _check_device_of_its_own(machine)
     units = discover(request.module, settings.units if settings.units == "auto" else tuple(settings.units))
     specs = _specs(units, request)
     layout = build_layout(specs, page_size=settings.page_bytes, world_size=world_size)
@@ -276,7 +280,17 @@ def decide(
         keep_freed_memory=_keep_freed_memory(settings, machine, pools),
         gradient_room_bytes=gradient_room,
         saves_behind=saves_behind,
+        activations_to_host=settings.activations == "host" and bool(request.optimizers),
     )
+
+
+def _check_device_of_its_own(machine: Machine) -> None:
+    if machine.device_type == "cpu":
+        raise ConfigError(
+            "activations='host' takes activations from the device's memory to RAM, and this run computes on a CPU, whose "
+            "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
+            "free; use recompute='all', or activations='keep'"
+        )
 
 
 def _all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

@@ -22,9 +22,12 @@ from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
+from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
+from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
@@ -163,6 +166,7 @@ class Engine:
             Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
         )
         self.reduction = Reduction(self.flats, self.communicator, self._agreement, lambda: self.executor.release_all())
+        self.offload = self._offload() if drawn.activations_to_host else None
         planner = Planner(drawn, self.communicator)
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
         self.executor = Executor(
@@ -187,6 +191,7 @@ class Engine:
             self,
             recomputed_units(len(drawn.units), recompute),
             frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
+            self.offload,
         )
         self.updates.start()
 
@@ -209,6 +214,12 @@ class Engine:
             cores=drawn.lock_free.cores,
             forecast=drawn.lock_free.forecast,
         )
+
+    def _offload(self) -> offload.Offload:
+        buffers = HostBuffers(pin=self.device.type == "cuda", free_bytes=free_host_bytes)
+        mover = Mover(self.device, copy_streams(self.device), buffers)
+        least = offload.LEAST_BYTES
+        return offload.Offload(mover, self.device, self.module.modules(), self.allocator.holds, least_bytes=least)
 
     def _buffers_for_saves(self) -> Buffers:
         homes = [flat.paged for kind in self.values.kinds(optimizers=True) for flat in kind.flats]
@@ -535,6 +546,8 @@ class Engine:
             steps.callback(self.updater.close)
             steps.callback(self.updates.close)
             steps.callback(self.executor.abandon)
+            if self.offload is not None:
+                steps.callback(self.offload.close)
             steps.callback(self.hooks.close)
 
     def _check_frozen(self) -> None:

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.offload import Offload
 from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
 from lightning_ptm.runtime.store import UnitStore
@@ -93,6 +94,7 @@ class Hooks:
         listener: is told of gradients.
         recompute: indices of the units whose activations are recomputed.
         late: indices of the units whose updates may still be under way when the next forward begins.
+        offload: takes activations to RAM; None: they stay.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Hooks:
         listener: BackwardListener,
         recompute: frozenset[int],
         late: frozenset[int] = frozenset(),
+        offload: Offload | None = None,
     ) -> None:
         self._units = units
         self._stores = stores
@@ -112,7 +115,7 @@ class Hooks:
         self._restore: list[Callable[[], None]] = []
         self._recompute = Recompute(units[0].module, self._recompute_starts)
         self._late = late
-        self._saved = SavedTensors(stores, executor)
+        self._saved = SavedTensors(stores, executor, offload)
         self._owned: dict[int, list[int]] = {}
         self._guarded: list[tuple[int, nn.Module]] = []
         self._input_hooks: list[RemovableHandle] = []
@@ -289,7 +292,7 @@ class Hooks:
         if not torch.is_grad_enabled():
             watch.blind_calls += 1
             return
-        if not self._stores[index].resident and not inside_checkpoint():
+        if self._saved.hooks_in(index) and not inside_checkpoint():
             self._saved.begin(index)
         self._watch_inputs(index, args, kwargs)
 

@@ -6,7 +6,9 @@ I1: between `begin` and `end` a saved tensor that is a view of a flat of the uni
 is packed as (unit, flat, offset, shape, stride) and read from whatever pages the flat has when backward wants it.
 I2: others' hooks on saved tensors keep their effect: what is no parameter of ours is handed on to the hooks around ours.
 I3: a released parameter is not saved: it is NaN, so what was computed from it is, too.
-I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
+I4: with `activations="host"`, what else a call of a unit saves is handed to runtime/offload.py, unless hooks of others are
+in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
+I5: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
 recomputed forward must save the same.
 """
 
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.offload import Offload, Sent
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 
 _CHECKPOINT = checkpoint.__module__
@@ -56,6 +59,7 @@ class _Scope:
     unit: int
     context: torch.autograd.graph.saved_tensors_hooks
     pack: Callable[[Tensor], Any]
+    offloads: bool
     flats: tuple[FlatStore, ...]
     outer: tuple[Any, Any] | None
 
@@ -66,11 +70,13 @@ class SavedTensors:
     Args:
         stores: by unit.
         executor: makes a unit live when backward reads it.
+        offload: takes activations to RAM; None: they stay.
     """
 
-    def __init__(self, stores: Sequence[UnitStore], executor: Executor) -> None:
+    def __init__(self, stores: Sequence[UnitStore], executor: Executor, offload: Offload | None = None) -> None:
         self._stores = stores
         self._executor = executor
+        self._offload = offload
         self._released = {
             flat.binding.released_address: (store.unit, flat)
             for store in stores
@@ -84,6 +90,10 @@ class SavedTensors:
         """Whether any parameter is ever released."""
         return bool(self._released)
 
+    def hooks_in(self, unit: int) -> bool:
+        """Whether there is anything to do for calls of a unit."""
+        return self._offload is not None or not self._stores[unit].resident
+
     def begin(self, unit: int) -> None:
         """A call that uses a unit's parameters starts; `end` must follow in the reverse order."""
         flats = tuple(flat for flat in self._stores[unit].flats if not flat.resident)
@@ -91,24 +101,33 @@ class SavedTensors:
         around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
             flats, outer = flats + around.flats, around.outer
-        pack = partial(self._pack, flats, outer)
-        scope = _Scope(unit, torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), pack, flats, outer)
+        offload = self._offload if unit != 0 else None
+        pack = partial(self._pack, flats, outer, offload)
+        context = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        scope = _Scope(unit, context, pack, offload is not None, flats, outer)
+        if offload is not None:
+            offload.begin()
         scope.context.__enter__()
         self._scopes.append(scope)
 
     def end(self, unit: int) -> None:
         """The call is over; nothing happens if it was not begun."""
         if self._scopes and self._scopes[-1].unit == unit:
-            self._scopes.pop().context.__exit__(None, None, None)
+            scope = self._scopes.pop()
+            scope.context.__exit__(None, None, None)
+            if scope.offloads and self._offload is not None:
+                self._offload.end()
 
     def abandon(self) -> None:
-        """Ends all calls."""
+        """Ends all calls; an iteration is over, or cut short."""
         while self._scopes:
             self._scopes.pop().context.__exit__(None, None, None)
+        if self._offload is not None:
+            self._offload.begin_iteration()
 
     def _pack(
-        self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, tensor: Tensor
-    ) -> Tensor | Packed | _HandedOn:
+        self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
+    ) -> Tensor | Packed | Sent | _HandedOn:
         for flat in flats:
             packed = flat.binding.pack(tensor)
             if packed is not None:
@@ -123,11 +142,16 @@ class SavedTensors:
                 f"used outside a call of that module, where it is not fetched and reads as NaN; call the module, move that "
                 f"code into its forward, or choose other units=[...]"
             )
-        return tensor if outer is None else _HandedOn(outer[0](tensor), outer[1])
+        if outer is not None:
+            return _HandedOn(outer[0](tensor), outer[1])
+        return tensor if offload is None else offload.pack(tensor)
 
-    def _unpack(self, saved: Tensor | Packed | _HandedOn) -> Tensor:
+    def _unpack(self, saved: Tensor | Packed | Sent | _HandedOn) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, Sent):
+            assert self._offload is not None  # it has packed this
+            return self._offload.unpack(saved)
         if isinstance(saved, _HandedOn):
             return saved.unpack(saved.packed)
         store = self._stores[saved.unit]

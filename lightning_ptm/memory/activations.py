@@ -1,0 +1,270 @@
+"""Activations in RAM between forward and backward: buffers, and the copies of whole storages there and back.
+
+Owns the buffers and the device memory of what is on its way. Knows storages, never who saved what of them (saved.py), and
+no pages: what moves here was allocated by PyTorch and is counted in no tier.
+
+What is copied is the storage, so that every view of it comes back with its own offset and strides, and one copy serves all.
+
+I1: a source stays allocated until the compute stream is behind the copy of it; a target until it is behind its last use.
+I2: a buffer is handed out again only when the compute stream is behind the last copy from or to it; every copy that
+    starts later starts behind the compute stream.
+I3: nothing is read back that was changed after it had been saved, as autograd has it without copies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.memory.streams import CopyStreams, Pair
+from lightning_ptm.memory.transfer import Completion
+from lightning_ptm.terms import BLOCK_BYTES
+
+_SIZE_CLASSES = 8
+"""Sizes of buffers between a power of two and the next: a buffer is at most an eighth larger than it was asked for."""
+_RESERVE_BYTES = 1 << 30
+"""RAM that buffers leave free."""
+
+
+class HostBuffers:
+    """RAM by the piece, kept for the next step. Only `give` may be called in any thread.
+
+    Args:
+        pin: page-lock it.
+        free_bytes: RAM that this process may still take.
+        reserve_bytes: of that, what is left alone.
+    """
+
+    def __init__(self, *, pin: bool, free_bytes: Callable[[], int], reserve_bytes: int = _RESERVE_BYTES) -> None:
+        # Configuration.
+        self._pin = pin
+        self._free_bytes = free_bytes
+        self._reserve_bytes = reserve_bytes
+        # State.
+        self._idle: list[tuple[int, int, HostRegion]] = []  # by size; the number keeps regions from being compared
+        self._returned: deque[HostRegion] = deque()  # filled by whatever thread collects garbage
+        self._made = 0
+        self.total_bytes = 0
+        """Of all buffers, in use or not."""
+
+    def take(self, size_bytes: int) -> HostRegion:
+        """A buffer of at least `size_bytes`, and less than twice of it.
+
+        Raises:
+            CapacityError: RAM has no room for it.
+        """
+        while self._returned:
+            self._keep(self._returned.popleft())
+        place = bisect.bisect_left(self._idle, (size_bytes, -1))
+        if place < len(self._idle) and self._idle[place][0] < 2 * max(size_bytes, BLOCK_BYTES):
+            return self._idle.pop(place)[2]
+        wanted = _size_class(size_bytes)
+        if self._free_bytes() - self._reserve_bytes < wanted:
+            self._drop_idle()
+            free = self._free_bytes()
+            if free - self._reserve_bytes < wanted:
+                raise CapacityError(
+                    f"activations='host' has {self.total_bytes} bytes of activations in RAM, the next are {size_bytes}, and "
+                    f"RAM has {free} bytes free, of which {self._reserve_bytes} are left alone; lower host_memory so that "
+                    f"pages leave more of it, use recompute='all' or a smaller batch"
+                )
+        region = HostRegion(wanted, pin=self._pin)
+        self.total_bytes += wanted
+        return region
+
+    def give(self, region: HostRegion) -> None:
+        """A buffer that no copy uses any more (I2)."""
+        self._returned.append(region)
+
+    def close(self) -> None:
+        """Gives idle buffers up; one that is in use lives as long as its views."""
+        while self._returned:
+            self._keep(self._returned.popleft())
+        self._drop_idle()
+
+    def _keep(self, region: HostRegion) -> None:
+        self._made += 1
+        bisect.insort(self._idle, (region.tensor.numel(), self._made, region))
+
+    def _drop_idle(self) -> None:
+        for size, _, region in self._idle:
+            region.close()
+            self.total_bytes -= size
+        self._idle = []
+
+
+def _size_class(size_bytes: int) -> int:
+    step = max(BLOCK_BYTES, (1 << max(0, (size_bytes - 1).bit_length() - 1)) // _SIZE_CLASSES)
+    return -(-max(size_bytes, 1) // step) * step
+
+
+class Where(enum.Enum):
+    """Where the bytes of a storage are."""
+
+    LEAVING = "leaving"
+    """On the device, and on their way to RAM."""
+    AWAY = "away"
+    """In RAM alone."""
+    COMING = "coming"
+    """In RAM, and on their way to the device."""
+    BACK = "back"
+    """On the device; the buffer has been given back."""
+
+
+_NEXT = {
+    (Where.LEAVING, Where.AWAY),
+    (Where.AWAY, Where.COMING),
+    (Where.COMING, Where.BACK),
+}
+
+
+class Away:
+    """One storage that was saved. It lives as long as somebody may read it; its end gives its memory back.
+
+    Made, and changed, by a Mover alone.
+    """
+
+    __slots__ = ("__weakref__", "_mover", "changed", "completion", "device", "region", "size_bytes", "version", "where")
+
+    def __init__(self, mover: Mover, source: Tensor, region: HostRegion, completion: Completion) -> None:
+        self._mover = mover
+        self.size_bytes = source.untyped_storage().nbytes()
+        self.version = source._version
+        self.changed = False
+        """The source was written to after it had been saved."""
+        self.where = Where.LEAVING
+        self.device: Tensor | None = source
+        """Of any shape: its storage counts. None while it is AWAY."""
+        self.region: HostRegion | None = region
+        self.completion: Completion | None = completion
+
+    def still_holds(self, tensor: Tensor) -> bool:
+        """Whether a view of the source's storage has the elements that are on their way."""
+        source = self.device
+        return self.where is Where.LEAVING and source is not None and self.version == source._version == tensor._version
+
+    def to(self, where: Where) -> None:
+        if (self.where, where) not in _NEXT:
+            raise InternalError(f"a saved storage is {self.where.value} and cannot become {where.value}")
+        self.where = where
+
+    def __del__(self) -> None:
+        self._mover.forgotten(self)
+
+
+class Mover:
+    """Copies storages to RAM and back on streams of their own, for the thread (and its stream) that computes.
+
+    Args:
+        device: whose storages they are.
+        streams: of that device, nobody else's: copies of pages would hold these up.
+        buffers: RAM.
+    """
+
+    def __init__(self, device: torch.device, streams: CopyStreams, buffers: HostBuffers) -> None:
+        self._device = device
+        self._streams = streams
+        self._buffers = buffers
+        # State.
+        self._orphans: deque[tuple[Completion, HostRegion]] = deque()  # filled by whatever thread collects garbage
+        self._closed = False
+        self.sent_bytes = 0
+        """That have left the device so far."""
+
+    def send(self, source: Tensor) -> Away:
+        """Starts the copy of the source's whole storage to RAM. `settle` must follow before its memory comes free.
+
+        Raises:
+            CapacityError: RAM has no room.
+        """
+        self._adopt()
+        source = source.detach()  # its storage and its version, without its graph
+        size_bytes = source.untyped_storage().nbytes()
+        region = self._buffers.take(size_bytes)
+        pair = Pair(region.tensor[:size_bytes], _bytes_of(source))
+        self.sent_bytes += size_bytes
+        return Away(self, source, region, self._streams.to_host.launch([pair]))
+
+    def settle(self, away: Away) -> None:
+        """The compute stream waits for the copy, and the source is let go (I1). Nothing happens if it was before."""
+        if away.where is not Where.LEAVING:
+            return
+        assert away.completion is not None and away.device is not None
+        away.completion.order()
+        away.changed = away.device._version != away.version
+        away.to(Where.AWAY)
+        away.completion = away.device = None
+
+    def bring(self, away: Away) -> None:
+        """Starts the copy back, if the bytes are AWAY."""
+        if away.where is not Where.AWAY:
+            return
+        self._adopt()
+        assert away.region is not None
+        target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._device)
+        away.to(Where.COMING)
+        away.device = target
+        away.completion = self._streams.to_device.launch([Pair(target, away.region.tensor[: away.size_bytes])])
+
+    def storage(self, away: Away) -> torch.UntypedStorage:
+        """The storage on the device, for what the compute stream does next.
+
+        Raises:
+            UsageError: it was written to after it had been saved (I3).
+        """
+        self.bring(away)
+        if away.where is Where.COMING:
+            assert away.completion is not None and away.region is not None
+            away.completion.order()
+            away.to(Where.BACK)
+            self._buffers.give(away.region)
+            away.completion = away.region = None
+        assert away.device is not None
+        if away.changed or (away.where is Where.LEAVING and away.device._version != away.version):
+            raise UsageError(
+                "a tensor that the backward pass needs was changed in place after the forward pass had saved it, so its "
+                "gradients would be wrong; take the in-place operation out of the forward"
+            )
+        return away.device.untyped_storage()
+
+    def forgotten(self, away: Away) -> None:
+        """Nobody can read it any more; called in any thread."""
+        region, away.region = away.region, None
+        if region is None:
+            return
+        if self._closed:
+            if away.completion is not None:
+                away.completion.synchronize()
+            region.close()
+        elif away.completion is None:
+            self._buffers.give(region)
+        else:
+            self._orphans.append((away.completion, region))  # which holds source and target, too (I1)
+
+    def close(self) -> None:
+        """Waits for what is in flight and gives idle memory up."""
+        while self._orphans:
+            completion, region = self._orphans.popleft()
+            completion.synchronize()
+            self._buffers.give(region)
+        self._closed = True
+        self._buffers.close()
+
+    def _adopt(self) -> None:
+        """Of those that were forgotten on their way, the compute stream waits for the copies (I2), and memory comes free."""
+        while self._orphans:
+            completion, region = self._orphans.popleft()
+            completion.order()
+            self._buffers.give(region)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

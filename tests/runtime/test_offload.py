@@ -1,0 +1,243 @@
+"""`activations="host"`: which saved tensors go and come back, by hand; whole runs on a CPU, whose "device" is RAM like all
+else, so that no memory comes free, but every number has gone there and back; and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import PlainLoop, fit, make_trainer, tokens
+from tiny_models import WIDTH, Block, ScheduledStack, Stack
+from torch import Tensor, nn
+
+from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
+from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.runtime import blueprint, offload
+from lightning_ptm.runtime.offload import Offload, Sent
+
+CPU = torch.device("cpu")
+BATCHES = tokens(5)
+
+
+# -- by hand --------------------------------------------------------------------------------------------------------------
+
+
+class Memory(bytearray):
+    """Memory whose end shows."""
+
+
+def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
+    memory = Memory(torch.full((count,), value).numpy().tobytes())
+    return torch.frombuffer(memory, dtype=torch.float32), weakref.ref(memory)
+
+
+@pytest.fixture
+def taking() -> Any:
+    buffers = HostBuffers(pin=False, free_bytes=lambda: 1 << 40)
+    module = nn.BatchNorm1d(100)
+    taken = Offload(Mover(CPU, copy_streams(CPU), buffers), CPU, [module], lambda tensor: False, least_bytes=64)
+    taken.begin_iteration()
+    yield taken
+    taken.close()
+
+
+def call(taken: Offload, *tensors: Tensor) -> list[Any]:
+    taken.begin()
+    packed = [taken.pack(tensor) for tensor in tensors]
+    taken.end()
+    return packed
+
+
+def test_a_call_leaves_the_device_when_the_next_one_has_ended(taking: Offload) -> None:
+    values, alive, packed = [], [], []
+    for number in range(3):
+        value, reference = made(float(number))
+        packed += call(taking, value)
+        values.append(value.clone())
+        alive.append(reference)
+        del value
+    gc.collect()
+    assert [reference() is None for reference in alive] == [True, True, False]
+    # The last is where it was; the first read of it starts the way back of the call before.
+    assert torch.equal(taking.unpack(packed[2]), values[2])
+    assert [sent.away.where.value for sent in packed] == ["away", "coming", "leaving"]
+    assert torch.equal(taking.unpack(packed[1]), values[1])
+    assert [sent.away.where.value for sent in packed] == ["coming", "back", "leaving"]
+    assert torch.equal(taking.unpack(packed[0]), values[0])
+
+
+def test_views_of_one_storage_are_one_copy_and_keep_their_strides(taking: Offload) -> None:
+    whole = torch.arange(240.0)
+    views = [whole.view(4, 60)[:, 10:20], whole.view(4, 3, 20).transpose(0, 2), whole[7:9].expand(5, 2), whole]
+    packed = call(taking, *views)
+    call(taking, torch.ones(64))
+    assert taking.sent_bytes == 240 * 4 + 64 * 4
+    for view, sent in zip(views, packed, strict=True):
+        back = taking.unpack(sent)
+        assert torch.equal(back, view) and back.stride() == view.stride()
+        assert back.storage_offset() == view.storage_offset() and back.data_ptr() != view.data_ptr()
+
+
+def test_what_is_saved_again_after_a_change_goes_again(taking: Offload) -> None:
+    value = torch.ones(64)
+    taking.begin()
+    first = taking.pack(value)
+    value.add_(1.0)
+    second = taking.pack(value)
+    taking.end()
+    call(taking, torch.ones(32))
+    assert torch.equal(taking.unpack(second), torch.full((64,), 2.0))
+    with pytest.raises(UsageError, match="changed in place"):
+        taking.unpack(first)
+
+
+def test_what_stays(taking: Offload) -> None:
+    parameter = nn.Parameter(torch.ones(100))
+    module = nn.BatchNorm1d(100)
+    taken = Offload(taking._mover, CPU, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
+    taken.begin_iteration()
+    assert module.running_mean is not None
+    stays = [
+        parameter,
+        parameter.detach().requires_grad_(),
+        module.running_mean[:20],
+        torch.full((64,), 7.0),  # said to lie in pages
+        torch.ones(15),  # small
+        torch.ones(64, dtype=torch.complex64).conj(),
+        torch.ones(8, 8).to_sparse(),
+    ]
+    assert all(kept is tensor for kept, tensor in zip(call(taken, *stays), stays, strict=True))
+    outside = torch.ones(64)
+    assert taken.pack(outside) is outside
+    assert isinstance(call(taken, torch.ones(64))[0], Sent)
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on a CPU are let do it, and with what tiny models save."""
+    monkeypatch.setattr(blueprint, "_check_device_of_its_own", lambda machine: None)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+
+
+SENT: list[int] = []
+
+
+class Telling(ScheduledStack):
+    """Says how much has gone, in the end."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        SENT.append(self.trainer.strategy.engine.offload.sent_bytes)  # type: ignore[attr-defined, union-attr]
+
+
+HIDDEN = 2 * 4 * 16 * 4 * WIDTH
+"""Bytes of one block's activations between its layers, in bf16, of a batch."""
+
+
+def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tier: str) -> None:
+    SENT.clear()
+    ours = fit(Telling, BATCHES, strategy_at(tier, activations="host"))
+    ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
+    # Of each block at least what GELU saves and what the second layer does, at each step.
+    assert len(SENT) == len(BATCHES) and SENT[0] > 4 * 2 * HIDDEN and [SENT[0] * (n + 1) for n in range(5)] == SENT
+
+
+@pytest.mark.parametrize("recompute", ["all", "every 2nd"])
+@pytest.mark.parametrize("where", ["ram", "three_tiers"])
+def test_what_units_are_recomputed_from_goes_too(anywhere: None, strategy_at: Any, where: str, recompute: str) -> None:
+    SENT.clear()
+    ours = fit(Telling, BATCHES, strategy_at(where, activations="host", recompute=recompute))
+    ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
+    inputs = HIDDEN // 4
+    assert SENT[0] == 4 * inputs if recompute == "all" else 4 * inputs < SENT[0] < 4 * 4 * HIDDEN
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(dropout=0.1), Block()
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.between(self.first(x))))  # type: ignore[no-any-return]
+
+
+class Nested(Stack):
+    def __init__(self) -> None:
+        super().__init__(depth=2, make_block=Outer)
+
+
+class Twice(Stack):
+    """Each block is called twice, and one call's backward never comes."""
+
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        self.blocks[0](x)
+        return x
+
+
+class TwoPasses(Stack):
+    """A backward pass inside of the step, which leaves the graph for another one."""
+
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        x = self.embedding(batch[:, :-1])
+        loss = self.score(batch, self.middle(x, index))
+        (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss * (1 + gradient.detach().float().abs().sum())
+
+
+@pytest.mark.parametrize("build", [Nested, Twice, TwoPasses])
+@pytest.mark.parametrize("where", ["ram", "three_tiers"])
+def test_shapes_of_modules_and_passes(anywhere: None, strategy_at: Any, where: str, build: Any) -> None:
+    units = {"units": ["Outer", "Block"]} if build is Nested else {}
+    ours = fit(build, BATCHES, strategy_at(where, activations="host", **units), accumulate_grad_batches=2)
+    ours.assert_equal(PlainLoop(build, accumulate=2).run(BATCHES))
+
+
+def test_the_users_own_hooks_on_saved_tensors_come_first(anywhere: None, strategy_at: Any) -> None:
+    class Moving(Telling):
+        def loss(self, batch: Any, index: int) -> Tensor | None:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+                return super().loss(batch, index)
+
+    SENT.clear()
+    fit(Moving, BATCHES, strategy_at("ram", activations="host")).assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
+    assert SENT[-1] == 0
+
+
+def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -> None:
+    totals: list[int] = []
+    engines: list[Any] = []
+
+    class Watching(ScheduledStack):
+        def on_train_batch_end(self, *_: Any) -> None:
+            engines.append(self.trainer.strategy.engine)  # type: ignore[attr-defined]
+            totals.append(engines[-1].offload._mover._buffers.total_bytes)
+
+    make_trainer(strategy_at("ram", activations="host")).fit(Watching(), BATCHES.loader())
+    assert len(set(totals)) == 1 and totals[0] > 0
+    gc.collect()
+    assert engines[0].offload._mover._buffers.total_bytes == 0
+
+
+# -- refused --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["ram", "three_tiers"])
+def test_a_cpu_has_nothing_to_take_them_from(strategy_at: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match=r"computes on a CPU, whose activations are in RAM already .*recompute='all'"):
+        fit(Stack, BATCHES, strategy_at(where, activations="host"))
+
+
+def test_recomputing_has_a_setting_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"activations='recompute': use 'keep' or 'host', and recompute='all'"):
+        AngelPTMStrategy(activations="recompute")
+    with pytest.raises(ConfigError, match=r"activations='disk': use 'keep' or 'host'$"):
+        AngelPTMStrategy(activations="disk")
