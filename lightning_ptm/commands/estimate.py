@@ -116,28 +116,48 @@ def estimate(model: LightningModule, units: Sequence[Unit], batch: Any, dtype: t
     return counter.works()
 
 
-def activation_bytes(works: Sequence[Work], recomputed: frozenset[int], trace: Trace) -> tuple[int, ...]:
-    """Bytes beside pages at the worst moment of each tick of a training trace.
+def activation_bytes(
+    works: Sequence[Work], recomputed: frozenset[int], trace: Trace, *, to_host: bool = False
+) -> tuple[int, ...]:
+    """Bytes beside pages, on the device, at the worst moment of each tick of a training trace.
 
     The root's are counted from first to last, though its head's come late and go early: this errs on the safe side. A
     backward tick holds what was not used yet, all of its own unit, and the gradients of two of its inputs.
+
+    Args:
+        to_host: what units keep waits in RAM (`activations="host"`): beside the unit that computes, the device holds what
+            the one before it keeps, which leaves behind a forward and comes back ahead of a backward.
     """
-    kept = [work.input_bytes if index in recomputed else work.saved_bytes for index, work in enumerate(works)]
-    held, before, found = set[int](), 0, []
+    kept = _kept_bytes(works, recomputed)
+    held, found = list[int](), []
     for tick in trace.ticks:
         work = works[tick.unit]
+        # In a backward this unit is among those that are held.
+        others = [unit for unit in held if unit != 0]
+        if to_host and tick.phase is Phase.FORWARD:
+            others = others[-1:]
+        elif to_host:
+            others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
+        before = sum(kept[unit] for unit in others) + (kept[0] if 0 in held else 0)
         if tick.phase is Phase.FORWARD:
             found.append(before + max(kept[tick.unit], work.saved_bytes))
             if tick.unit not in held:
-                held.add(tick.unit)
-                before += kept[tick.unit]
+                held.append(tick.unit)
         else:
             own = work.saved_bytes if tick.unit in recomputed else 0
             found.append(before + own + 2 * work.input_bytes)
             if tick.unit in held:
                 held.remove(tick.unit)
-                before -= kept[tick.unit]
     return tuple(found)
+
+
+def host_activation_bytes(works: Sequence[Work], recomputed: frozenset[int]) -> int:
+    """Bytes that go to RAM in a forward, wait there, and come back in the backward (`activations="host"`)."""
+    return sum(_kept_bytes(works, recomputed)[1:])
+
+
+def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int]) -> list[int]:
+    return [work.input_bytes if index in recomputed else work.saved_bytes for index, work in enumerate(works)]
 
 
 def tick_flops(work: Work, phase: Phase, *, recomputed: bool) -> int:

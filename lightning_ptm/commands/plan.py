@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from lightning_ptm.commands.estimate import (
     activation_bytes,
     estimate,
     example_batch,
+    host_activation_bytes,
     resized,
     sample_count,
     tick_flops,
@@ -36,7 +37,7 @@ from lightning_ptm.commands.params import build_on_meta, read_config
 from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.timing import Activity, Timing, steady
+from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
@@ -44,7 +45,7 @@ from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.strategy import AngelPTMStrategy
-from lightning_ptm.terms import Kind, Tier
+from lightning_ptm.terms import Kind, Phase, Tier
 
 _ANY_STEPS = 1000
 """Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
@@ -73,6 +74,7 @@ class Forecast:
         timing: of an optimizer step; None where it does not fit.
         seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
         binds: what the step waits for most.
+        offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
     """
 
     config: str
@@ -91,6 +93,7 @@ class Forecast:
     timing: Timing | None
     seconds: float
     binds: str
+    offloaded_bytes: int = 0
 
     @property
     def samples_per_s(self) -> float:
@@ -172,12 +175,15 @@ def forecast(
     made = make_plan(drawn, Mode.TRAIN, drawn.trace)
     recomputed = recomputed_units(len(drawn.units), run.request.settings.recompute_every)
     room_tier, room = _activation_room(drawn, node)
+    host_room = _host_room(drawn, node)
     sizes = _Sizes(run, drawn, recomputed)
-    samples = sizes.largest(room) if wanted == "auto" else (wanted or sample_count(run.batch))
+    samples = sizes.largest(room, host_room) if wanted == "auto" else (wanted or sample_count(run.batch))
     peak, works = sizes.at(max(samples, 1))
-    fits = samples > 0 and peak <= room
+    offloaded = sizes.offloaded(works)
+    fits = samples > 0 and peak <= room and offloaded <= host_room
     batch = resized(run.batch, max(samples, 1))
-    timing, seconds, binds = None, 0.0, f"memory for activations on the {room_tier.name.lower()} tier"
+    short_tier = room_tier if peak > room or offloaded <= host_room else Tier.HOST
+    timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
     if fits:
         trace = _timed(drawn.trace, works, recomputed, node_flops)
         lock_free = drawn.lock_free
@@ -196,11 +202,21 @@ def forecast(
         passes = 1 if lock_free is None else max(1, lock_free.max_staleness)
         seconds = max(timing.seconds, max(use.busy_s for use in timing.links) / passes)
         binds = _binding(timing)
+        if offloaded:
+            with_copies = _with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
+            binds = binds if with_copies == seconds else "copies of activations to RAM and back"
+            seconds = with_copies
     short = (
         f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
         f"{room_tier.name.lower()} tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
         f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
     )
+    if short_tier is Tier.HOST:
+        short = (
+            f"activations of {max(samples, 1)} samples a rank take {format_bytes(offloaded)} of RAM "
+            f"(activations='host'), and pages leave {format_bytes(max(host_room, 0))} of {node.name}'s to them; lower the "
+            f"batch size, use recompute='all', or lower host_memory"
+        )
     return (
         Forecast(
             config=Path(config_file).name,
@@ -211,7 +227,7 @@ def forecast(
             fits=fits,
             reason="" if fits else short,
             homes=_homes(drawn),
-            tiers=_tiers(drawn, node, room_tier, peak),
+            tiers=_tiers(drawn, node, {room_tier: peak, **({Tier.HOST: offloaded} if offloaded else {})}),
             batch_size=samples,
             tokens=token_count(batch),
             accumulate=run.accumulate,
@@ -219,6 +235,7 @@ def forecast(
             timing=timing,
             seconds=seconds,
             binds=binds,
+            offloaded_bytes=offloaded,
         ),
         drawn,
     )
@@ -285,18 +302,30 @@ class _Sizes:
         if samples not in self._known:
             run, drawn = self._run, self._drawn
             works = estimate(run.model, drawn.units, resized(run.batch, samples), run.request.compute)
-            self._known[samples] = max(activation_bytes(works, self._recomputed, drawn.trace)), works
+            to_host = drawn.activations_to_host
+            peak = max(activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host))
+            self._known[samples] = peak, works
         return self._known[samples]
 
-    def largest(self, room: int) -> int:
+    def offloaded(self, works: Sequence[Work]) -> int:
+        """Of what units compute, the bytes that wait in RAM for the backward."""
+        return host_activation_bytes(works, self._recomputed) if self._drawn.activations_to_host else 0
+
+    def largest(self, room: int, host_room: int) -> int:
         """The largest batch whose activations fit; 0: not even one sample."""
-        least = self.at(1)[0]
+        on_device = self._largest(room, lambda samples: self.at(samples)[0])
+        on_host = self._largest(host_room, lambda samples: self.offloaded(self.at(samples)[1]))
+        return min(on_device, on_host)
+
+    @staticmethod
+    def _largest(room: int, size_at: Callable[[int], int]) -> int:
+        least = size_at(1)
         if least > room:
             return 0
-        each = max(1, self.at(2)[0] - least)
+        each = max(1, size_at(2) - least)
         samples = min(_LARGEST_BATCH, 1 + (room - least) // each)
-        while self.at(samples)[0] > room:  # what units keep need not grow evenly
-            samples = max(1, min(samples - 1, samples * room // self.at(samples)[0]))
+        while size_at(samples) > room:  # what units keep need not grow evenly
+            samples = max(1, min(samples - 1, samples * room // size_at(samples)))
         return samples
 
 
@@ -336,6 +365,29 @@ def _activation_room(drawn: Blueprint, node: machines.Node) -> tuple[Tier, int]:
     return Tier.DEVICE, node.device_memory - pools[Tier.DEVICE]
 
 
+def _host_room(drawn: Blueprint, node: machines.Node) -> int:
+    """Bytes of RAM of one rank that pages leave."""
+    return node.host_memory // node.ranks_per_node - drawn.pool_bytes[Tier.HOST]
+
+
+def _with_copies(
+    seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
+) -> float:
+    """Seconds of a step whose activations go to RAM behind its forward and come back behind its backward.
+
+    Where a pass is shorter than its copies it waits for them; and a link carries pages, too.
+    """
+    found = seconds
+    for link, phase in ((Link.DEVICE_TO_HOST, Phase.FORWARD), (Link.HOST_TO_DEVICE, Phase.BACKWARD)):
+        copies_s = offloaded * accumulate / rates.bytes_per_s(link)
+        behind_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
+        found += max(0.0, copies_s - behind_s)
+    for use in timing.links:
+        if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
+            found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
+    return found
+
+
 def _timed(trace: Trace, works: Sequence[Work], recomputed: frozenset[int], flops_per_s: float) -> Trace:
     return Trace(
         tuple(
@@ -370,7 +422,7 @@ def _homes(drawn: Blueprint) -> dict[str, dict[str, int]]:
     return found
 
 
-def _tiers(drawn: Blueprint, node: machines.Node, room_tier: Tier, activations: int) -> dict[str, TierPlan]:
+def _tiers(drawn: Blueprint, node: machines.Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {
@@ -378,10 +430,7 @@ def _tiers(drawn: Blueprint, node: machines.Node, room_tier: Tier, activations: 
         Tier.HOST: 0 if drawn.unified else host,
         Tier.DISK: drawn.budget.disk_bytes,
     }
-    return {
-        tier.name.lower(): TierPlan(drawn.pool_bytes[tier], activations if tier is room_tier else 0, have[tier])
-        for tier in Tier
-    }
+    return {tier.name.lower(): TierPlan(drawn.pool_bytes[tier], activations.get(tier, 0), have[tier]) for tier in Tier}
 
 
 def as_json(found: Forecast) -> str:
@@ -400,6 +449,7 @@ def as_json(found: Forecast) -> str:
             "batch_size_per_rank": found.batch_size,
             "accumulate": found.accumulate,
             "homes_bytes_per_rank": found.homes,
+            "offloaded_bytes_per_micro_batch": found.offloaded_bytes,
             "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
             "seconds_per_step": found.seconds if found.fits else None,
             "compute_s": None if timing is None else timing.compute_s,
@@ -441,6 +491,8 @@ def render(found: Forecast) -> str:
         if use.bytes:
             name = use.link.value.replace("_", " ")
             lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, beside it")
+    if found.offloaded_bytes:
+        lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > 1e-9:
             lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")

@@ -16,8 +16,9 @@ import yaml
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
-from lightning_ptm.commands.estimate import Work, activation_bytes, estimate
-from lightning_ptm.commands.plan import forecast
+from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes
+from lightning_ptm.commands.hardware import find
+from lightning_ptm.commands.plan import forecast, render
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT, T5MoE
@@ -197,6 +198,38 @@ def test_activations_by_tick() -> None:
     works = (root, block, block)
     assert activation_bytes(works, frozenset(), trace) == (10, 110, 210, 224, 124, 10)
     assert activation_bytes(works, frozenset({1, 2}), trace) == (10, 110, 117, 138, 131, 10)
+    three = (root, block, block, block)
+    order[3:3] = [(3, Phase.FORWARD), (3, Phase.BACKWARD)]
+    trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))
+    assert activation_bytes(three, frozenset(), trace)[3:5] == (310, 324)
+    # In RAM beside the unit that computes, and all but one of the others: on the device two units' and the root's.
+    assert activation_bytes(three, frozenset(), trace, to_host=True) == (10, 110, 210, 210, 224, 224, 124, 10)
+    assert activation_bytes(three, frozenset({1, 2, 3}), trace, to_host=True) == (10, 110, 117, 117, 138, 138, 131, 10)
+    assert host_activation_bytes(three, frozenset()) == 300
+    assert host_activation_bytes(three, frozenset({1, 3})) == 114
+
+
+def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
+    path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 8
+    keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={"recompute": "none"})
+    settings = {"recompute": "none", "activations": "host"}
+    away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
+    assert not keep.fits and keep.offloaded_bytes == 0 == keep.tiers["host"].activation_bytes
+    assert away.fits and away.tiers["device"].activation_bytes < keep.tiers["device"].activation_bytes
+    assert away.tiers["host"].activation_bytes == away.offloaded_bytes > away.tiers["device"].activation_bytes
+    assert "activations to RAM and back" in render(away)
+    # Nearly 30 GB each way at 25 GB/s take longer than a step computes.
+    assert away.timing is not None and away.seconds > away.timing.seconds and "copies" in away.binds
+
+
+def test_activations_that_ram_does_not_hold_are_said(tmp_path: Path) -> None:
+    gpu = yaml.safe_load(Path(find("a100_40gb_x8")).read_text())
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**gpu, "host_memory": "100MiB"}))
+    path = config(tmp_path, {"page_size": "64KiB", "activations": "host"})
+    largest, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size="auto")
+    assert largest.fits and 0 < largest.offloaded_bytes < (100 << 20) // 8
+    found, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size=largest.batch_size + 1)
+    assert not found.fits and "of RAM (activations='host'), and pages leave" in found.reason
 
 
 def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
