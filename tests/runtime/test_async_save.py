@@ -193,6 +193,7 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
+                trainer.strategy.wait_for_checkpoint()  # the one before it is to succeed
                 self.broken.enter_context(small_files(10_000))
             else:
                 self.broken.close()
