@@ -236,8 +236,11 @@ class Engine:
 
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
-        # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap.
-        room = 2 * self.precise_bytes() < free_host_bytes()
+        # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
+        # RAM, and what the user allows of it, has room for it beside the pages.
+        drawn, ram = self.blueprint, Tier.DEVICE if self.blueprint.unified else Tier.HOST
+        allowed = drawn.budget.of(ram) - drawn.pool_bytes[ram]
+        room = 2 * self.precise_bytes() < free_host_bytes() and self.precise_bytes() <= allowed
         first.buffers()
         for store in self.stores:
             built = not any(item.parameter.is_meta for item in store.unit.parameters)

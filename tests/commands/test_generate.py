@@ -148,6 +148,7 @@ class Watching(GPT):
     def forward(self, tokens: Tensor) -> Tensor:
         strategy: Any = self.trainer.strategy
         self.ram_bytes = sum(room.bytes for room in strategy.tier_rooms() if room.tier != "disk")
+        self.beside = len(strategy.engine.values._originals)
         self.misses = strategy.engine.executor.fetch_misses
         return super().forward(tokens)
 
@@ -173,6 +174,7 @@ def test_predict_continues_with_less_memory_than_the_model_takes(saved: Saved, d
     assert torch.equal(torch.cat(told), torch.cat([text[0] for text in found]))  # type: ignore[arg-type, index]
     model_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
     assert model.ram_bytes <= (640 + 2 * 64) << 10 < model_bytes * 0.7  # two pages for values in transit
+    assert model.beside == 0  # nor are precise copies kept beside pages that were given so little
     # Weights come by the plan, ahead of their use, in each of some 60 passes: none is fetched for want of it.
     assert model.misses == 0
 
