@@ -94,7 +94,8 @@ def combined(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], T
     From k steps: as k steps of the optimizer, in one pass over the pages, each with the hyper-parameters of its own step and
     with the mean of the k gradients (each clipped by its own step's factor). So they go as far, decay weights as much and
     count as many steps as they would have one by one. Of more than `REACH` steps, those of Adam and AdamW are taken in one
-    call (merged.py). benchmarks/lock_free_loss.py compares rules.
+    call where that can be, once there have been some (merged.py, which says how near it comes): all that is said here holds
+    but that the second moment of the last step is used for all. benchmarks/lock_free_loss.py compares rules.
     """
     origins = contribution.origins
     if len(origins) < 2:
