@@ -20,7 +20,7 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory import check_folders
-from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -133,10 +133,7 @@ class Blueprint:
 
         A device with memory of its own hands them to the host at once when the update runs there.
         """
-        homes = self.placement.homes[unit]
-        if not self.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-            return Tier.HOST
-        return homes.gradient
+        return _gradient_home(self.placement.homes[unit], self.unified)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -520,7 +517,7 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
 
     # Gradients that stay in `.grad` are memory of torch's own: the pool makes room for them by being smaller. What the
     # plan keeps only to save a fetch may then find no room, and is fetched again.
-    outside = _outside_bytes(placement, layout)
+    outside = _outside_bytes(placement, layout, unified)
     least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
     gather = max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
     pools = {
@@ -564,11 +561,20 @@ def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:
     )
 
 
-def _outside_bytes(placement: Placement, layout: ModelLayout) -> int:
+def _outside_bytes(placement: Placement, layout: ModelLayout, unified: bool) -> int:
     """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
     if layout.world_size > 1 or placement.keeps_gradients:
         return 0
     per_unit = [
-        sum(flat.padded_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(layout.units))
+        sum(flat.padded_bytes for flat in layout.flats_of(unit) if flat.trainable)
+        if _gradient_home(homes, unified) is Tier.DEVICE
+        else 0
+        for unit, homes in enumerate(placement.homes)
     ]
     return per_unit[0] + 2 * max(per_unit[1:], default=0)
+
+
+def _gradient_home(homes: Homes, unified: bool) -> Tier:
+    if not unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+        return Tier.HOST
+    return homes.gradient

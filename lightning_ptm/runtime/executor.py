@@ -189,6 +189,7 @@ class Executor:
         self.rest()
         if self._goes_round(unit, phase):
             self._begin_again()
+        self._reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
         index = self._tick
         self._tick += 1
         store = self._stores[unit]

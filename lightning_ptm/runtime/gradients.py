@@ -162,6 +162,11 @@ class FlatGradient:
         """What is still on its way into the pages; whoever reads them waits for it."""
         return [transfer for transfer, _ in self._leaving]
 
+    @property
+    def on_its_way(self) -> bool:
+        """Whether device pages are to be given back when a reduction or a copy ends."""
+        return self._arriving is not None or bool(self._leaving)
+
     def settle(self) -> None:
         """Waits until the gradient pages may be read."""
         self._land()

@@ -47,6 +47,8 @@ class Reduction:
         self._postponing = False
         self._postponed: list[int] = []
         """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks."""
+        self._left: list[FlatUpdate] = []
+        """Flats whose gradients were collected, and may hold device pages that they no longer need."""
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
@@ -67,6 +69,7 @@ class Reduction:
         if self._agreement is None:
             for flat in flats:
                 self._with_room(flat.gradient.collect)
+            self._left += flats
             return
         here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
         missing = not all(all(row) for row in here)
@@ -83,7 +86,13 @@ class Reduction:
 
     def reclaim(self, wait: bool) -> bool:
         """Gives back device pages of gradients that have left (with `wait`: once they have); whether any came free."""
-        freed = [flat.gradient.give_back(wait=wait) for flats in self._flats for flat in flats]
+        if wait:
+            freed = [flat.gradient.give_back(wait=True) for flats in self._flats for flat in flats]
+            return any(freed)
+        if not self._left:  # as at most ticks
+            return False
+        freed = [flat.gradient.give_back(wait=False) for flat in self._left]
+        self._left = [flat for flat in self._left if flat.gradient.on_its_way]
         return any(freed)
 
     def forget(self) -> None:
@@ -108,6 +117,7 @@ class Reduction:
                 start += count
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
+        self._left += flats
 
     def _with_room(self, act: Callable[[], None]) -> None:
         try:
