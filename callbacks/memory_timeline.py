@@ -45,8 +45,8 @@ class MemoryTimeline(Recorder):
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs (training only).
 
     Planned is what a tier holds at the worst moment of a tick: homes, staging, and gathered units. Measured is the larger
-    of the tick's begin and end; it may be more than planned where there is room: gradients that have left keep their pages
-    until these are needed. Activations and what else is no page are in neither. Numbers are of rank 0. Does nothing
+    of the tick's begin and end; it may be more than planned where there is room: gradients keep their pages until they have
+    reached the disk. Activations and what else is no page are in neither. Numbers are of rank 0. Does nothing
     with other strategies.
 
     Args:

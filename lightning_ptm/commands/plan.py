@@ -42,6 +42,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.occupied import Occupied, occupied
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.strategy import AngelPTMStrategy
@@ -54,9 +55,20 @@ _LARGEST_BATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier of one rank: what pages take at the peak, what activations take beside them, what there is."""
+    """One tier of one rank.
+
+    Attributes:
+        page_bytes: of pages in use at the peak.
+        reserved_bytes: of all pages that the run asks for at its start. Page-locked and device memory is then taken; other
+            RAM only as pages are used.
+        gradient_bytes: the most that gradients take which wait in `.grad`, beside the pages.
+        activation_bytes: at the peak, beside both.
+        have_bytes: what there is.
+    """
 
     page_bytes: int
+    reserved_bytes: int
+    gradient_bytes: int
     activation_bytes: int
     have_bytes: int
 
@@ -69,7 +81,7 @@ class Forecast:
         fits: pages and activations fit their tiers; reason: what does not.
         homes: for parameters, gradients and master states, bytes of each tier. Gradients that pass through the backward
             have none.
-        tiers: of pages, those that the run takes at its start.
+        tiers: what is in them at the worst moment.
         batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
         timing: of an optimizer step; None where it does not fit.
         seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
@@ -174,7 +186,8 @@ def forecast(
     drawn = decide(run.request, node.machine(), world_size)
     made = make_plan(drawn, Mode.TRAIN, drawn.trace)
     recomputed = recomputed_units(len(drawn.units), run.request.settings.recompute_every)
-    room_tier, room = _activation_room(drawn, node)
+    takes = occupied(drawn, made, drawn.trace)
+    room = _activation_room(drawn, takes, node)
     host_room = _host_room(drawn, node)
     sizes = _Sizes(run, drawn, recomputed)
     samples = sizes.largest(room, host_room) if wanted == "auto" else (wanted or sample_count(run.batch))
@@ -182,7 +195,7 @@ def forecast(
     offloaded = sizes.offloaded(works)
     fits = samples > 0 and peak <= room and offloaded <= host_room
     batch = resized(run.batch, max(samples, 1))
-    short_tier = room_tier if peak > room or offloaded <= host_room else Tier.HOST
+    short_tier = Tier.DEVICE if peak > room or offloaded <= host_room else Tier.HOST
     timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
     if fits:
         trace = _timed(drawn.trace, works, recomputed, node_flops)
@@ -208,7 +221,7 @@ def forecast(
             seconds = with_copies
     short = (
         f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
-        f"{room_tier.name.lower()} tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
+        f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
         f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
     )
     if short_tier is Tier.HOST:
@@ -227,7 +240,7 @@ def forecast(
             fits=fits,
             reason="" if fits else short,
             homes=_homes(drawn),
-            tiers=_tiers(drawn, node, {room_tier: peak, **({Tier.HOST: offloaded} if offloaded else {})}),
+            tiers=_tiers(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
             batch_size=samples,
             tokens=token_count(batch),
             accumulate=run.accumulate,
@@ -357,12 +370,12 @@ def _data(document: Mapping[str, Any], path: str | Path) -> LightningDataModule:
     return data
 
 
-def _activation_room(drawn: Blueprint, node: machines.Node) -> tuple[Tier, int]:
-    """The tier that activations live in, and the bytes of it that pages leave."""
-    pools = drawn.pool_bytes
+def _activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> int:
+    """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
     if node.device == "cpu":
-        return Tier.DEVICE, node.host_memory // node.ranks_per_node - pools[Tier.DEVICE] - pools[Tier.HOST]
-    return Tier.DEVICE, node.device_memory - pools[Tier.DEVICE]
+        pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
+        return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
+    return node.device_memory - drawn.pool_bytes[Tier.DEVICE] - takes.gradients_beside
 
 
 def _host_room(drawn: Blueprint, node: machines.Node) -> int:
@@ -422,7 +435,9 @@ def _homes(drawn: Blueprint) -> dict[str, dict[str, int]]:
     return found
 
 
-def _tiers(drawn: Blueprint, node: machines.Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
+def _tiers(
+    drawn: Blueprint, takes: Occupied, node: machines.Node, activations: Mapping[Tier, int]
+) -> dict[str, TierPlan]:
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {
@@ -430,7 +445,16 @@ def _tiers(drawn: Blueprint, node: machines.Node, activations: Mapping[Tier, int
         Tier.HOST: 0 if drawn.unified else host,
         Tier.DISK: drawn.budget.disk_bytes,
     }
-    return {tier.name.lower(): TierPlan(drawn.pool_bytes[tier], activations.get(tier, 0), have[tier]) for tier in Tier}
+    return {
+        tier.name.lower(): TierPlan(
+            page_bytes=takes.peak(tier),
+            reserved_bytes=drawn.pool_bytes[tier],
+            gradient_bytes=takes.gradients_beside if tier is Tier.DEVICE else 0,
+            activation_bytes=activations.get(tier, 0),
+            have_bytes=have[tier],
+        )
+        for tier in Tier
+    }
 
 
 def as_json(found: Forecast) -> str:
@@ -471,11 +495,11 @@ def render(found: Forecast) -> str:
         f"{found.config} on {found.nodes} x {found.hardware}: {found.ranks} ranks, {found.numel:,} parameters",
         f"fits: {'yes' if found.fits else 'no'}",
         "",
-        f"{'of one rank':<12}{'pages':>12}{'activations':>13}{'there are':>12}",
+        f"{'of one rank':<12}{'pages':>12}{'reserved':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
     ]
     for name, tier in found.tiers.items():
-        cells = [tier.page_bytes, tier.activation_bytes, tier.have_bytes]
-        widths = (12, 13, 12)
+        cells = [tier.page_bytes, tier.reserved_bytes, tier.gradient_bytes, tier.activation_bytes, tier.have_bytes]
+        widths = (12, 12, 12, 13, 12)
         row = "".join(
             f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
         )

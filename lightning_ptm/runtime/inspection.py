@@ -9,9 +9,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lightning_ptm.memory import PagedTensor
-from lightning_ptm.planning.simulate import simulate
-from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -98,16 +97,13 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
 
 
 def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
-    """Bytes of pages at each tick, as the plan that is followed was simulated; empty where there is no plan."""
+    """Bytes of pages at each tick of the plan that is followed; empty where there is no plan."""
     made = engine.executor.planned(mode)
     if made is None:
         return ()
-    plan, trace = made
-    drawn = engine.blueprint
-    pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
-    simulation = simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget)
+    found = occupied(engine.blueprint, *made)
     return tuple(
-        PlannedBytes(tier.name.lower(), simulation.tier(tier).bytes_per_tick, room)
+        PlannedBytes(tier.name.lower(), found.per_tick(tier), room)
         for tier in Tier
         if (room := engine.allocator.capacity_bytes(tier))
     )

@@ -1,0 +1,154 @@
+"""`lightning-ptm plan` against the run that it speaks of: bytes of pages in each tier, and of activations beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.commands.plan import Forecast, forecast
+from lightning_ptm.data import TextBytes
+from lightning_ptm.memory.malloc import malloc_in_use_bytes
+from lightning_ptm.models import GPT
+from lightning_ptm.terms import Tier
+
+MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
+BATCH, STEPS = 8, 4
+NEAR = 0.03
+ON_DISK = {"parameter_home": "disk", "master_home": "disk"}
+THREE = {"device_memory": "3MiB", "parameter_home": "host", "master_home": "disk"}
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": {"disk_path": None},
+    "masters on disk": {"master_home": "disk"},
+    "all on disk": {"host_memory": "6MiB", **ON_DISK},
+    "lock-free": {"lock_free": True},
+    "lock-free, clipped": {"lock_free": True, "gradient_clip_val": 1.0},
+    "three tiers": THREE,
+    "three tiers, narrow": THREE | {"device_memory": "1600KiB"},
+    "three tiers, masters on the host": THREE | {"master_home": "host"},
+    "three tiers, lock-free": {"device_memory": "3MiB", "lock_free": True},
+    "three tiers, accumulated": THREE | {"accumulate_grad_batches": 2},
+    "checkpoints behind training": {"master_home": "disk", "state_dict_type": "sharded", "async_save": True},
+}
+OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
+
+
+class Measured(L.Callback):
+    """Bytes of pages at the peak, and what the first iteration takes beside them."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, int] = {}
+        self.misses: list[int] = []
+        self.beside = 0
+        self._before = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 0:
+            self._before = malloc_in_use_bytes()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.pages = {tier.name.lower(): engine.allocator.peak_bytes(tier) for tier in Tier}
+        self.misses.append(engine.executor.fetch_misses)
+        trace = trainer.strategy.last_trace()  # type: ignore[attr-defined]
+        if trace is not None and not self.beside:
+            self.beside = trace.non_model_peak_bytes - self._before
+
+
+def train(settings: Mapping[str, Any], trainer: Mapping[str, Any], data: Mapping[str, Any]) -> Measured:
+    measured = Measured()
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        strategy=AngelPTMStrategy(**settings),
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[measured],
+        limit_val_batches=0,
+        **trainer,
+    )
+    run.fit(GPT(**MODEL), datamodule=TextBytes(**data))
+    return measured
+
+
+def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Forecast, Measured]:
+    """The forecast of a run, and what it measured."""
+    trainer = {name: given[name] for name in OF_TRAINER if name in given}
+    settings = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB", "disk_path": str(folder)}
+    settings |= {name: value for name, value in given.items() if name not in trainer}
+    if settings["disk_path"] is None:
+        del settings["disk_memory"]
+    text = folder / "text.txt"
+    text.write_bytes(bytes(range(256)) * 256)
+    data = {"path": str(text), "sequence_length": MODEL["sequence_length"], "batch_size": BATCH}
+    strategy = {"class_path": "lightning_ptm.AngelPTMStrategy", "init_args": settings}
+    document = {
+        "trainer": {"precision": "bf16-mixed", "strategy": strategy, "max_steps": STEPS, **trainer},
+        "model": {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL | {"meta": True}},
+        "data": {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
+    }
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
+    return forecast(config, hardware_file(folder))[0], train(settings, trainer, data)
+
+
+def hardware_file(folder: Path) -> str:
+    """Of a CPU with a disk; only its sizes matter here."""
+    rates = dict.fromkeys(("host_memory_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"), 1e9)
+    absent = ("device_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
+    fields = {
+        "device": "cpu",
+        "ranks_per_node": 1,
+        "device_memory": 0,
+        "host_memory": "64GiB",
+        "disk_memory": "1TiB",
+        "cpu_cores": os.cpu_count(),
+        "compute_flops_per_s": {"bfloat16": 1e11},
+        "compute_efficiency": 1,
+        **dict.fromkeys((f"{name}_bytes_per_s" for name in absent), None),
+        **rates,
+    }
+    path = folder / "machine.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What kernels take when they are first used is no run's."""
+    model = GPT(**MODEL).to(torch.bfloat16)
+    model.configure_model()
+    tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)
+    model.to(torch.bfloat16).loss((tokens, tokens)).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_are_those_of_the_run(tmp_path: Path, name: str) -> None:
+    found, measured = planned_and_trained(tmp_path, RUNS[name])
+    assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)
+    assert found.tiers["device"].activation_bytes == pytest.approx(measured.beside, rel=NEAR)
+    assert measured.misses[-1] == measured.misses[1]  # once traced, every unit was fetched ahead
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_on_their_way_to_disk_keep_pages_only_where_there_is_room(tmp_path: Path) -> None:
+    """How long depends on the disk."""
+    found, measured = planned_and_trained(tmp_path, THREE | ON_DISK)
+    for tier in ("host", "disk"):
+        assert found.tiers[tier].page_bytes == pytest.approx(measured.pages[tier], rel=NEAR)
+    device = found.tiers["device"]
+    assert device.page_bytes * (1 - NEAR) <= measured.pages["device"] <= device.reserved_bytes
