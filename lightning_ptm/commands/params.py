@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import keeps_fp32
 from lightning_ptm.runtime.units import Unit, discover
@@ -145,9 +145,21 @@ def build_on_meta(document: Mapping[str, Any], path: str | Path) -> LightningMod
         raise ConfigError(f"the model of {path} cannot be built: {error}") from error
     # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
-    with torch.device("meta"):
-        model: LightningModule = instantiate(parsed).model
-        model.configure_model()
+    try:
+        with torch.device("meta"):
+            model: LightningModule = instantiate(parsed).model
+            model.configure_model()
+    except AngelPTMError:
+        raise
+    except Exception as error:  # whatever a foreign model raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # jsonargparse puts its own words around it
+            cause = cause.__cause__
+        raise ConfigError(
+            f"the model of {path}, {document['model'].get('class_path')}, cannot be built on the meta device "
+            f"({type(cause).__name__}: {cause}), so its parameters cannot be counted without memory; make __init__ and "
+            f"configure_model work without the values of tensors"
+        ) from error
     return model
 
 
