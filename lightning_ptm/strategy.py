@@ -36,7 +36,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -45,10 +45,11 @@ from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
-from lightning_ptm.config import Settings
-from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, UsageError
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
+from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, RankError, UsageError
 from lightning_ptm.events import Events, Listener
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory import FileOps, check_folders
+from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request, draw
@@ -112,6 +113,8 @@ class AngelPTMStrategy(ParallelStrategy):
         )
         self.num_nodes = 1
         self._timeout = timeout
+        self._page_bytes: int | None = None
+        """What `page_size="auto"` has come to."""
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._weights_given_back = True
@@ -228,7 +231,8 @@ class AngelPTMStrategy(ParallelStrategy):
         events = Events()
         self._communicator = self._make_communicator(events)
         given = self._files_values(self._communicator)
-        request = self.request(trainer, self._settings_for(trainer))
+        settings = self._with_pages(self._settings_for(trainer), self._communicator)
+        request = self.request(trainer, settings)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
             self.lightning_module,
@@ -236,7 +240,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self.optimizers,
             self._communicator,
             self.root_device,
-            disk_paths=self._settings_for(trainer).disk_paths,
+            disk_paths=settings.disk_paths,
             recompute=self.settings.recompute_every if fitting else 0,
             poison=self.settings.poison,
             file_ops=self.file_ops,
@@ -290,6 +294,31 @@ class AngelPTMStrategy(ParallelStrategy):
             root.mkdir(parents=True, exist_ok=True)
             return dataclasses.replace(settings, disk_path=str(root))
         return settings
+
+    def _with_pages(self, settings: Settings, communicator: Communicator) -> Settings:
+        """`page_size="auto"` becomes a number, once for all runs of this strategy; collective."""
+        if settings.page_size != "auto":
+            return settings
+        if self._page_bytes is None:
+            failure: AngelPTMError | None = None
+            told: int | str | None = None
+            if communicator.rank == 0:
+                try:
+                    check_folders(settings.disk_paths)
+                    best = smallest_saturating(measured_rates(settings.disk_paths, self.root_device))
+                    told = best or DEFAULT_PAGE_BYTES
+                except AngelPTMError as error:
+                    failure, told = error, str(error)
+            told = communicator.broadcast_object(told)
+            if failure is not None:
+                raise failure
+            if not isinstance(told, int):
+                raise RankError(
+                    f"page_size='auto', and rank 0 could not measure pages: {told}; mend that, or give a size, such as '4MiB'"
+                )
+            self._page_bytes = told
+            rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
+        return dataclasses.replace(settings, page_size=self._page_bytes)
 
     def _keeps_gradients(self, trainer: Trainer) -> bool:
         assert self.lightning_module is not None

@@ -1,0 +1,131 @@
+"""How fast links are with pages of one size or another, and which size is large enough (sections 4.1 and 6 of the paper).
+
+Owns, while it measures, a file without a name in each folder and a buffer. Knows no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from lightning_ptm.memory.disk import DiskRegion
+from lightning_ptm.memory.region import HostRegion
+
+SATURATED = 0.9
+"""The share of its best rate at which a link counts as saturated."""
+_SIZES = (256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
+_TRIAL_BYTES = 32 << 20
+_TRIAL_S = 0.06
+_ROUNDS = 2
+_DEPTH = 4
+"""Transfers of a disk at once, about as many as a run has."""
+
+
+def smallest_saturating(rates: Mapping[str, Mapping[int, float]]) -> int | None:
+    """The smallest page with which every link is saturated; None where there are no links.
+
+    Args:
+        rates: by link: bytes per second by bytes of a page; the same sizes for all.
+    """
+    if not rates:
+        return None
+    best = {link: max(by_size.values()) for link, by_size in rates.items()}
+    sizes = sorted(next(iter(rates.values())))
+    return min(sizes, key=lambda size: (not _enough(rates, best, size), size))
+
+
+def _enough(rates: Mapping[str, Mapping[int, float]], best: Mapping[str, float], size: int) -> bool:
+    return all(by_size[size] >= SATURATED * best[link] for link, by_size in rates.items())
+
+
+def measured_rates(paths: Sequence[Path], device: torch.device) -> dict[str, dict[int, float]]:
+    """Bytes per second of each link by size of a page, for `smallest_saturating`. Takes a second, and 32 MiB of each path.
+
+    Raises:
+        ConfigError: a path cannot be used. PageIOError: it has no room, or a transfer failed.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for path in paths:
+        for size in _SIZES:
+            for name, rate in _disk_rates(path, size).items():
+                found.setdefault(f"{name} {path}", {})[size] = rate
+    if device.type == "cuda":
+        for size in _SIZES:
+            for name, rate in copy_rates(device, size).items():
+                found.setdefault(name, {})[size] = rate
+    return found
+
+
+def _disk_rates(path: Path, size: int) -> dict[str, float]:
+    frames = max(_DEPTH, _TRIAL_BYTES // size)
+    with ThreadPoolExecutor(_DEPTH) as pool, ExitStack() as ends:
+        region = HostRegion(_DEPTH * size)
+        ends.callback(region.close)
+        disk = DiskRegion([path], page_size=size, total_frames=frames)
+        ends.callback(disk.close)
+        transfer(disk, region, pool, frames, _DEPTH, write=True)  # blocks that exist are written faster
+        best = {"write": 0.0, "read": 0.0}
+        for name in ("write", "read") * _ROUNDS:
+            seconds = transfer(disk, region, pool, frames, _DEPTH, write=name == "write", limit_s=_TRIAL_S)
+            best[name] = max(best[name], size / seconds)
+        return best
+
+
+def transfer(
+    disk: DiskRegion,
+    region: HostRegion,
+    pool: ThreadPoolExecutor,
+    frames: int,
+    depth: int,
+    *,
+    write: bool | None,
+    limit_s: float = float("inf"),
+) -> float:
+    """Seconds for each transfer of a frame, `depth` at once.
+
+    Args:
+        region: with a frame for each of them.
+        frames: that are transferred, in order, until `limit_s` is over.
+        write: or read; None: every other thread writes.
+    """
+    started = time.perf_counter()
+
+    def work(thread: int) -> int:
+        done = 0
+        buffer = region.memory[thread * disk.page_size : (thread + 1) * disk.page_size]
+        for frame in range(thread, frames, depth):
+            if write or (write is None and thread % 2):
+                disk.write(frame, 0, [buffer])
+            else:
+                disk.read(frame, 0, [buffer])
+            done += 1
+            if time.perf_counter() - started > limit_s:
+                break
+        return done
+
+    count = sum(future.result() for future in [pool.submit(work, thread) for thread in range(depth)])
+    return (time.perf_counter() - started) / count
+
+
+def copy_rates(device: torch.device, size: int) -> dict[str, float]:
+    """Bytes per second of copies of one size between page-locked memory and a CUDA device."""
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    found = {}
+    for name, source, target in (("host to device", host, there), ("device to host", there, host)):
+        best = 0.0
+        for _ in range(_ROUNDS + 1):  # the first warms up
+            torch.cuda.synchronize(device)
+            started, count = time.perf_counter(), 0
+            while count < 16 or (time.perf_counter() - started < _TRIAL_S / 2 and count * size < _TRIAL_BYTES):
+                target.copy_(source, non_blocking=True)
+                count += 1
+            torch.cuda.synchronize(device)
+            best = max(best, count * size / (time.perf_counter() - started))
+        found[name] = best
+    return found
