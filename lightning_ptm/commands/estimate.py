@@ -2,7 +2,9 @@
 
 Counts, of a batch of the config's own shape: operations (torch's formulas for matrix multiplications and convolutions;
 attention as its formula without advantage of a causal mask) and bytes that autograd keeps, in the compute dtype, with
-attention as fused kernels do it (inputs and output, no matrix of scores). Backward is taken as two forwards.
+attention as fused kernels do it (inputs and output, no matrix of scores). And what is no matrix multiplication: elements
+that go through a function such as GELU or a softmax, and bytes that all operations read and write. Backward is taken as two
+forwards.
 Mixtures of experts route evenly: each expert computes its share of the tokens.
 """
 
@@ -38,7 +40,9 @@ class Work:
     """One unit's forward, units inside it left out.
 
     Attributes:
-        flops: of the forward.
+        flops: of the forward; attention_flops: those of them that attention takes.
+        curved_numel: elements that exponential functions are taken of.
+        moved_bytes: that operations but attention read and write.
         saved_bytes: what autograd keeps of it until its backward.
         input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
     """
@@ -46,6 +50,9 @@ class Work:
     flops: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
+    attention_flops: int = 0
+    curved_numel: int = 0
+    moved_bytes: int = 0
 
 
 def example_batch(data: LightningDataModule) -> Any:
@@ -160,9 +167,9 @@ def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int]) -> list[int]:
     return [work.input_bytes if index in recomputed else work.saved_bytes for index, work in enumerate(works)]
 
 
-def tick_flops(work: Work, phase: Phase, *, recomputed: bool) -> int:
-    """Operations of one tick of a unit."""
-    return work.flops * (1 if phase is Phase.FORWARD else 3 if recomputed else 2)
+def forwards(phase: Phase, *, recomputed: bool) -> int:
+    """How many forwards one tick of a unit counts for."""
+    return 1 if phase is Phase.FORWARD else 3 if recomputed else 2
 
 
 class _Counter:
@@ -177,6 +184,9 @@ class _Counter:
         # State.
         self._inside = [0]
         self._flops = [0] * len(units)
+        self._attention = [0] * len(units)
+        self._curved = [0] * len(units)
+        self._moved = [0] * len(units)
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._seen: dict[int, Tensor] = {}
@@ -186,7 +196,17 @@ class _Counter:
 
     def works(self) -> tuple[Work, ...]:
         sources = [self._like.get(index, index) for index in range(len(self._units))]
-        return tuple(Work(self._flops[at], self._saved[at], self._inputs[at]) for at in sources)
+        return tuple(
+            Work(
+                flops=self._flops[at],
+                saved_bytes=self._saved[at],
+                input_bytes=self._inputs[at],
+                attention_flops=self._attention[at],
+                curved_numel=self._curved[at],
+                moved_bytes=self._moved[at],
+            )
+            for at in sources
+        )
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -201,7 +221,7 @@ class _Counter:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.add), _Flops(self.add):
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
                 yield
         finally:
             for handle in handles:
@@ -209,9 +229,19 @@ class _Counter:
             for module in changed:
                 del module.forward
 
-    def add(self, flops: int) -> None:
+    def computes(self, flops: int) -> None:
         """Operations of the unit that computes."""
         self._flops[self._inside[-1]] += flops
+
+    def attends(self, flops: int) -> None:
+        """Operations of attention."""
+        self._flops[self._inside[-1]] += flops
+        self._attention[self._inside[-1]] += flops
+
+    def moves(self, size: int, curved: int) -> None:
+        """Bytes that a call reads and writes, and elements of exponential functions."""
+        self._moved[self._inside[-1]] += size
+        self._curved[self._inside[-1]] += curved
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         unit = self._position[id(module)]
@@ -261,18 +291,32 @@ def _given(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Flops(TorchDispatchMode):
-    """Tells how many operations each call takes that torch has a formula for."""
+_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", "_softmax", "_log_softmax", "elu", "mish", "softplus")
+"""Names of calls that take an exponential function of each element."""
+_NO_WORK = ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "_reshape_alias")
 
-    def __init__(self, add: Callable[[int], None]) -> None:
+
+class _Calls(TorchDispatchMode):
+    """Tells what each call computes, by torch's formulas, and moves."""
+
+    def __init__(self, counter: _Counter) -> None:
         super().__init__()
-        self._add = add
+        self._counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self._add(int(formula(*args, **(kwargs or {}), out_val=out)))
+            self._counter.computes(int(formula(*args, **(kwargs or {}), out_val=out)))
+        name = func._overloadpacket.__name__
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if is_view or name in _NO_WORK:
+            return out
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        size = sum(leaf.numel() * leaf.itemsize for leaf in (*results, *inputs))
+        self._counter.moves(size, results[0].numel() if results and name.rstrip("_") in _CURVED else 0)
         return out
 
 

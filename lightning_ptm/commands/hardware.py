@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
 
-from lightning_ptm.config import parse_bytes
+from lightning_ptm.commands.estimate import Work
+from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.timing import Hardware
 from lightning_ptm.runtime.machine import Machine
@@ -43,6 +44,13 @@ class Node:
         disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
         intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
         inter_node_bytes_per_s: of a node; None where there is no other.
+        attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
+            likewise. None where compute_efficiency makes up for what is no matrix multiplication.
+        update_bytes_per_s: of one rank's optimizer arithmetic; None: that of the memory where it runs.
+        disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
+        disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
+        unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
+        page_size: bytes of the smallest page that saturates the links; None where nobody has measured it.
     """
 
     source: Path
@@ -63,6 +71,14 @@ class Node:
     disk_write_bytes_per_s: float | None
     intra_node_bytes_per_s: float | None
     inter_node_bytes_per_s: float | None
+    attention_flops_per_s: dict[str, float] | None = None
+    curved_numel_per_s: dict[str, float] | None = None
+    update_bytes_per_s: float | None = None
+    disk_both_bytes_per_s: float | None = None
+    disk_bytes_per_core_s: float | None = None
+    unit_s: float | None = None
+    step_s: float | None = None
+    page_size: int | None = None
 
     def machine(self) -> Machine:
         """What a run would find on it, if nothing else ran there."""
@@ -95,8 +111,27 @@ class Node:
             disk_read_bytes_per_s=(self.disk_read_bytes_per_s or _NEVER) / ranks,
             disk_write_bytes_per_s=(self.disk_write_bytes_per_s or _NEVER) / ranks,
             collective_bytes_per_s=min(between),
-            update_host_bytes_per_s=ram,
-            update_device_bytes_per_s=self.device_memory_bytes_per_s or ram,
+            update_host_bytes_per_s=ram if self.update_bytes_per_s is None else self.update_bytes_per_s,
+            update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
+            disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
+            shared_cores=self.device == "cpu",
+        )
+
+    def seconds(self, work: Work, dtype: str) -> float:
+        """What the forward of a unit takes one rank, if nothing keeps it waiting.
+
+        Raises:
+            ConfigError: the file has no rate for the dtype.
+        """
+        flops_per_s = self.flops_per_s(dtype)
+        if self.attention_flops_per_s is None or self.curved_numel_per_s is None:
+            return work.flops / flops_per_s
+        memory = self.device_memory_bytes_per_s or self.host_memory_bytes_per_s / self.ranks_per_node
+        return (
+            (work.flops - work.attention_flops) / flops_per_s
+            + work.attention_flops / self.attention_flops_per_s[dtype]
+            + work.curved_numel / self.curved_numel_per_s[dtype]
+            + work.moved_bytes / memory
         )
 
     def flops_per_s(self, dtype: str) -> float:
@@ -122,7 +157,9 @@ class Node:
 _SIZES = ("device_memory", "host_memory", "disk_memory")
 _COUNTS = ("ranks_per_node", "cpu_cores")
 _MAY_BE_ZERO = ("device_memory", "disk_memory")
-_RATES = tuple(field.name for field in dataclasses.fields(Node) if field.name.endswith("_bytes_per_s"))
+_RATES = tuple(field.name for field in dataclasses.fields(Node) if "_bytes_per_" in field.name)
+_SECONDS = ("unit_s", "step_s")
+_BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s")
 _MAY_BE_NULL = {
     "device_memory_bytes_per_s": "on a CPU",
     "host_to_device_bytes_per_s": "on a CPU",
@@ -131,8 +168,15 @@ _MAY_BE_NULL = {
     "disk_write_bytes_per_s": "without a disk",
     "intra_node_bytes_per_s": "for one rank",
     "inter_node_bytes_per_s": "for one node",
+    "update_bytes_per_s": "where it is the memory's",
+    "disk_both_bytes_per_s": "where reads and writes do not slow each other",
+    "disk_bytes_per_core_s": "where it takes no core's time",
+    "unit_s": "where it is not known",
+    "step_s": "where it is not known",
 }
 FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
+_MAY_BE_ABSENT = tuple(field.name for field in dataclasses.fields(Node) if field.default is None)
+"""What `lightning-ptm probe` measures and data sheets do not tell."""
 
 
 def installed() -> list[str]:
@@ -177,7 +221,7 @@ def read(path: Path) -> Node:
             hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
             raise ConfigError(f"{path}: there is no field {name!r}; {hint}")
     for name in FIELDS:
-        if name not in document:
+        if name not in document and name not in _MAY_BE_ABSENT:
             raise ConfigError(f"{path}: {name} is missing, so nothing can be planned for this machine; add it")
     return _Reader(path, document).node()
 
@@ -192,6 +236,7 @@ class _Reader:
     def node(self) -> Node:
         values: dict[str, Any] = {}
         device = self._document["device"]
+        compute = self._by_dtype("compute_flops_per_s")
         if device not in ("cuda", "cpu"):
             raise self._wrong("device", "cuda or cpu")
         for name in _SIZES:
@@ -199,7 +244,14 @@ class _Reader:
         for name in _COUNTS:
             values[name] = self._count(name)
         for name in _RATES:
-            values[name] = self._rate(name, self._document[name])
+            values[name] = self._rate(name, self._document.get(name))
+        for name in _SECONDS:
+            values[name] = self._rate(name, self._document.get(name))
+        for name in _BY_DTYPE:
+            values[name] = self._by_dtype(name) if self._document.get(name) is not None else None
+            if values[name] is not None and set(values[name]) != set(self._document["compute_flops_per_s"]):
+                raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
+        values["page_size"] = self._page_size()
         if device == "cuda":
             for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):
                 if not values[name]:
@@ -219,7 +271,7 @@ class _Reader:
             source=self._path,
             name=self._path.stem,
             device=device,
-            compute_flops_per_s=self._compute(),
+            compute_flops_per_s=compute,
             compute_efficiency=efficiency,
             **values,
         )
@@ -253,8 +305,18 @@ class _Reader:
             raise self._wrong(name, f"a number above 0{null}", given)
         return rate
 
-    def _compute(self) -> dict[str, float]:
-        name = "compute_flops_per_s"
+    def _page_size(self) -> int | None:
+        given = self._document.get("page_size")
+        if given is None:
+            return None
+        if given == "auto":
+            raise self._wrong("page_size", "a number of bytes (or null where nobody has measured it)")
+        try:
+            return Settings(page_size=given).page_bytes
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from error
+
+    def _by_dtype(self, name: str) -> dict[str, float]:
         given = self._document[name]
         if not isinstance(given, Mapping) or not given:
             raise self._wrong(name, f"a rate for each dtype, of {', '.join(DTYPES)}")
@@ -268,5 +330,5 @@ class _Reader:
         return rates
 
     def _wrong(self, name: str, wanted: str, given: object = dataclasses.MISSING) -> ConfigError:
-        shown = self._document[name] if given is dataclasses.MISSING else given
+        shown = self._document.get(name) if given is dataclasses.MISSING else given
         return ConfigError(f"{self._path}: {name} is {shown!r}; it has to be {wanted}")

@@ -27,20 +27,20 @@ from lightning_ptm.commands.estimate import (
     activation_bytes,
     estimate,
     example_batch,
+    forwards,
     host_activation_bytes,
     resized,
     sample_count,
-    tick_flops,
     token_count,
 )
 from lightning_ptm.commands.params import build_on_meta, read_config
 from lightning_ptm.commands.timeline import write_timeline
-from lightning_ptm.config import format_bytes
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
-from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
+from lightning_ptm.runtime.blueprint import Blueprint, LockFree, Request, decide
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import Occupied, occupied
 from lightning_ptm.runtime.planner import make_plan
@@ -180,8 +180,9 @@ def forecast(
     wanted = _wanted_batch(batch_size)
     document = read_config(Path(config_file))
     rates = node.rates(nodes)
-    run = _Run(document, config_file, strategy or {})
-    node_flops = node.flops_per_s(str(run.request.compute).removeprefix("torch."))
+    run = _Run(document, config_file, strategy or {}, node)
+    dtype = str(run.request.compute).removeprefix("torch.")
+    node.flops_per_s(dtype)  # refused before the model is laid out
     world_size = node.ranks_per_node * nodes
     drawn = decide(run.request, node.machine(), world_size)
     made = make_plan(drawn, Mode.TRAIN, drawn.trace)
@@ -198,7 +199,7 @@ def forecast(
     short_tier = Tier.DEVICE if peak > room or offloaded <= host_room else Tier.HOST
     timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
     if fits:
-        trace = _timed(drawn.trace, works, recomputed, node_flops)
+        trace = _timed(drawn.trace, [node.seconds(work, dtype) for work in works], recomputed, node.unit_s or 0.0)
         lock_free = drawn.lock_free
         timing = steady(
             drawn.layout,
@@ -206,14 +207,20 @@ def forecast(
             made,
             trace,
             drawn.budget,
-            rates,
+            # Lock-free updates have a thread of their own: see _beside_updates.
+            rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
             micro_batches=run.accumulate,
             wait_for_updates=lock_free is None,
             record=record,
         )
-        # So many steps' gradients may wait, and are then applied in one pass.
-        passes = 1 if lock_free is None else max(1, lock_free.max_staleness)
-        seconds = max(timing.seconds, max(use.busy_s for use in timing.links) / passes)
+        seconds = timing.seconds + (node.step_s or 0.0)
+        if lock_free is not None:
+            seconds = _beside_updates(seconds, timing, lock_free, node)
+        elif node.device == "cpu":
+            # What stalls leave of the cores' time may go to the disk.
+            arithmetic = sum(use.busy_s for use in timing.links if use.link in (Link.UPDATE_HOST, Link.UPDATE_DEVICE))
+            work_s = timing.compute_s + arithmetic + _disk_core_s(timing, node) / node.cpu_cores
+            seconds = max(timing.seconds, work_s) + (node.step_s or 0.0)
         binds = _binding(timing)
         if offloaded:
             with_copies = _with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
@@ -257,14 +264,16 @@ def forecast(
 class _Run:
     """A config as a run would see it, on the meta device."""
 
-    def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any]) -> None:
+    def __init__(
+        self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: machines.Node
+    ) -> None:
         trainer = document.get("trainer") or {}
         self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
         self.model = build_on_meta(document, path)
         self.batch = example_batch(_data(document, path))
-        self.request: Request = self._request(trainer, changed)
+        self.request: Request = self._request(trainer, changed, node)
 
-    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any]) -> Request:
+    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: machines.Node) -> Request:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = AngelPTMStrategy(**{**settings, **changed})
@@ -291,11 +300,25 @@ class _Run:
             strategy._lightning_module = self.model
             strategy.setup_optimizers(here)
             wanted = strategy.settings
+            if wanted.page_size == "auto":
+                wanted = dataclasses.replace(wanted, page_size=_page_bytes(node, wanted))
             if wanted.disk_path is None and "disk" in (wanted.parameter_home, wanted.wanted_master_home):
                 wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
             return strategy.request(here, wanted)
         finally:
             self.model._trainer = None
+
+
+def _page_bytes(node: machines.Node, settings: Settings) -> int:
+    """What a run would measure."""
+    if node.page_size is not None:
+        return node.page_size
+    if node.device == "cpu" and not settings.disk_paths:
+        return DEFAULT_PAGE_BYTES
+    raise ConfigError(
+        f"page_size is 'auto', which depends on how fast links are with pages of each size, and {node.source} has no "
+        f"page_size; run `lightning-ptm probe` on such a machine, or plan with --strategy '{{page_size: 4MiB}}'"
+    )
 
 
 class _Sizes:
@@ -401,16 +424,40 @@ def _with_copies(
     return found
 
 
-def _timed(trace: Trace, works: Sequence[Work], recomputed: frozenset[int], flops_per_s: float) -> Trace:
+def _timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], unit_s: float) -> Trace:
     return Trace(
         tuple(
             dataclasses.replace(
                 tick,
-                seconds=tick_flops(works[tick.unit], tick.phase, recomputed=tick.unit in recomputed) / flops_per_s,
+                seconds=unit_s + forward_s[tick.unit] * forwards(tick.phase, recomputed=tick.unit in recomputed),
             )
             for tick in trace.ticks
         )
     )
+
+
+def _disk_core_s(timing: Timing, node: machines.Node) -> float:
+    """Time of one core that reads and writes of a step take."""
+    size = sum(use.bytes for use in timing.links if use.link in (Link.DISK_READ, Link.DISK_WRITE))
+    return size / node.disk_bytes_per_core_s if node.disk_bytes_per_core_s is not None else 0.0
+
+
+def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: machines.Node) -> float:
+    """Seconds of a step whose updates go on beside it.
+
+    Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
+    a pass at least. On a CPU the arithmetic of the passes takes some of the cores, while it lasts.
+    """
+    busy = {use.link: use.busy_s for use in timing.links}
+    arithmetic = busy[Link.UPDATE_HOST] + busy[Link.UPDATE_DEVICE]
+    a_pass = max(busy.values())
+    alone = seconds
+    if node.device == "cpu":
+        share = min(1.0, lock_free.cores * node.ranks_per_node / node.cpu_cores)
+        taken_s = share * arithmetic + _disk_core_s(timing, node) / node.cpu_cores
+        for _ in range(20):  # slower steps leave more time to each pass: it settles at once
+            seconds = alone + taken_s * min(1.0, seconds / a_pass)
+    return max(seconds, a_pass / max(1, lock_free.max_staleness))
 
 
 def _binding(timing: Timing) -> str:

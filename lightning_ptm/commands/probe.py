@@ -11,22 +11,28 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptm.commands.fixed_costs import fixed_costs
 from lightning_ptm.commands.hardware import DTYPES
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.disk import DiskRegion
+from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.runtime.machine import this_machine
 
-_BLOCKS = (1 << 20, 4 << 20, 16 << 20)
+_BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)
+_UPDATE_NUMEL = 1 << 20
+"""Elements of one optimizer call (update/updater.py: BLOCK_NUMEL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +40,22 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        matrix: rows and columns on a CPU; on a device four times as many.
+        matrix: rows and columns on a CPU; on a device eight times as many.
         copy_bytes: of each copy in memory.
         disk_bytes: of each trial of a disk.
         seconds: of each measurement in memory.
+        steps: of each training run for fixed costs.
     """
 
     matrix: int
     copy_bytes: int
     disk_bytes: int
     seconds: float
+    steps: int
 
 
-FULL = Effort(matrix=2048, copy_bytes=256 << 20, disk_bytes=256 << 20, seconds=0.5)
-QUICK = Effort(matrix=512, copy_bytes=32 << 20, disk_bytes=16 << 20, seconds=0.02)
+FULL = Effort(matrix=1024, copy_bytes=256 << 20, disk_bytes=256 << 20, seconds=0.5, steps=100)
+QUICK = Effort(matrix=512, copy_bytes=32 << 20, disk_bytes=16 << 20, seconds=0.02, steps=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,12 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
     read = _together(trials, "read_bytes_per_s")
     write = _together(trials, "write_bytes_per_s")
     ram = copy_rate(torch.device("cpu"), torch.device("cpu"), effort)
+    together = [both_ways(path, trials, effort) for path in paths]
+    both = sum(found.bytes_per_s for found in together) if together else None
+    per_core = min(found.bytes_per_core_s for found in together) if together else None
     cuda = device.type == "cuda"
+    page = smallest_saturating(_by_page(trials, device))
+    fixed = fixed_costs(device, effort.steps)
     here = copy_rate(device, device, effort) if cuda else None
     to_device = copy_rate(torch.device("cpu"), device, effort) if cuda else None
     to_host = copy_rate(device, torch.device("cpu"), effort) if cuda else None
@@ -121,6 +134,18 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
             "intra_node_bytes_per_s", peers, "a copy between two devices, which collectives do not exceed", "one rank"
         ),
         _rate("inter_node_bytes_per_s", None, "", "not measured"),
+        "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
+        *(f"  {dtype}: {attention_rate(device, dtype, effort):.4g}" for dtype in DTYPES),
+        "curved_numel_per_s:          # GELU in its tanh form",
+        *(f"  {dtype}: {curved_rate(device, dtype, effort):.4g}" for dtype in DTYPES),
+        _rate("update_bytes_per_s", update_rate(effort), "fused AdamW on the CPU, 28 bytes of an element", ""),
+        _rate("disk_both_bytes_per_s", both, "half of the transfers read, the others write", "no --disk"),
+        _rate("disk_bytes_per_core_s", per_core, "the same bytes by the processor's time that they took", "no --disk"),
+        f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
+        f"step_s: {fixed.step_s:.4g}  # a step without units",
+        "page_size: null  # no link to choose it for"
+        if page is None
+        else f"page_size: {page}  # the smallest with which every link reaches {SATURATED:.0%} of its best",
     ]
     for trial in trials:
         rows.append(
@@ -136,6 +161,45 @@ def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     left = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     out = torch.empty_like(left)
     return 2 * side**3 / _fastest(lambda: torch.mm(left, left, out=out), device, effort.seconds)
+
+
+@torch.no_grad()
+def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
+    """Operations per second of attention, forward."""
+    shape = (max(1, effort.matrix // 128), 8, 256, 64)
+    heads = torch.ones(shape, dtype=getattr(torch, dtype), device=device)
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    return 4 * heads.numel() * shape[2] / _fastest(attend, device, effort.seconds)
+
+
+def curved_rate(device: torch.device, dtype: str, effort: Effort) -> float:
+    """Elements per second of an exponential function."""
+    values = torch.ones(effort.matrix, effort.matrix, dtype=getattr(torch, dtype), device=device)
+    return values.numel() / _fastest(lambda: F.gelu(values, approximate="tanh"), device, effort.seconds)
+
+
+def update_rate(effort: Effort) -> float:
+    """Bytes per second of optimizer arithmetic over memory that no cache holds: a 16-bit gradient is read, three fp32
+    numbers are read and written, a 16-bit copy is written."""
+    blocks = max(2, effort.copy_bytes // (16 * _UPDATE_NUMEL))
+    masters = [torch.zeros(_UPDATE_NUMEL) for _ in range(blocks)]
+    gradients = [torch.zeros(_UPDATE_NUMEL, dtype=torch.bfloat16) for _ in range(blocks)]
+    optimizers = [torch.optim.AdamW([master], lr=1e-6, fused=True) for master in masters]
+
+    def update() -> None:
+        for master, gradient, optimizer in zip(masters, gradients, optimizers, strict=True):
+            master.grad = gradient.float()
+            optimizer.step()
+            gradient.copy_(master)
+            master.grad = None
+
+    for master in masters:
+        master.requires_grad_()
+    with torch.no_grad():
+        return 28 * _UPDATE_NUMEL * blocks / _fastest(update, torch.device("cpu"), effort.seconds)
 
 
 def copy_rate(source: torch.device, target: torch.device, effort: Effort) -> float:
@@ -161,10 +225,10 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
             disk: DiskRegion | None = None
             try:
                 disk = DiskRegion([path], page_size=block, total_frames=frames)
-                _transfer(disk, region, pool, frames, max(_DEPTHS), write=True)  # blocks that exist are written faster
+                transfer(disk, region, pool, frames, max(_DEPTHS), write=True)  # blocks that exist are written faster
                 for depth in _DEPTHS:
-                    write = _transfer(disk, region, pool, frames, depth, write=True)
-                    read = _transfer(disk, region, pool, frames, depth, write=False)
+                    write = transfer(disk, region, pool, frames, depth, write=True)
+                    read = transfer(disk, region, pool, frames, depth, write=False)
                     found.append(DiskTrial(path, block, depth, frames * block / read, frames * block / write))
             finally:
                 if disk is not None:
@@ -173,23 +237,29 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
     return found
 
 
-def _transfer(
-    disk: DiskRegion, region: HostRegion, pool: ThreadPoolExecutor, frames: int, depth: int, *, write: bool
-) -> float:
-    """Seconds for one transfer of each frame, `depth` at once."""
+@dataclass(frozen=True, slots=True)
+class BothWays:
+    """Reads and writes of one path together: by the clock, and by the time of the processor."""
 
-    def work(thread: int) -> None:
-        buffer = region.memory[thread * disk.page_size : (thread + 1) * disk.page_size]
-        for frame in range(thread, frames, depth):
-            if write:
-                disk.write(frame, 0, [buffer])
-            else:
-                disk.read(frame, 0, [buffer])
+    bytes_per_s: float
+    bytes_per_core_s: float
 
-    started = time.perf_counter()
-    for future in [pool.submit(work, thread) for thread in range(depth)]:
-        future.result()
-    return time.perf_counter() - started
+
+def both_ways(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> BothWays:
+    """Reads and writes together, with the transfers that read fastest."""
+    best = max((trial for trial in trials if trial.path == path), key=lambda trial: trial.read_bytes_per_s)
+    block, depth = best.block_bytes, max(2, best.depth)
+    frames = max(depth, effort.disk_bytes // block)
+    with ThreadPoolExecutor(depth) as pool, ExitStack() as ends:
+        region = HostRegion(depth * block)
+        ends.callback(region.close)
+        disk = DiskRegion([path], page_size=block, total_frames=frames)
+        ends.callback(disk.close)
+        transfer(disk, region, pool, frames, depth, write=True)
+        before_s = time.process_time()
+        seconds = transfer(disk, region, pool, frames, depth, write=None)
+        core_s = max(time.process_time() - before_s, 1e-6)
+        return BothWays(block / seconds, frames * block / core_s)
 
 
 def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
@@ -221,8 +291,23 @@ def _together(trials: Sequence[DiskTrial], field: str) -> float | None:
     return min(best.values()) * len(best) if best else None
 
 
+def _by_page(trials: Sequence[DiskTrial], device: torch.device) -> dict[str, dict[int, float]]:
+    """The best rate of each link by size of a page."""
+    found: dict[str, dict[int, float]] = {}
+    for trial in trials:
+        for name in ("read", "write"):
+            rates = found.setdefault(f"{name} {trial.path}", {})
+            rate: float = getattr(trial, f"{name}_bytes_per_s")
+            rates[trial.block_bytes] = max(rate, rates.get(trial.block_bytes, 0.0))
+    if device.type == "cuda":
+        for block in _BLOCKS:
+            for name, rate in copy_rates(device, block).items():
+                found.setdefault(name, {})[block] = rate
+    return found
+
+
 def _side(device: torch.device, effort: Effort) -> int:
-    return effort.matrix * (4 if device.type == "cuda" else 1)
+    return effort.matrix * (8 if device.type == "cuda" else 1)
 
 
 def _name(device: torch.device) -> str:

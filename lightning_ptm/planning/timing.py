@@ -3,7 +3,8 @@
 Owns the clock of a simulation, of one iteration (simulate.py) or of steps that follow each other (`steady`). Knows
 tasks and bytes, not whether they are right: simulate.py checks that. Each link does one thing at a time, in issue order;
 pages stream, so a task that crosses several links takes as long as the slowest of them. A wait for free pages is not
-modelled: the plan takes pages only where they are free by its triggers.
+modelled: the plan takes pages only where they are free by its triggers. Where updates share the cores with compute, their
+arithmetic is done between ticks, as its reads have come, or when compute waits for it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Hardware:
 
     The collective rate is of bytes received (gather) or sent (reduce) by one rank. The update rates are of all bytes
     that an update reads and writes: master states twice, gradients and compute parameters once.
+
+    Args:
+        disk_both_bytes_per_s: of reads and writes of the disk that go on together; None: neither slows the other.
+        shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
     """
 
     name: str
@@ -47,6 +52,8 @@ class Hardware:
     collective_bytes_per_s: float
     update_host_bytes_per_s: float
     update_device_bytes_per_s: float
+    disk_both_bytes_per_s: float | None = None
+    shared_cores: bool = False
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""
@@ -112,6 +119,16 @@ class _Load:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """Arithmetic of an update that the cores have yet to do: when what it reads is there, and what it then writes."""
+
+    task: Task
+    ready_s: float
+    arithmetic: _Load
+    writes: tuple[_Load, ...]
+
+
 class Clock:
     """Runs beside a replay: told of each task and each compute in issue order."""
 
@@ -145,6 +162,11 @@ class Clock:
         self._last = _Arrival(0.0, Operation.COMPUTE)
         self._updated: dict[int, _Arrival] = {}
         """When the parameters of a unit are those of the last step."""
+        self._disk_free_s = 0.0
+        self._owed: list[_Owed] = []
+        """In the order in which it was issued."""
+        self._written_s: dict[int, float] = {}
+        """When the last writes of a unit's master states have landed."""
 
     def issue(self, task: Task) -> None:
         """Start a task that is not a compute now, or when what it reads is there."""
@@ -169,8 +191,12 @@ class Clock:
                 home = self._placement.homes[task.unit].gradient
                 loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
                 self._arrive(task, Kind.GRADIENT, loads, self._ready_s(task.unit, Kind.GRADIENT))
+            case Operation.UPDATE if self._hardware.shared_cores:
+                self._owe(task)
             case Operation.UPDATE:
-                self._arrive(task, Kind.MASTER, self._update_loads(task.unit), self._ready_s(task.unit, Kind.GRADIENT))
+                reads, arithmetic, writes = self._update_loads(task.unit)
+                ready_s = self._ready_s(task.unit, Kind.GRADIENT)
+                self._arrive(task, Kind.MASTER, [*reads, arithmetic, *writes], ready_s)
             case Operation.RELEASE:
                 self._arrivals.pop((task.unit, Kind.FULL), None)
             case Operation.EVICT:
@@ -180,6 +206,9 @@ class Clock:
 
     def compute(self, tick: Tick) -> None:
         """Wait for the tick's live units, then compute."""
+        self._pay()
+        for unit in tick.live:
+            self._pay_for(unit)
         nothing = _Arrival(0.0, Operation.COMPUTE)
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
@@ -191,6 +220,8 @@ class Clock:
 
     def finish(self) -> Timing:
         """Wait for everything that is still under way."""
+        while self._owed:
+            self._pay_for(self._owed[-1].task.unit)
         self._wait(self._last)
         return self.so_far()
 
@@ -201,6 +232,8 @@ class Clock:
                 arrival = self._arrivals.pop((unit, kind))
                 if wait_for_updates:
                     self._updated[unit] = arrival
+        if wait_for_updates:
+            self._pay()
 
     def so_far(self) -> Timing:
         """What has passed up to the end of the last tick; for links, what has been issued."""
@@ -216,21 +249,54 @@ class Clock:
             self._stalls[arrival.cause] = self._stalls.get(arrival.cause, 0.0) + arrival.at_s - self._now_s
             self._now_s = arrival.at_s
 
-    def _arrive(self, task: Task, kind: Kind, loads: Iterable[_Load], ready_s: float) -> None:
+    def _owe(self, task: Task) -> None:
+        """Read what an update needs; the cores will do the rest."""
+        reads, arithmetic, writes = self._update_loads(task.unit)
+        begin_s = max(self._ready_s(task.unit, Kind.GRADIENT), self._written_s.get(task.unit, 0.0))
+        ready_s = self._carry(task, reads, begin_s)
+        self._owed.append(_Owed(task, ready_s, arithmetic, tuple(writes)))
+
+    def _pay(self) -> None:
+        """Do the arithmetic of updates whose reads have come."""
+        while self._owed and self._owed[0].ready_s <= self._now_s:
+            self._do(self._owed.pop(0))
+
+    def _pay_for(self, unit: int) -> None:
+        """Compute needs a unit: wait for its update, and do those that were issued before."""
+        while any(owed.task.unit == unit for owed in self._owed):
+            first = self._owed.pop(0)
+            self._wait(_Arrival(first.ready_s, Operation.UPDATE))
+            self._do(first)
+
+    def _do(self, owed: _Owed) -> None:
+        end_s = self._carry(owed.task, [owed.arithmetic], self._now_s)
+        self._wait(_Arrival(end_s, Operation.UPDATE))
+        self._written_s[owed.task.unit] = self._carry(owed.task, owed.writes, self._now_s)
+
+    def _carry(self, task: Task, loads: Iterable[_Load], ready_s: float) -> float:
+        """Put loads on their links; returns when the last one is there."""
         end_s = ready_s
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
             seconds = load.bytes / self._hardware.bytes_per_s(load.link)
+            both = self._hardware.disk_both_bytes_per_s
+            if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
+                self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
+                seconds = max(seconds, self._disk_free_s - start_s)
             self._free_s[load.link] = start_s + seconds
             self._busy_s[load.link] += seconds
             self._bytes[load.link] += load.bytes
             if self._record is not None and load.bytes:
                 self._record.append(Activity(load.link, task.operation, task.unit, start_s, seconds, load.bytes))
             end_s = max(end_s, start_s + seconds)
+        self._last = max(self._last, _Arrival(end_s, task.operation), key=lambda at: at.at_s)
+        return end_s
+
+    def _arrive(self, task: Task, kind: Kind, loads: Iterable[_Load], ready_s: float) -> None:
+        end_s = self._carry(task, loads, ready_s)
         arrival = _Arrival(end_s, task.operation)
         before = self._arrivals.get((task.unit, kind), arrival)
         self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
-        self._last = max(self._last, arrival, key=lambda at: at.at_s)
 
     def _update_of(self, unit: int) -> _Arrival:
         return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
@@ -258,8 +324,8 @@ class Clock:
             loads.append(_Load(Link.DEVICE_TO_HOST, size))
         return loads
 
-    def _update_loads(self, unit: int) -> list[_Load]:
-        """Read and write the master states where they live, bring the gradients, send the parameters home."""
+    def _update_loads(self, unit: int) -> tuple[list[_Load], _Load, list[_Load]]:
+        """Read the master states where they live and bring the gradients; the arithmetic; write, send the parameters home."""
         homes = self._placement.homes[unit]
         trainable = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
         master_bytes = sum(
@@ -268,20 +334,21 @@ class Clock:
         gradient_bytes = self._gradient_bytes[unit]
         place = Tier.HOST if self._has_host and homes.master is not Tier.DEVICE else Tier.DEVICE
         link = Link.UPDATE_HOST if place is Tier.HOST else Link.UPDATE_DEVICE
-        return [
-            *self._loads(homes.master, place, master_bytes),
-            *self._loads(homes.gradient, place, gradient_bytes),
+        return (
+            [*self._loads(homes.master, place, master_bytes), *self._loads(homes.gradient, place, gradient_bytes)],
             _Load(link, 2 * master_bytes + 2 * gradient_bytes),
-            *self._loads(place, homes.master, master_bytes),
-            *self._loads(place, homes.parameter, gradient_bytes),  # Trainable parameters: as many bytes.
-        ]
+            [
+                *self._loads(place, homes.master, master_bytes),
+                *self._loads(place, homes.parameter, gradient_bytes),  # Trainable parameters: as many bytes.
+            ],
+        )
 
     def _others_bytes(self, shard_bytes: int) -> int:
         return shard_bytes * (self._layout.world_size - 1)
 
 
-_STEPS_BEFORE = 1
-"""Steps that are replayed before the one that counts: the first waits for no updates."""
+_STEPS_BEFORE = 2
+"""Steps that are replayed before the one that counts: the first waits for no updates, the second for no earlier writes."""
 
 
 def steady(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lightning_ptm.commands.estimate import Work
 from lightning_ptm.commands.hardware import FIELDS, find, installed, read
 from lightning_ptm.errors import ConfigError
 
@@ -73,6 +75,12 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"compute_flops_per_s": {"bf16": 1}}, r"unknown dtype 'bf16'; it may have bfloat16"),
         ({"compute_flops_per_s": {"bfloat16": 0}}, r"compute_flops_per_s\.bfloat16 is 0"),
         ({"compute_efficiency": 1.5}, r"compute_efficiency is 1\.5; .* at most 1"),
+        ({"page_size": "auto"}, r"page_size is 'auto'; it has to be a number of bytes"),
+        ({"page_size": 5000}, r"mine\.yaml: page_size=5000 is 5000 bytes; a page is a multiple of 4096"),
+        ({"attention_flops_per_s": {"bfloat16": 1}}, r"attention_flops_per_s is .* each dtype of compute_flops_per_s"),
+        ({"curved_numel_per_s": 5}, r"curved_numel_per_s is 5; .* a rate for each dtype"),
+        ({"unit_s": 0}, r"unit_s is 0; .* above 0 \(or null where it is not known\)"),
+        ({"disk_both_bytes_per_s": -1}, r"disk_both_bytes_per_s is -1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_field(tmp_path: Path, values: dict[str, Any], words: str) -> None:
@@ -97,3 +105,12 @@ def test_several_nodes_need_a_network_and_a_dtype_needs_a_rate() -> None:
         node.rates(2)
     with pytest.raises(ConfigError, match=r"has no bfloat16.*float16, float32, float64.*precision"):
         node.flops_per_s("bfloat16")
+
+
+def test_what_a_probe_measures_beside_multiplications_counts() -> None:
+    node = read(find("a100_40gb_x8"))
+    work = Work(flops=10**12, attention_flops=10**11, curved_numel=10**9, moved_bytes=10**9)
+    assert node.seconds(work, "bfloat16") == pytest.approx(1e12 / 156e12)
+    same = dict.fromkeys(node.compute_flops_per_s, 1e12), dict.fromkeys(node.compute_flops_per_s, 1e10)
+    node = dataclasses.replace(node, attention_flops_per_s=same[0], curved_numel_per_s=same[1])
+    assert node.seconds(work, "bfloat16") == pytest.approx(9e11 / 156e12 + 0.1 + 0.1 + 1e9 / 1.555e12)

@@ -291,6 +291,75 @@ def test_a_config_without_data_is_refused(tmp_path: Path) -> None:
         forecast(path, "h200_x1")
 
 
+class Curve(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x)
+
+
+class Curves(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Curve(), Curve()])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        x = batch.view(2, 8).t() + 1.0  # 64 bytes read, 64 written
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()  # 64 read, 4 written
+
+
+def test_what_no_formula_counts_is_counted() -> None:
+    """GELU of each element of its input; a call reads its inputs and writes its output; views are nothing."""
+    model = Curves()
+    root, *blocks = estimate(model, discover(model, ["Curve"]), torch.empty(16, device="meta"), torch.float32)
+    assert (root.moved_bytes, root.curved_numel) == (64 + 64 + 64 + 4, 0)
+    assert [(block.moved_bytes, block.curved_numel) for block in blocks] == 2 * [(128, 16)]
+
+
+def test_the_page_size_is_the_hardware_files(tmp_path: Path) -> None:
+    path = config(tmp_path, {"page_size": "auto", "master_home": "disk", "disk_path": str(tmp_path)})
+    _, planned = forecast(path, cpu_file(tmp_path, page_size=1 << 20))
+    assert planned.layout.page_size == 1 << 20
+    with pytest.raises(
+        ConfigError, match=r"page_size is 'auto', .*cpu\.yaml has no page_size; run `lightning-ptm probe`"
+    ):
+        forecast(path, cpu_file(tmp_path))
+    path = config(tmp_path, {"page_size": "auto"})
+    assert forecast(path, cpu_file(tmp_path))[1].layout.page_size == 4 << 20
+
+
+class NeedsValues(L.LightningModule):
+    """Takes numbers out of tensors, which the meta device has none of."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.in_forward = in_forward
+        self.layer = torch.nn.Linear(16, 1)
+        if not in_forward:
+            self.scale = float(self.layer.weight.detach().to("meta").sum())
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.layer(batch[0].float()).mean()
+        return loss * float(loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_module_that_needs_values_is_refused(tmp_path: Path, in_forward: bool) -> None:
+    path = config(tmp_path, {"page_size": "64KiB"})
+    document = yaml.safe_load(path.read_text())
+    document["model"] = {"class_path": f"{__name__}.NeedsValues", "init_args": {"in_forward": in_forward}}
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match=r"NeedsValues.* cannot .*on the meta device \(.*\), so"):
+        forecast(path, cpu_file(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("arguments"),
     [

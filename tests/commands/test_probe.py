@@ -11,7 +11,7 @@ from lightning_ptm.cli import main
 from lightning_ptm.commands import hardware, probe
 from lightning_ptm.errors import ConfigError
 
-TINY = probe.Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0)
+TINY = probe.Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0, steps=2)
 
 
 @pytest.fixture
@@ -32,6 +32,10 @@ def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.C
     assert set(yaml.safe_load(text)) == set(hardware.FIELDS)
     assert set(node.compute_flops_per_s) == set(hardware.DTYPES)
     assert node.disk_memory > 0 and node.host_memory > 0
+    assert node.page_size in (1 << 16, 1 << 20)
+    assert node.attention_flops_per_s is not None and node.curved_numel_per_s is not None
+    for name in ("update_bytes_per_s", "disk_both_bytes_per_s", "disk_bytes_per_core_s", "unit_s", "step_s"):
+        assert getattr(node, name) > 0, name
     trials = [line for line in text.splitlines() if line.startswith(f"# {disk}: ")]
     assert len(trials) == 4
     assert list(disk.iterdir()) == []
@@ -53,6 +57,7 @@ def test_two_paths_are_as_fast_as_twice_the_slower_one() -> None:
 def test_without_a_disk_there_is_none(tiny: None) -> None:
     found = yaml.safe_load(probe.measure((), TINY))
     assert found["disk_memory"] == 0 and found["disk_read_bytes_per_s"] is None
+    assert found["page_size"] is None and found["disk_both_bytes_per_s"] is None
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:

@@ -74,3 +74,27 @@ def test_the_record_is_of_one_step_and_links_do_one_thing_at_a_time() -> None:
             assert done.start_s + done.seconds > 0 and done.start_s < timing.seconds
             assert done.start_s >= ends - 1e-9 or done.start_s < 0
             ends = done.start_s + done.seconds
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["behind the backward", "at the step"])
+def test_updates_on_the_cores_that_compute_take_their_time_from_it(late: bool) -> None:
+    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST), keep_gradients=late)
+    plan = schedule(LAYOUT, placement, TRACE, BUDGET, update_in_backward=not late)
+    timing = steady(LAYOUT, placement, plan, TRACE, BUDGET, replace(updating_in(3.0), shared_cores=True))
+    assert timing.compute_s == COMPUTE_S
+    assert timing.seconds == pytest.approx(COMPUTE_S + 3.0)
+
+
+@pytest.mark.parametrize(("both", "expected_s"), [(None, 20.0), (2.0, 20.0), (1.0, 40.0), (4 / 3, 30.0)])
+def test_a_disk_that_reads_and_writes_at_once_is_as_fast_as_both_together(
+    both: float | None, expected_s: float
+) -> None:
+    """Reads alone take 20 s, and so do writes; `both` is how many times as many bytes pass when they go on together."""
+    budget = pages(100, disk=1000)
+    placement = placed(LAYOUT, budget, trace=TRACE, wishes=Wishes(master=Tier.DISK), unified=True)
+    plan = plan_of(LAYOUT, placement, TRACE, budget)
+    rate = sum(flat.shard_numel * 12 for flat in LAYOUT.flats) / 20.0
+    disk = replace(INSTANT, disk_read_bytes_per_s=rate, disk_write_bytes_per_s=rate, shared_cores=True)
+    together = None if both is None else both * rate
+    timing = steady(LAYOUT, placement, plan, TRACE, budget, replace(disk, disk_both_bytes_per_s=together))
+    assert 0.95 * expected_s <= timing.seconds <= expected_s + COMPUTE_S

@@ -1,0 +1,36 @@
+"""This project's own GPT on its own text, with this project's strategy: what a config file of `fit` describes.
+
+Options: `model`, `data` and `settings` are the arguments of `lightning_ptm.models.GPT`, `lightning_ptm.data.TextBytes` and
+AngelPTMStrategy; `precision`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from race import Baton
+
+from sides.trainer import Pacer, make_strategy
+
+
+def run(options: dict[str, Any], baton: Baton) -> None:
+    """Take part in the race until it is over."""
+    from lightning_ptm.data import TextBytes
+    from lightning_ptm.models import GPT
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=make_strategy(options["settings"]),
+        precision=options["precision"],
+        max_epochs=-1,
+        max_steps=100_000,
+        callbacks=[Pacer(baton, count_disk=True)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(GPT(**options["model"]), datamodule=TextBytes(**options["data"]))
