@@ -45,16 +45,18 @@ def parameter_demands(
 ) -> Iterator[Demand]:
     """A unit's gathered flats, and the shard pages that are fetched for the gather.
 
-    One rank: a unit at home on the device is used where it lies; another is fetched straight into its full run.
+    Where nothing is gathered: a unit at home on the device is used where it lies; another is fetched straight into its
+    full run.
     """
     full_pages, shard_pages = layout.full_pages(unit), layout.shard_pages(unit)
-    if not full_pages or (layout.world_size == 1 and parameter_home is Tier.DEVICE):
+    gathers = layout.gathers(unit)
+    if not full_pages or (not gathers and parameter_home is Tier.DEVICE):
         return
     spans = uses.units[unit].spans()
     triggers = early_triggers(spans) if comfortable else tuple(span.first for span in spans)
     for span, trigger in zip(spans, triggers, strict=True):
         yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
-        if layout.world_size > 1 and parameter_home is not Tier.DEVICE:
+        if gathers and parameter_home is not Tier.DEVICE:
             fetched = max(trigger - 1, 0) if comfortable else trigger
             # Until the need, though the gather may be done before: so the least demand is covered (I2).
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)

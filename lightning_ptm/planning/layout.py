@@ -14,8 +14,9 @@ I4: padding lies at the end of a parameter or at the end of a flat, never inside
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES
@@ -194,6 +195,10 @@ class ModelLayout:
         """The flats of a unit, trainable first."""
         return self.flats[self.first_flats[unit] : self.first_flats[unit + 1]]
 
+    def gathers(self, unit: int) -> bool:
+        """Whether a unit's parameters are divided, so that ranks gather them. An expert may be whole on one rank."""
+        return any(flat.world_size > 1 for flat in self.flats_of(unit))
+
     def shard_pages(self, unit: int) -> int:
         """Pages of one rank's shard of a unit's parameters: one per stripe."""
         return sum(flat.stripe_count for flat in self.flats_of(unit))
@@ -223,13 +228,19 @@ class ModelLayout:
         return self.padding_bytes() / total_bytes if total_bytes else 0.0
 
 
-def build_layout(units: Sequence[UnitSpec], *, page_size: int, world_size: int) -> ModelLayout:
+_BY_ALL: Mapping[int, int] = MappingProxyType({})
+
+
+def build_layout(
+    units: Sequence[UnitSpec], *, page_size: int, world_size: int, shared_by: Mapping[int, int] = _BY_ALL
+) -> ModelLayout:
     """Lay out a model: a flat per (dtype, trainable, optimizer) of each unit, trainable first, ordered by group.
 
     Args:
         units: the units of the model; the first is the root.
         page_size: bytes of a page.
         world_size: number of ranks.
+        shared_by: for units that not all ranks share, by index: how many do.
 
     Raises:
         ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
@@ -246,7 +257,7 @@ def build_layout(units: Sequence[UnitSpec], *, page_size: int, world_size: int) 
         # Stable: dtypes stay in the order in which they first occur.
         for key in sorted(members, key=lambda key: not key[0]):
             ordered = sorted(members[key], key=lambda parameter: parameter.group)
-            flats.append(_flat(unit, len(flats), ordered, page_size, world_size))
+            flats.append(_flat(unit, len(flats), ordered, page_size, shared_by.get(unit, world_size)))
         first_flats.append(len(flats))
     return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats))
 

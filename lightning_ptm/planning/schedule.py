@@ -119,7 +119,8 @@ class _Scheduler:
         for unit, use in enumerate(self._uses.units):
             homes = self._placement.homes[unit]
             full_pages, shard_pages = self._layout.full_pages(unit), self._layout.shard_pages(unit)
-            resident = not self._several and homes.parameter is Tier.DEVICE
+            gathers = self._layout.gathers(unit)
+            resident = not gathers and homes.parameter is Tier.DEVICE
             spans = () if resident or not full_pages else use.spans()
             self._full.append(
                 [
@@ -127,7 +128,7 @@ class _Scheduler:
                     for position, span in enumerate(spans)
                 ]
             )
-            fetched = self._several and homes.parameter is not Tier.DEVICE
+            fetched = gathers and homes.parameter is not Tier.DEVICE
             self._shards.append(
                 [
                     _Stay(unit, position, Kind.PARAMETER, shard_pages, span.first, span.first, span.first)
@@ -242,13 +243,12 @@ class _Scheduler:
         return sorted((stay for of_unit in stays for stay in of_unit), key=lambda stay: (stay.need, stay.unit))
 
     def _copies(self) -> Iterator[Task]:
-        for stays, enter, leave in (
-            (self._full, Operation.GATHER if self._several else Operation.FETCH, Operation.RELEASE),
-            (self._shards, Operation.FETCH, Operation.EVICT),
-        ):
+        for stays, leave in ((self._full, Operation.RELEASE), (self._shards, Operation.EVICT)):
             for of_unit in stays:
                 for stay in of_unit:
                     pages = self._layout.shard_pages(stay.unit)
+                    gathered = stay.kind is Kind.FULL and self._layout.gathers(stay.unit)
+                    enter = Operation.GATHER if gathered else Operation.FETCH
                     if not stay.joins_previous and not stay.dropped:
                         yield Task(enter, stay.unit, stay.kind, 0, pages, stay.trigger)
                     if not stay.joins_next and not stay.dropped:

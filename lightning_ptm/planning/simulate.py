@@ -177,18 +177,19 @@ class _Replay:
                 self._clock.issue(task)
 
     def _fetch(self, task: Task) -> None:
-        kind = Kind.FULL if self._one_rank else Kind.PARAMETER
+        whole = not self._layout.gathers(task.unit)
+        kind = Kind.FULL if whole else Kind.PARAMETER
         if task.kind is not kind or self._placement.homes[task.unit].parameter is Tier.DEVICE:
             raise InternalError(f"{self._words(task)}: there is nothing to fetch for a {task.kind.value} copy")
         self._put(task, kind)
-        if self._one_rank:
+        if whole:
             self._check_whole(task)
             self._hold(self._run_pages(task.unit, gradient=False))
         else:
             self._hold(task.last_page - task.first_page)
 
     def _gather(self, task: Task) -> None:
-        if self._one_rank:
+        if not self._layout.gathers(task.unit):
             raise InternalError(f"{self._words(task)}: one rank has nobody to gather from")
         self._check_whole(task)
         at_home = self._placement.homes[task.unit].parameter is Tier.DEVICE
@@ -254,7 +255,7 @@ class _Replay:
         for unit in tick.live:
             if self._progress[unit] is _Progress.UPDATED:
                 raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name} after its update")
-            resident = self._one_rank and self._placement.homes[unit].parameter is Tier.DEVICE
+            resident = not self._layout.gathers(unit) and self._placement.homes[unit].parameter is Tier.DEVICE
             whole = (1 << self._pages(unit, Kind.FULL)) - 1
             if not resident and self._present.get((unit, Kind.FULL), 0) != whole:
                 raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name}, which is not there")

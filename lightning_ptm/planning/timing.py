@@ -179,13 +179,13 @@ class Clock:
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
                 source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._shard_bytes[task.unit]))]
+                loads = [_Load(Link.COLLECTIVE, self._others_bytes(task.unit, self._shard_bytes[task.unit]))]
                 self._arrive(task, Kind.FULL, loads, max(self._now_s, source.at_s))
                 self._blame(
                     task.unit, Kind.FULL, source
                 )  # What compute then waits for is the copy, not the collective.
             case Operation.REDUCE:
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(self._gradient_bytes[task.unit]))]
+                loads = [_Load(Link.COLLECTIVE, self._others_bytes(task.unit, self._gradient_bytes[task.unit]))]
                 self._arrive(task, Kind.GRADIENT, loads, self._now_s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
@@ -343,8 +343,9 @@ class Clock:
             ],
         )
 
-    def _others_bytes(self, shard_bytes: int) -> int:
-        return shard_bytes * (self._layout.world_size - 1)
+    def _others_bytes(self, unit: int, shard_bytes: int) -> int:
+        sharing = max((flat.world_size for flat in self._layout.flats_of(unit)), default=1)
+        return shard_bytes * (sharing - 1)
 
 
 _STEPS_BEFORE = 2

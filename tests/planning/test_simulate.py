@@ -38,9 +38,12 @@ SLOW = Hardware("one byte a second", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[ModelLayout, Trace]:
-    """A random model on one to four ranks, and a random iteration of it."""
+    """A random model on one to four ranks, of which fewer may share a unit (an expert), and a random iteration of it."""
     units = draw(unit_lists())
-    layout = build_layout(units, page_size=PAGE, world_size=draw(st.sampled_from((1, 1, 2, 3, 4))))
+    world_size = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    fewer = st.sampled_from([count for count in (1, 2) if world_size % count == 0])
+    shared_by = draw(st.dictionaries(st.integers(1, max(1, len(units) - 1)), fewer))
+    layout = build_layout(units, page_size=PAGE, world_size=world_size, shared_by=shared_by)
     return layout, draw(st.one_of(traces(len(units)), st.just(sequential_trace(layout))))
 
 
