@@ -1,7 +1,8 @@
 """The collectives of pages: one stripe of a flat at a time (section 3 of the design; the paper's Communicator).
 
 Owns the process groups and the stream that collectives run on. Knows flats and tensors, never units' meaning.
-World size 1 takes the same path with `SoloCommunicator`.
+World size 1 takes the same path with `SoloCommunicator`. What some ranks only share has a communicator of theirs
+(`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and it ends with the one of all.
 
 I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged.
 I2: `Work` keeps every buffer of a collective alive and is waited on once.
@@ -84,12 +85,19 @@ class Communicator(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def mean_over(self) -> int:
+        """Ranks whose losses a reduced gradient is the mean of: those here, or more if some gave theirs to others."""
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
-        """Mean over ranks of `full` (padded_numel,) -> this rank's pieces in `shard` (shard_numel,)."""
+        """Sum over ranks of `full` (padded_numel,), over `mean_over` -> this rank's pieces in `shard` (shard_numel,)."""
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The first `sent[0]` of `rows` (n, ...) to rank 0, and so on; returns the rows of rank 0, rank 1..., of which
+        `received` says how many there are. Waits for them."""
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         """Sum (or maximum) over ranks of a small tensor, in place; returns it."""
@@ -120,6 +128,9 @@ class SoloCommunicator:
     rank = 0
     world_size = 1
 
+    def __init__(self, mean_over: int = 1) -> None:
+        self.mean_over = mean_over
+
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         if shard.data_ptr() != full.data_ptr():
             full.copy_(shard)
@@ -129,6 +140,9 @@ class SoloCommunicator:
         if shard.data_ptr() != full.data_ptr():
             shard.copy_(full)
         return Work()
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return rows
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         return values
@@ -178,13 +192,27 @@ class ProcessGroupCommunicator:
     Args:
         device: the compute device of this rank; decides the backend of the data group.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
-        events: told of every collective of pages.
+        events: told of every collective of pages or tokens.
+        within: see `part`.
+        partition: see `part`.
     """
 
-    def __init__(self, device: torch.device, timeout: datetime.timedelta, events: Events | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        events: Events | None = None,
+        *,
+        within: ProcessGroupCommunicator | None = None,
+        partition: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._events = events or Events()
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self._timeout = timeout
+        self.mean_over = dist.get_world_size()
+        partition = partition or [range(self.mean_over)]
+        self._ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
+        self.rank = self._ranks.index(dist.get_rank())
+        self.world_size = len(self._ranks)
         self._device = device
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -194,16 +222,34 @@ class ProcessGroupCommunicator:
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         # The ranks' bulletin board: it works while collectives hang.
         self._board = dist.distributed_c10d._get_default_store()
-        self._failure_key = ""
+        self._failure_key: str = "" if within is None else within._failure_key
+        self._parts: list[ProcessGroupCommunicator] = []
 
         # State: no group any more once closed.
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._data_group = self._guard(lambda: dist.new_group(backend=backend, timeout=timeout))
-        self._control_group = self._guard(lambda: dist.new_group(backend="gloo", timeout=timeout))
-        # Of this communicator alone: groups are numbered alike on all ranks.
-        self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
+        for ranks in partition:  # every rank makes all groups, in the same order
+            members = None if within is None else list(ranks)
+            data = self._guard(lambda: dist.new_group(members, backend=backend, timeout=timeout))  # noqa: B023
+            control = self._guard(lambda: dist.new_group(members, backend="gloo", timeout=timeout))  # noqa: B023
+            if dist.get_rank() in ranks:
+                self._data_group, self._control_group = data, control
+            del data, control  # the last reference must be `close`'s
+        if within is None:
+            # Of this communicator alone: groups are numbered alike on all ranks.
+            self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
+
+    def part(self, partition: Sequence[Sequence[int]]) -> ProcessGroupCommunicator:
+        """A communicator of those ranks of `partition` that this one is among. It is closed with this one. Its reductions
+        still divide by the number of all ranks.
+
+        Args:
+            partition: every rank once; the same on all ranks. Collective for all of them.
+        """
+        made = ProcessGroupCommunicator(self._device, self._timeout, self._events, within=self, partition=partition)
+        self._parts.append(made)
+        return made
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         def start() -> list[Any]:
@@ -226,10 +272,15 @@ class ProcessGroupCommunicator:
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
 
+            def finish() -> None:
+                self._join()
+                if self.mean_over != self.world_size:
+                    shard.mul_(self.world_size / self.mean_over)
+
             told = self._told("reduce_scatter", full)
             with self._on_stream():
                 handles = self._guard(start)
-            return Work(handles, [full, shard], self._join, self._guard, told)
+            return Work(handles, [full, shard], finish, self._guard, told)
         return self._exchange_and_add(full, shard, flat)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
@@ -250,7 +301,7 @@ class ProcessGroupCommunicator:
                 total = parts[0].to(torch.promote_types(piece.dtype, torch.float32), copy=True)
                 for rank in range(1, self.world_size):
                     total.add_(parts[rank])
-                piece.copy_(total.div_(self.world_size))
+                piece.copy_(total.div_(self.mean_over))
 
         told = self._told("reduce_scatter", full)
         return Work(self._guard(start), [full, received, shard], add, self._guard, told)
@@ -267,6 +318,20 @@ class ProcessGroupCommunicator:
 
         return done
 
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        group = self._data if rows.device.type == self._device.type else self._control
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        rows = rows.contiguous()
+
+        def start() -> Any:
+            return dist.all_to_all_single(out, rows, list(received), list(sent), group=group, async_op=True)
+
+        told = self._told("all_to_all", rows)
+        with self._on_stream():
+            handle = self._guard(start)
+        Work([handle], [rows, out], self._join, self._guard, told).wait()
+        return out
+
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -276,11 +341,12 @@ class ProcessGroupCommunicator:
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._guard(lambda: dist.broadcast(tensor, src=source, group=self._data if tensor.is_cuda else self._control))
+        group = self._data if tensor.is_cuda else self._control
+        self._guard(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         box = [value]
-        self._guard(lambda: dist.broadcast_object_list(box, src=source, group=self._control))
+        self._guard(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._control))
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
@@ -290,11 +356,11 @@ class ProcessGroupCommunicator:
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
     def send(self, page: Tensor, rank: int) -> Work:
-        handle = self._guard(lambda: dist.isend(page, rank, group=self._data))
+        handle = self._guard(lambda: dist.isend(page, self._ranks[rank], group=self._data))
         return Work([handle], [page], guard=self._guard)
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        handle = self._guard(lambda: dist.irecv(page, rank, group=self._data))
+        handle = self._guard(lambda: dist.irecv(page, self._ranks[rank], group=self._data))
         return Work([handle], [page], guard=self._guard)
 
     def meet(self, word: str | None, within_s: float) -> bool:
@@ -323,18 +389,27 @@ class ProcessGroupCommunicator:
             return
         # The board is gone when its rank's process is. The first reason stays: it is the cause of the others.
         with contextlib.suppress(Exception):
-            self._board.compare_set(self._failure_key, "", f"rank {self.rank} failed with {reason}")
+            self._board.compare_set(self._failure_key, "", f"rank {self._own_rank} failed with {reason}")
         self.close()
 
     def close(self) -> None:
-        """Destroys the two groups. Not collective: a rank that failed closes alone. Blocks until collectives in flight
-        have ended, so that afterwards nothing writes into their buffers. Idempotent."""
+        """Destroys the two groups, and those of its parts. Not collective: a rank that failed closes alone. Blocks until
+        collectives in flight have ended, so that afterwards nothing writes into their buffers. Idempotent."""
         # Dropping the last reference is what closes the connections. Control first: there the others wait.
-        control, self._control_group = self._control_group, None
-        _destroy(control)
-        del control
-        data, self._data_group = self._data_group, None
-        _destroy(data)
+        communicators = [self, *self._parts]
+        for each in communicators:
+            control, each._control_group = each._control_group, None
+            _destroy(control)
+            del control
+        for each in communicators:
+            data, each._data_group = each._data_group, None
+            _destroy(data)
+            del data
+
+    @property
+    def _own_rank(self) -> int:
+        """Among all ranks."""
+        return self._ranks[self.rank]
 
     @property
     def _data(self) -> dist.ProcessGroup:
@@ -346,7 +421,9 @@ class ProcessGroupCommunicator:
 
     def _still_open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
-            raise UsageError(f"rank {self.rank} has left the collectives of this run, which has ended; start a new one")
+            raise UsageError(
+                f"rank {self._own_rank} has left the collectives of this run, which has ended; start a new one"
+            )
         return group
 
     def _guard(self, call: Callable[[], Any]) -> Any:
@@ -365,13 +442,13 @@ class ProcessGroupCommunicator:
                 reason = self._board.get(self._failure_key).decode()
         if reason:
             return (
-                f"{reason}; a collective needs all ranks, so rank {self.rank} stops too; look for the traceback in that "
+                f"{reason}; a collective needs all ranks, so rank {self._own_rank} stops too; look for the traceback in that "
                 f"rank's output"
             )
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return (
-            f"a collective of rank {self.rank} failed ({first_line}); another rank has probably died or hangs, so this one "
-            f"stops; look for the first error among the ranks' logs"
+            f"a collective of rank {self._own_rank} failed ({first_line}); another rank has probably died or hangs, so this "
+            f"one stops; look for the first error among the ranks' logs"
         )
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:

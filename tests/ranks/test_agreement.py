@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.comm import Agreement, Boundary, Request
-from lightning_ptm.comm.agreement import Decision, Row, choose
+from lightning_ptm.comm import Agreement, Boundary, Meeting, Request, Teams
+from lightning_ptm.comm.agreement import Decision, Met, Row, choose
+from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
 
 GATHER, REDUCE = Operation.GATHER, Operation.REDUCE
+NOBODY_MEETS = Teams()
 PATIENCE_S = 20.0
 """A rank that waits longer than this for the others is stuck: every round takes microseconds."""
 
@@ -41,6 +43,29 @@ def test_nobody_asks() -> None:
     assert choose([Boundary(1).row(), Boundary(2).row()]) is None
 
 
+TWO_GROUPS = Teams(groups=((0, 1), (2, 3)), holders={5: (0, 2), 6: (1, 3)})
+
+
+def test_who_holds_a_unit_is_unanimous_without_the_others() -> None:
+    rows = [Request(REDUCE, 5).row(), Meeting(1, 1).row(), Request(REDUCE, 5).row(), Request(REDUCE, 6).row()]
+    assert choose(rows, TWO_GROUPS) == Decision(Request(REDUCE, 5), unanimous=True, flags=0)
+    rows[2] = Request(REDUCE, 6).row()
+    assert choose(rows, TWO_GROUPS) == Decision(Request(REDUCE, 5), unanimous=False, flags=0)
+
+
+def test_a_group_meets_when_it_is_complete() -> None:
+    met, early = Meeting(1, 7).row(), Meeting(0, 6).row()
+    assert choose([met, met, early, Request(REDUCE, 6).row()], TWO_GROUPS) == Met(frozenset({0, 1}))
+    assert choose([met, met, met, met], TWO_GROUPS) == Met(frozenset(range(4)))
+    assert choose([met, met, early, Request(GATHER, 6).row()], TWO_GROUPS) == Decision(Request(GATHER, 6), False, 0)
+
+
+@pytest.mark.parametrize("other", [Boundary(3).row(), Meeting(1, 8).row(), Meeting(2, 7).row()])
+def test_a_rank_that_nobody_can_meet_any_more_is_an_error_of_all(other: Row) -> None:
+    with pytest.raises(RankError, match=r"rank 2 waits with exchange 7 .* ranks 2 to 3, and rank 3 (is at|has none)"):
+        choose([Boundary(3).row(), Boundary(3).row(), Meeting(1, 7).row(), other], TWO_GROUPS)
+
+
 rows_of_ranks = st.lists(
     st.one_of(
         st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1)),
@@ -54,6 +79,7 @@ rows_of_ranks = st.lists(
 @given(rows_of_ranks)
 def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
     decision = choose(rows)
+    assert not isinstance(decision, Met)
     asked = [row for row in rows if row[0] != Boundary(0).row()[0]]
     assert (decision is None) == (not asked)
     if decision is None:
@@ -73,7 +99,7 @@ def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
 class Micro:
     """What one rank asks for in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[Request | Meeting, ...]
     skips: bool
     flag: int
 
@@ -110,14 +136,14 @@ class Table:
 class Rank:
     """One rank that goes through its script in a thread of its own."""
 
-    def __init__(self, rank: int, script: Sequence[Micro], table: Table) -> None:
+    def __init__(self, rank: int, script: Sequence[Micro], table: Table, teams: Teams) -> None:
         self.events: list[Event] = []
-        self.granted: list[Request] = []
+        self.granted: list[Request | Meeting] = []
         self.flags: list[int] = []
         self.error: BaseException | None = None
         self._script = script
         self._table = table
-        self._agreement = Agreement(lambda row: table.exchange(rank, row), self._take_part)
+        self._agreement = Agreement(lambda row: table.exchange(rank, row), self._take_part, rank, teams)
         self.thread = threading.Thread(target=self._run, name=f"rank-{rank}")
 
     def _take_part(self, decision: Decision) -> None:
@@ -133,6 +159,10 @@ class Rank:
                 self.flags.append(self._agreement.reach(Boundary(10 * number, micro.flag)))
                 self.events.append(Event(f"iteration {number}", own=True))
                 for request in micro.requests:
+                    if isinstance(request, Meeting):
+                        self._agreement.meet(request)
+                        self.granted.append(request)
+                        continue
                     decision = self._agreement.request(request)
                     self.granted.append(dataclasses.replace(decision.request, flag=request.flag))
                     self._note(decision, own=True)
@@ -144,9 +174,9 @@ class Rank:
             self._table.give_up()
 
 
-def run_scripts(scripts: Sequence[Sequence[Micro]]) -> list[Rank]:
+def run_scripts(scripts: Sequence[Sequence[Micro]], teams: Teams = NOBODY_MEETS) -> list[Rank]:
     table = Table(len(scripts))
-    ranks = [Rank(rank, script, table) for rank, script in enumerate(scripts)]
+    ranks = [Rank(rank, script, table, teams) for rank, script in enumerate(scripts)]
     for rank in ranks:
         rank.thread.start()
     for rank in ranks:
@@ -186,6 +216,35 @@ def test_all_ranks_do_the_same_in_the_same_order(scripts: list[list[Micro]]) -> 
         for script in scripts:
             expected |= script[number].flag
         assert flags == expected
+
+
+@st.composite
+def scripts_with_meetings(draw: st.DrawFn) -> list[list[Micro]]:
+    """4 ranks in two groups: whatever requests in between, and the same meetings for the members of a group."""
+    iterations = draw(st.integers(1, 2))
+    scripts: list[list[Micro]] = [[] for _ in range(4)]
+    for group in TWO_GROUPS.groups:
+        number = 0
+        for _ in range(iterations):
+            meetings = draw(st.integers(0, 3))
+            for rank in group:
+                steps: list[Request | Meeting] = []
+                for meeting in range(meetings):
+                    steps += draw(st.lists(requests, max_size=2))
+                    steps.append(Meeting(meeting % 2, number + meeting))
+                steps += draw(st.lists(requests, max_size=2))
+                scripts[rank].append(Micro(tuple(steps), draw(st.booleans()), 0))
+            number += meetings
+    return scripts
+
+
+@settings(max_examples=150, deadline=None)
+@given(scripts_with_meetings())
+def test_groups_meet_between_collectives_of_all(scripts: list[list[Micro]]) -> None:
+    ranks = run_scripts(scripts, TWO_GROUPS)
+    for rank, script in zip(ranks, scripts, strict=True):
+        assert rank.granted == [request for micro in script for request in micro.requests]
+        assert [event.what for event in rank.events] == [event.what for event in ranks[0].events]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

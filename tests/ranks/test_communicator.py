@@ -126,6 +126,44 @@ def test_the_other_collectives(world_size: int) -> None:
     run_ranks(small_talk, world_size)
 
 
+def parts_of_four() -> None:
+    """Ranks 0 and 2 share some flats, ranks 1 and 3 others; neighbours exchange rows."""
+    whole = connect()
+    rank = whole.rank
+    holders, group = whole.part([(0, 2), (1, 3)]), whole.part([(0, 1), (2, 3)])
+    assert (holders.rank, holders.world_size, holders.mean_over) == (rank // 2, 2, 4)
+    assert (group.rank, group.world_size) == (rank % 2, 2)
+
+    flat = flat_of(SIZES["several_stripes"], torch.float32, 2)
+    fulls = [values(flat.padded_numel, torch.float32, seed) for seed in range(4)]
+    gathered = torch.empty(flat.padded_numel)
+    holders.all_gather(shard_of(fulls[rank % 2], flat, holders.rank), gathered, flat).wait()
+    assert torch.equal(gathered, fulls[rank % 2])
+    shard = torch.empty(flat.shard_numel)
+    holders.reduce_scatter(fulls[rank].clone(), shard, flat).wait()
+    assert torch.equal(shard, shard_of((fulls[rank % 2] + fulls[rank % 2 + 2]) / 4, flat, holders.rank))
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+        for sent in ([[2, 3], [0, 1]], [[0, 0], [4, 0]], [[0, 0], [0, 0]]):  # by sender, to each receiver
+            rows = torch.arange(sum(sent[group.rank]) * 3).view(-1, 3).to(dtype) + 100 * rank
+            came = group.all_to_all(rows, sent[group.rank], [row[group.rank] for row in sent])
+            first = rank - group.rank
+            expected = [
+                (torch.arange(sum(row) * 3).view(-1, 3).to(dtype) + 100 * (first + sender)).split(row)[group.rank]
+                for sender, row in enumerate(sent)
+            ]
+            assert torch.equal(came, torch.cat(expected)), (dtype, sent)
+
+    assert holders.broadcast_object(rank, source=1) == rank % 2 + 2
+    whole.close()
+    with pytest.raises(UsageError, match=f"rank {rank} has left"):
+        group.all_to_all(torch.zeros(0, 3), [0, 0], [0, 0])
+
+
+def test_parts_of_the_ranks() -> None:
+    run_ranks(parts_of_four, 4)
+
+
 def leave(how: str) -> str:
     """Rank 1 leaves while the others wait for it; what they are told."""
     communicator = connect()
