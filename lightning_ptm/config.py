@@ -84,6 +84,9 @@ class Settings:
         reduce_gradients: With several ranks and accumulation: `each_backward` reduces (and so shards) gradients after every
             micro-batch; `each_step` lets them add up, whole, on each rank first, and reduces once: less traffic for
             2 bytes a parameter of memory beside the pages. The sums differ by their rounding.
+        expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
+            each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
+            pages are sharded over the ranks that hold it, one of each group. All else is as without; 1 divides nothing.
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. Needs a `disk_path`.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
@@ -127,6 +130,7 @@ class Settings:
     units: Literal["auto"] | Sequence[str] = "auto"
     update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
+    expert_parallel_size: int = 1
     lock_free: bool = False
     max_staleness: int = 1
     forecast: bool = True
@@ -165,6 +169,11 @@ class Settings:
             raise ConfigError(f"failed_save={self.failed_save!r}: use 'stop' or 'go_on'")
         if self.reduce_gradients not in ("each_backward", "each_step"):
             raise ConfigError(f"reduce_gradients={self.reduce_gradients!r}: use 'each_backward' or 'each_step'")
+        size = self.expert_parallel_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"expert_parallel_size={size!r}: give a number of ranks, 1 (which divides nothing) or more"
+            )
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
         if self.lock_free and self.parameter_home == "disk":

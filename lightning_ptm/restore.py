@@ -75,7 +75,8 @@ def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], *, keep: b
         Whether they have them: not when any lived on disk, or RAM cannot hold a copy.
     """
     needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
-    if engine.optimizer_state_bytes(Tier.DISK) or not engine.all_ranks(needed <= free_host_bytes()):
+    # Ranks that hold different experts may keep them in different tiers.
+    if not engine.all_ranks(not engine.optimizer_state_bytes(Tier.DISK) and needed <= free_host_bytes()):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=keep)

@@ -50,11 +50,13 @@ from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, Ra
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.memory import FileOps, check_folders
 from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
+from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.experts import ExpertRanks
 from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom, planned_bytes, rooms, states_at_home
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
@@ -230,6 +232,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)  # I1
         events = Events()
         self._communicator = self._make_communicator(events)
+        expert_ranks = self._divide_ranks(self._communicator)
         given = self._files_values(self._communicator)
         settings = self._with_pages(self._settings_for(trainer), self._communicator)
         request = self.request(trainer, settings)
@@ -246,6 +249,7 @@ class AngelPTMStrategy(ParallelStrategy):
             file_ops=self.file_ops,
             given=given,
             events=events,
+            expert_ranks=expert_ranks,
         )
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
@@ -351,6 +355,18 @@ class AngelPTMStrategy(ParallelStrategy):
         if self.world_size == 1:
             return SoloCommunicator()
         return ProcessGroupCommunicator(self.root_device, self._timeout, events)
+
+    def _divide_ranks(self, communicator: Communicator) -> ExpertRanks | None:
+        """Process groups for experts, before anything can fail on one rank alone."""
+        if self.settings.expert_parallel_size == 1:
+            return None
+        split = ExpertSplit(self.world_size, self.settings.expert_parallel_size)
+        assert isinstance(communicator, ProcessGroupCommunicator)
+        group = communicator.part(split.groups)
+        holders: Communicator = SoloCommunicator(mean_over=self.world_size)
+        if split.sharing > 1:
+            holders = communicator.part([split.holders(member) for member in range(split.size)])
+        return ExpertRanks(split, group, holders)
 
     def _watch_zero_grad(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
         """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""

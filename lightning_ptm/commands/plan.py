@@ -183,6 +183,11 @@ def forecast(
     run = _Run(document, config_file, strategy or {}, node)
     dtype = str(run.request.compute).removeprefix("torch.")
     node.flops_per_s(dtype)  # refused before the model is laid out
+    if run.request.settings.expert_parallel_size > 1:
+        raise ConfigError(
+            f"expert_parallel_size is {run.request.settings.expert_parallel_size}, and a plan does not know how many tokens "
+            f"travel between ranks; plan with expert_parallel_size=1, which takes more memory and other traffic"
+        )
     world_size = node.ranks_per_node * nodes
     drawn = decide(run.request, node.machine(), world_size)
     made = make_plan(drawn, Mode.TRAIN, drawn.trace)

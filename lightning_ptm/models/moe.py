@@ -12,13 +12,27 @@ not fetched if it is a unit of its own, and has no gradient, as if this step did
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class ExpertGroup(Protocol):
+    """Ranks that divide experts among them. A strategy puts one into a layer's `expert_group` for the time of a run."""
+
+    def compute(self, rows: Tensor, counts: Sequence[int], call: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+        """(n, width) results of (n, width) rows that are sorted by expert, wherever the experts are. All ranks of the group
+        call it.
+
+        Args:
+            counts: per expert how many of `rows` are its.
+            call: computes rows of experts that are here, given such counts for all experts.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +194,11 @@ class MixtureOfExperts(nn.Module):
 
     Experts are modules of their own in a ModuleList, not slices of one batched weight: what is fetched, reduced and
     updated together is a unit, a unit is a module, and so an expert can be one (`units=["Block", "Expert"]`): of
-    thousands only those with tokens are fetched. Ranks that divide experts among them can hold whole ones. The loop is
-    over experts that have tokens, never over tokens.
+    thousands only those with tokens are fetched. Ranks may divide them among them (`expert_group`) and hold whole ones. The
+    loop is over experts that have tokens, never over tokens.
+
+    Routing, capacity included, is each rank's own, of its own tokens, and the same whether ranks divide experts or not: an
+    expert then computes up to its capacity for each rank of the group.
 
     Args:
         width, inner, gated, dropout: of each expert.
@@ -190,6 +207,9 @@ class MixtureOfExperts(nn.Module):
         capacity_factor, eval_capacity_factor: an expert has room for so many times its even share of the choices.
         jitter: of the router.
     """
+
+    expert_group: ExpertGroup | None = None
+    """The ranks that divide the experts among them; None where each calls all of them itself."""
 
     def __init__(
         self,
@@ -226,16 +246,27 @@ class MixtureOfExperts(nn.Module):
         plan = dispatch(chosen.t().contiguous(), len(self.experts), self.capacity(len(tokens)))
 
         rows = _Scatter.apply(tokens, plan.rows, plan.slots)
-        parts = [
-            expert(part)
-            for expert, part in zip(self.experts, rows.split(plan.counts), strict=True)
-            if len(part)  # I4
-        ]
+        group = self.expert_group
+        parts = (
+            self._parts(rows, plan.counts) if group is None else [group.compute(rows, plan.counts, self._compute_here)]
+        )
         y = torch.cat([*parts, parts[0].new_zeros(1, tokens.shape[1])])
         scale = weights.t().flatten().index_select(0, plan.choices)
         y = y * F.pad(scale, (0, 1)).to(y.dtype).unsqueeze(1)
         out: Tensor = _Combine.apply(y, plan.rows, plan.slots)
         return out.view(x.shape), self._routing(probabilities, chosen, plan)
+
+    def _parts(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
+        """By expert that has any, the results of rows that are sorted by expert."""
+        return [
+            expert(part)
+            for expert, part in zip(self.experts, rows.split(counts), strict=True)
+            if len(part)  # I4
+        ]
+
+    def _compute_here(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = self._parts(rows, counts)
+        return torch.cat(parts) if parts else rows
 
     def _routing(self, probabilities: Tensor, chosen: Tensor, plan: Dispatch) -> Routing:
         experts = len(self.experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -20,10 +20,12 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory import check_folders
+from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.units import Unit, discover
@@ -105,6 +107,9 @@ class Blueprint:
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
         saves_behind: checkpoints are written while training goes on.
         activations_to_host: what units save for their backward waits for it in RAM.
+        experts: which units are experts that ranks divide; None where all ranks hold all units.
+        absent: units that this rank does not hold: they have no flats in `layout`.
+        whole_layout: with the flats of all units; the same on all ranks.
     """
 
     units: tuple[Unit, ...]
@@ -127,6 +132,13 @@ class Blueprint:
     gradient_room_bytes: int
     saves_behind: bool
     activations_to_host: bool
+    experts: DividedExperts | None
+    absent: frozenset[int]
+    whole_layout: ModelLayout
+
+    def of_present(self, trace: Trace) -> Trace:
+        """A trace without the ticks of units that this rank does not hold."""
+        return _of_present(trace, self.absent)
 
     def gradient_home(self, unit: int) -> Tier:
         """Tier where a unit's gradients wait for the update.
@@ -170,16 +182,23 @@ def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Bl
     """
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.device, request.settings.disk_paths, ranks_on_host)
-    return decide(request, machine, communicator.world_size, partial(_agreed, communicator=communicator))
+    agree = partial(_agreed, communicator=communicator)
+    return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
 
 
 def decide(
-    request: Request, machine: Machine, world_size: int, agree: Callable[[Budget], Budget] = lambda budget: budget
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget] = lambda budget: budget,
+    *,
+    rank: int = 0,
 ) -> Blueprint:
     """Decides everything, for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
 
     Args:
         agree: makes the budgets of all ranks equal.
+        rank: whose decisions; they differ only where ranks hold different experts.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting that cannot work.
@@ -188,9 +207,20 @@ def decide(
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
-    units = discover(request.module, settings.units if settings.units == "auto" else tuple(settings.units))
+    units, experts = _units(request, world_size)
     specs = _specs(units, request)
-    layout = build_layout(specs, page_size=settings.page_bytes, world_size=world_size)
+    absent: frozenset[int] = frozenset()
+    whole_layout = layout = build_layout(specs, page_size=settings.page_bytes, world_size=world_size)
+    if experts is not None:
+        absent = experts.absent(rank)
+        lay_out = partial(
+            build_layout,
+            page_size=settings.page_bytes,
+            world_size=world_size,
+            shared_by=dict.fromkeys(experts.members, experts.split.sharing),
+        )
+        whole_layout = lay_out(specs)
+        layout = lay_out([UnitSpec(spec.name, ()) if at in absent else spec for at, spec in enumerate(specs)])
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     lock_free = settings.lock_free and bool(request.optimizers)
     master_dtypes = tuple(
@@ -203,7 +233,7 @@ def decide(
         for known, master in zip(traits, master_dtypes, strict=True)
     )
     unified = machine.device_type == "cpu" and settings.device_bytes is None
-    trace = sequential_trace(layout) if request.optimizers else forward_trace(layout)
+    trace = _of_present(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
     wishes = _wishes(settings, unified, lock_free=lock_free)
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
@@ -278,6 +308,9 @@ def decide(
         gradient_room_bytes=gradient_room,
         saves_behind=saves_behind,
         activations_to_host=settings.activations == "host" and bool(request.optimizers),
+        experts=experts,
+        absent=absent,
+        whole_layout=whole_layout,
     )
 
 
@@ -288,6 +321,22 @@ def _check_device_of_its_own(machine: Machine) -> None:
             "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
             "free; use recompute='all', or activations='keep'"
         )
+
+
+def _units(request: Request, world_size: int) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+    wanted = request.settings.units
+    wanted = wanted if wanted == "auto" else tuple(wanted)
+    size = request.settings.expert_parallel_size
+    if size == 1:
+        return discover(request.module, wanted), None
+    split = ExpertSplit(world_size, size)
+    experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
+    units = discover(request.module, wanted, experts)
+    return units, divide(request.module, units, split)
+
+
+def _of_present(trace: Trace, absent: Collection[int]) -> Trace:
+    return Trace(tuple(tick for tick in trace.ticks if tick.unit not in absent), trace.tensors) if absent else trace
 
 
 def _all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

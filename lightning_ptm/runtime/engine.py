@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import Agreement, Boundary, Communicator
+from lightning_ptm.comm import Agreement, Boundary, Communicator, Teams
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Events
@@ -31,6 +31,7 @@ from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
+from lightning_ptm.runtime.experts import ExpertGroups, ExpertRanks
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
@@ -70,6 +71,7 @@ class Engine:
         file_ops: the disk tier's file calls, for tests of failing disks.
         given: first values that files provide, equal on all ranks.
         events: where the parts tell what happens when.
+        expert_ranks: how the ranks divide experts; asked for where the blueprint says that they do.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Engine:
         file_ops: FileOps | None = None,
         given: Given | None = None,
         events: Events | None = None,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         self.module = module
         self.blueprint = blueprint
@@ -102,6 +105,8 @@ class Engine:
         self.failed = False
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
+        self._expert_ranks = expert_ranks
+        self.expert_groups: ExpertGroups | None = None
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
@@ -131,7 +136,7 @@ class Engine:
 
     def _build(self, recompute: int, given: Given) -> None:
         drawn = self.blueprint
-        pages = Pages(drawn, self.allocator, self.communicator, self.device)
+        pages = Pages(drawn, self.allocator, self._communicator_of, self.device)
         self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
         self.updater = Updater(
             self.allocator,
@@ -142,7 +147,7 @@ class Engine:
         )
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats)
+        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts)
         self._first_values(given)
         self._taken_over = True
         for flats in self.flats:
@@ -162,12 +167,16 @@ class Engine:
             if flat.states.home() is Tier.DISK and not drawn.keep_gradients
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
+        teams = drawn.experts.teams if drawn.experts is not None else Teams()
         self._agreement = (
-            Agreement(self.communicator.exchange, self._take_part) if self.communicator.world_size > 1 else None
+            Agreement(self.communicator.exchange, self._take_part, self.communicator.rank, teams)
+            if self.communicator.world_size > 1
+            else None
         )
-        self.reduction = Reduction(self.flats, self.communicator, self._agreement, lambda: self.executor.release_all())
+        self.reduction = Reduction(self.flats, self._agreement, lambda: self.executor.release_all())
         self.offload = self._offload() if drawn.activations_to_host else None
-        planner = Planner(drawn, self.communicator)
+        # Ranks that hold different experts have different plans.
+        planner = Planner(drawn, self.communicator if self._expert_ranks is None else self._expert_ranks.holders)
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
         self.executor = Executor(
             self.stores,
@@ -182,6 +191,7 @@ class Engine:
             self._used_bytes,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
+            trace = drawn.of_present(trace)
             if mode is Mode.FORWARD or self._optimizers:
                 self.executor.adopt(mode, planner.plan(mode, trace), trace)
         self.hooks = Hooks(
@@ -193,7 +203,18 @@ class Engine:
             frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
             self.offload,
         )
+        if drawn.experts is not None:
+            assert self._agreement is not None and self._expert_ranks is not None
+            self.expert_groups = ExpertGroups(drawn.experts, self._expert_ranks, self._agreement)
         self.updates.start()
+
+    def _communicator_of(self, unit: int) -> Communicator:
+        """Of the ranks that hold a unit."""
+        experts = self.blueprint.experts
+        if experts is None or unit not in experts.members:
+            return self.communicator
+        assert self._expert_ranks is not None
+        return self._expert_ranks.holders
 
     def _update_scheduler(self, pages: Pages) -> UpdateScheduler:
         drawn = self.blueprint
@@ -222,7 +243,7 @@ class Engine:
         return offload.Offload(mover, self.device, self.module.modules(), self.allocator.holds, least_bytes=least)
 
     def _buffers_for_saves(self) -> Buffers:
-        homes = [flat.paged for kind in self.values.kinds(optimizers=True) for flat in kind.flats]
+        homes = [flat.paged for kind in self.values.kinds_here(optimizers=True) for flat in kind.flats]
         on_disk = [(paged.dtype, paged.numel) for paged in homes if paged.tier is Tier.DISK]
         return Buffers(self.allocator, on_disk, self.updater.chunk_numel)
 
@@ -273,6 +294,8 @@ class Engine:
         for store in self.stores:
             for flat in store.flats:
                 flat.binding.check()
+            for binding in store.absent:
+                binding.check()
         if mode is Mode.TRAIN:
             self._check_frozen()
         if self._heap is not None:
@@ -525,10 +548,7 @@ class Engine:
     def precise_bytes(self) -> int:
         """Bytes that all weights take outside of pages in their precise dtype."""
         drawn = self.blueprint
-        return sum(
-            flat.numel * (8 if dtype is torch.float64 else 4)
-            for flat, dtype in zip(drawn.layout.flats, drawn.dtypes, strict=True)
-        )
+        return sum(flat.numel * (8 if flat.dtype == "float64" else 4) for flat in drawn.whole_layout.flats)
 
     def optimizer_state_bytes(self, *tiers: Tier) -> int:
         """Bytes of all ranks' optimizer states, masters not counted, that are at home in `tiers`."""
@@ -552,6 +572,8 @@ class Engine:
             if self.offload is not None:
                 steps.callback(self.offload.close)
             steps.callback(self.hooks.close)
+            if self.expert_groups is not None:
+                steps.callback(self.expert_groups.close)
 
     def _check_frozen(self) -> None:
         for item in self._frozen:

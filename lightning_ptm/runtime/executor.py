@@ -329,12 +329,12 @@ class Executor:
 
     def _start(self, store: UnitStore) -> None:
         if not store.fetched:
-            agree = None if self._agreement is None else partial(self._agree, self._agreement, store.unit.index)
-            store.start_fetch(agree)
+            alone = self._agreement is None or not store.gathers
+            store.start_fetch(None if alone else partial(self._agree, store.unit.index))
 
-    @staticmethod
-    def _agree(agreement: Agreement, unit: int) -> None:
-        agreement.request(Request(Operation.GATHER, unit))
+    def _agree(self, unit: int) -> None:
+        assert self._agreement is not None
+        self._agreement.request(Request(Operation.GATHER, unit))
 
     def _make_room_and_start(self, store: UnitStore) -> None:
         """Gives units up, farthest next use first, until `store` fits; raises CapacityError if it cannot."""

@@ -2,7 +2,7 @@
 
 Owns the gradient pages of every trainable flat. One of two ways per flat, fixed at set-up:
 
-* **in place** (one rank, gradient home on the device): autograd accumulates into `.grad`; nothing is copied.
+* **in place** (one rank in all, gradient home on the device): autograd accumulates into `.grad`; nothing is copied.
 * **in pages** (several ranks, or another home): when a unit's backward has ended, its gradients are laid into a full
   flat, reduced to this rank's shard, added to what earlier micro-batches left there, and `.grad` is dropped.
 
@@ -67,7 +67,7 @@ class FlatGradient:
         self._communicator = communicator
         self._home = home
         layout = store.layout
-        self.in_place = communicator.world_size == 1 and home is Tier.DEVICE
+        self.in_place = communicator.mean_over == 1 and home is Tier.DEVICE
         self._present = [False] * len(layout.slots)
         self._filled = False
         self._arriving: _Arriving | None = None
@@ -130,6 +130,8 @@ class FlatGradient:
             parameter.grad = None
         self._present = [a or b for a, b in zip(self._present, present, strict=True)]
         if layout.world_size == 1:
+            if self._communicator.mean_over > 1:  # this rank's expert; other ranks' tokens are in its gradient already
+                full.tensor().div_(self._communicator.mean_over)
             self._add(full, other)
             return
         assert other is not None

@@ -85,6 +85,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+def _refuse_absent(name: str, module: nn.Module, args: Any) -> NoReturn:
+    raise UsageError(
+        f"{name} ({type(module).__name__}) was called on a rank that does not hold it, so there are no weights to compute "
+        f"with; with expert_parallel_size above 1 a layer calls its experts through `expert_group.compute`"
+    )
+
+
 class Hooks:
     """All hooks of one engine.
 
@@ -190,6 +197,11 @@ class Hooks:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
+        if self._stores[unit.index].absent:
+            self._handles.append(
+                unit.module.register_forward_pre_hook(partial(_refuse_absent, unit.name), prepend=True)
+            )
+            return
         resident = self._stores[unit.index].resident
         if unit.module._compiled_call_impl is not None and unit.index != 0:
             self._wrap_compiled_call(unit, recompute)

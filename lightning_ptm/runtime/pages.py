@@ -5,7 +5,7 @@ Owns nothing afterwards: stores, gradients and states belong to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,15 +24,22 @@ from lightning_ptm.update import FlatStates
 class Pages:
     """Makes the objects that hold a unit's model states on this rank.
 
+    Args:
+        communicator_of: the communicator of the ranks that hold a unit.
+
     Raises (each method): CapacityError, a tier has too few pages.
     """
 
     def __init__(
-        self, blueprint: Blueprint, allocator: Allocator, communicator: Communicator, device: torch.device
+        self,
+        blueprint: Blueprint,
+        allocator: Allocator,
+        communicator_of: Callable[[int], Communicator],
+        device: torch.device,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
-        self._communicator = communicator
+        self._communicator_of = communicator_of
         self._device = device
 
         self.gradient_pages: GradientPages | None = None
@@ -59,13 +66,22 @@ class Pages:
                 drawn.placement.homes[unit].parameter,
                 shared_tail=True,
             )
-            flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator))
-        return UnitStore(drawn.units[unit], tuple(flats))
+            flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator_of(unit)))
+        absent = (
+            FlatBinding(
+                layout,
+                [by_name[slot.spec.name] for slot in layout.slots],
+                getattr(torch, layout.dtype),
+                self._device,
+            )
+            for layout in (drawn.whole_layout.flats_of(unit) if unit in drawn.absent else ())
+        )
+        return UnitStore(drawn.units[unit], tuple(flats), tuple(absent))
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats."""
         drawn, unit = self._blueprint, store.unit.index
-        gradient_home = drawn.gradient_home(unit)
+        gradient_home, communicator = drawn.gradient_home(unit), self._communicator_of(unit)
         updates = []
         for flat in store.flats:
             traits = drawn.traits[flat.layout.index]
@@ -74,14 +90,14 @@ class Pages:
             states = FlatStates.allocate(
                 self._allocator,
                 flat.layout,
-                self._communicator.rank,
+                communicator.rank,
                 traits,
                 drawn.placement.homes[unit].master,
                 master_dtype=drawn.master_dtypes[flat.layout.index],
             )
             passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
             gradient = FlatGradient(
-                flat, gradient_home, self._allocator, self._communicator, passing=passing, supply=self.gradient_pages
+                flat, gradient_home, self._allocator, communicator, passing=passing, supply=self.gradient_pages
             )
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)

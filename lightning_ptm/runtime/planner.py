@@ -44,7 +44,8 @@ class Planner:
 
     Args:
         blueprint: what is planned for.
-        communicator: plans are compared over it; every method is collective.
+        communicator: plans are compared over it, and are made for what its first rank has traced; every method is
+            collective.
     """
 
     def __init__(self, blueprint: Blueprint, communicator: Communicator) -> None:
@@ -63,7 +64,7 @@ class Planner:
         return plan
 
     def replan(self, mode: Mode, trace: Trace) -> Plan | None:
-        """The plan for what rank 0 has traced; None when none fits, so that fetch on use goes on."""
+        """The plan for what the first rank has traced; None when none fits, so that fetch on use goes on."""
         if self._communicator.world_size > 1:
             trace = self._communicator.broadcast_object(trace)
         try:

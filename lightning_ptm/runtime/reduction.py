@@ -2,7 +2,8 @@
 
 Owns which units hold gradients that the ranks have not reduced yet. The pages and the arithmetic are gradients.py's.
 
-I1: every reduction is agreed on by all ranks, in the same order; a rank without gradients gives zeros.
+I1: every reduction is agreed on by all ranks, in the same order; a rank without gradients gives zeros, and one that does
+    not hold the unit nothing.
 I2: what was left unreduced is reduced with the unit's next gradients, or at the latest when the step needs it.
 """
 
@@ -14,7 +15,7 @@ from functools import partial
 
 import torch
 
-from lightning_ptm.comm import Agreement, Communicator, Request
+from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.runtime.updates import FlatUpdate
@@ -33,12 +34,10 @@ class Reduction:
     def __init__(
         self,
         flats: Sequence[Sequence[FlatUpdate]],
-        communicator: Communicator,
         agreement: Agreement | None,
         give_units_up: Callable[[], None],
     ) -> None:
         self._flats = flats
-        self._communicator = communicator
         self._agreement = agreement
         self._give_units_up = give_units_up
 
@@ -46,7 +45,8 @@ class Reduction:
         """Whether all ranks have asked for every reduction since this was last set."""
         self._postponing = False
         self._postponed: list[int] = []
-        """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks."""
+        """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks, but
+        for experts."""
         self._left: list[FlatUpdate] = []
         """Flats whose gradients were collected, and may hold device pages that they no longer need."""
 
@@ -66,7 +66,8 @@ class Reduction:
         flats = self._flats[unit]
         if self._postponing or all(flat.gradient.in_place for flat in flats):
             return
-        if self._agreement is None:
+        if self._agreement is None or flats[0].store.communicator.world_size == 1:
+            self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
             self._left += flats
@@ -101,15 +102,16 @@ class Reduction:
 
     def _reduce(self, unit: int, decision: Decision) -> None:
         """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
-        if unit in self._postponed:
-            self._postponed.remove(unit)
+        self._no_longer_postponed(unit)
         flats = self._flats[unit]
+        if not flats:
+            return  # other ranks' expert
         present: list[list[bool]] | None = None
         if not decision.unanimous:
             self.unanimous = False
         if decision.flags or not decision.unanimous:
             here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
-            used = self._communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
+            used = flats[0].store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
             for flat in flats:
                 count = len(flat.store.binding.parameters)
@@ -118,6 +120,10 @@ class Reduction:
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
         self._left += flats
+
+    def _no_longer_postponed(self, unit: int) -> None:
+        if unit in self._postponed:
+            self._postponed.remove(unit)
 
     def _with_room(self, act: Callable[[], None]) -> None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lightning_ptm.memory.links import LinkStats
+from lightning_ptm.runtime.experts import TokenStats
 from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Statistics:
             checkpoints.
         update_arithmetic_s: seconds of optimizer arithmetic.
         staleness: of the parameters that training read; None for synchronous updates.
+        tokens: that travelled to experts and back; None where ranks do not divide them.
         updates_per_step: how often a parameter was updated for each optimizer step; 1 in synchronous runs.
     """
 
@@ -31,6 +33,7 @@ class Statistics:
     update_arithmetic_s: float
     staleness: StalenessStats | None
     updates_per_step: float
+    tokens: TokenStats | None = None
 
 
 def collect(engine: Engine) -> Statistics:
@@ -47,6 +50,7 @@ def collect(engine: Engine) -> Statistics:
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,
+        tokens=dataclasses.replace(engine.expert_groups.stats) if engine.expert_groups is not None else None,
     )
 
 

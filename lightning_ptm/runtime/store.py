@@ -52,6 +52,7 @@ class FlatStore:
         layout: where the parameters lie.
         binding: the link to the parameters.
         home: this rank's shard (shard_numel,), on its home tier.
+        communicator: of the ranks that share the flat.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class FlatStore:
         self.home = home
         self.resident = layout.world_size == 1 and home.tier is Tier.DEVICE
         self._allocator = allocator
-        self._communicator = communicator
+        self.communicator = communicator
         self.state = FullState.RELEASED
         self._full: PagedTensor | None = None
         self._shard: PagedTensor | None = None
@@ -148,7 +149,7 @@ class FlatStore:
         if self.layout.world_size == 1:
             self._pending = self._allocator.copy(self.home, self._taken())
         else:
-            self._pending = self._communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
+            self._pending = self.communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
 
     def finish_fetch(self) -> None:
         """Waits for the bytes and binds the parameters."""
@@ -208,7 +209,7 @@ class FlatStore:
         except CapacityError:
             shard = read(self.home).to(self.binding.device)
         scratch = torch.empty(self.layout.padded_numel, dtype=self.binding.dtype, device=shard.device)
-        self._communicator.all_gather(shard, scratch, self.layout).wait()
+        self.communicator.all_gather(shard, scratch, self.layout).wait()
         if not held:
             self.evict_shard()
 
@@ -237,10 +238,13 @@ class UnitStore:
     """All flats of one unit, fetched and released together.
 
     `users` counts calls in progress that need the unit gathered; `held` says that it stays until the iteration's end.
+    `absent` are flats that this rank has no part in: those of an expert that other ranks hold. Their parameters are never
+    bound.
     """
 
     unit: Unit
     flats: tuple[FlatStore, ...]
+    absent: tuple[FlatBinding, ...] = ()
     users: int = 0
     held: bool = False
 
@@ -251,6 +255,11 @@ class UnitStore:
     @property
     def live(self) -> bool:
         return all(flat.state is FullState.LIVE for flat in self.flats)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether other ranks share it."""
+        return any(flat.layout.world_size > 1 for flat in self.flats)
 
     @property
     def fetched(self) -> bool:

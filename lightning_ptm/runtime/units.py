@@ -80,18 +80,19 @@ def _has_blocks(module: nn.Module) -> bool:
     )
 
 
-def discover(root: nn.Module, wanted: str | Sequence[str]) -> tuple[Unit, ...]:
+def discover(root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Module] = ()) -> tuple[Unit, ...]:
     """The units of `root`, the root itself first.
 
     Args:
         root: the LightningModule.
         wanted: `auto`, or class names of the modules that become units; these may be nested, the inner one then owns
             its parameters.
+        also: modules that become units, too, where `wanted` is `auto`.
 
     Raises:
         ConfigError: a class name that the model does not have.
     """
-    chosen = _automatic(root) if wanted == "auto" else _named_by_user(root, list(wanted))
+    chosen = [*_automatic(root), *also] if wanted == "auto" else _named_by_user(root, list(wanted))
     chosen_ids = {id(module) for module in chosen}
     modules = [root] + [module for module in root.modules() if id(module) in chosen_ids]
     position = {id(module): index for index, module in enumerate(modules)}

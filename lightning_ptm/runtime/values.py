@@ -7,6 +7,7 @@ so that no more than a unit exists whole beside the pages (but for `gathered` an
 I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
 method is then collective.
 I2: the precise value of a parameter is its master where there is one, else its compute parameter.
+I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from lightning_ptm.update import Segment, shard_segments
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.runtime.binding import FlatBinding
+    from lightning_ptm.runtime.experts import DividedExperts
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
 
@@ -65,6 +68,14 @@ class ShardedKind:
     flats: Sequence[ShardedFlat]
 
 
+def _all_flats(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]:
+    """The flats of a unit, in order, whoever holds them; None in place of what this rank has no part in."""
+    for flat in store.flats:
+        yield flat.binding, flat
+    for binding in store.absent:
+        yield binding, None
+
+
 def _slots_with(update: FlatUpdate, name: str) -> list[int]:
     """Parameters of a flat that were ever updated and have this state."""
     found = []
@@ -72,6 +83,38 @@ def _slots_with(update: FlatUpdate, name: str) -> list[int]:
         if group is not None and update.states.scalars(slot) is not None and name in update.states.slot_names[group]:
             found.append(slot)
     return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Updated:
+    """What an optimizer keeps of a flat, but for the elements.
+
+    Attributes:
+        scalars: by parameter, None for one that was never updated.
+        slots: by parameter the names of its element-wise states.
+        dtypes: of these, by name.
+    """
+
+    scalars: Sequence[dict[str, Any] | None]
+    slots: Sequence[frozenset[str]]
+    dtypes: Mapping[str, torch.dtype]
+
+
+def _updated(update: FlatUpdate) -> _Updated:
+    states = update.states
+    known = [states.scalars(slot) for slot in range(len(update.store.binding.parameters))]
+    return _Updated(
+        scalars=[None if each is None else dict(each.values) for each in known],
+        slots=[
+            frozenset() if group is None else frozenset(trait.name for trait in states.traits.groups[group].slots)
+            for group in states.groups
+        ],
+        dtypes={name: paged.dtype for name, paged in states.slots.items()},
+    )
+
+
+def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
 
 
 def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
@@ -88,10 +131,12 @@ class Values:
         communicator: Communicator,
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
+        experts: DividedExperts | None = None,
     ) -> None:
         self._allocator = allocator
         self._communicator = communicator
         self._stores = stores
+        self._experts = experts
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
         self._mixed = any(
             update.states.master is not None and update.states.master.dtype is not update.store.binding.dtype
@@ -124,7 +169,7 @@ class Values:
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._take_over_built(flat, reads, keep=keep, replicate=not keep_originals)
+                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=not keep_originals))
             if any(reads):
                 values = [None if read is None else read() for read in reads]
                 for parameter, value in zip(binding.parameters, values, strict=True):
@@ -135,12 +180,16 @@ class Values:
                 flat.bind_resident()
             else:
                 binding.unbind()
+        for binding in store.absent:
+            reads = [given.get(id(parameter)) for parameter in binding.parameters]
+            if not all(reads):
+                self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
+            binding.unbind()
 
-    def _take_over_built(self, flat: FlatStore, reads: Sequence[Read | None], *, keep: bool, replicate: bool) -> None:
-        """Writes a flat's parameters, as they are in memory, to its pages; zeros for those that files provide."""
-        binding = flat.binding
+    def _built(self, binding: FlatBinding, reads: Sequence[Read | None], *, keep: bool, replicate: bool) -> Tensor:
+        """A flat's parameters as they are in rank 0's memory, (padded_numel,); zeros for those that files provide."""
         source_dtype = torch.float64 if binding.dtype is torch.float64 else torch.float32
-        whole = torch.zeros(flat.layout.padded_numel, dtype=source_dtype)
+        whole = torch.zeros(binding.layout.padded_numel, dtype=source_dtype)
         built = [slot for slot, read in enumerate(reads) if read is None]
         for slot in built:
             parameter = binding.parameters[slot]
@@ -152,7 +201,7 @@ class Values:
             for slot in built:  # I1
                 if id(binding.parameters[slot]) in self._originals:
                     self._originals[id(binding.parameters[slot])].copy_(binding.view(whole, slot))
-        self._write_flat(flat, whole)
+        return whole
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -172,33 +221,62 @@ class Values:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, precise value) of every parameter, flat by flat."""
         for store in self._stores:
-            for flat in store.flats:
-                whole = self.precise(flat)
-                for slot, parameter in enumerate(flat.binding.parameters):
+            for binding, flat in _all_flats(store):
+                whole = self._precise_of(store, binding, flat)
+                for slot, parameter in enumerate(binding.parameters):
                     original = self._originals.get(id(parameter))
-                    value = flat.binding.view(whole, slot) if original is None else original
-                    yield flat.layout.slots[slot].spec.name, parameter, value
+                    value = binding.view(whole, slot) if original is None else original
+                    yield binding.layout.slots[slot].spec.name, parameter, value
+
+    def _precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
+        """As `precise`, also of a flat that this rank does not hold."""
+        return self._told(store, binding, None if flat is None else self.precise(flat))
+
+    def _told(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
+        """Values of a flat, (padded_numel,), that those who hold it have read (I3)."""
+        source = self._source(store)
+        if source is None:
+            assert whole is not None
+            return whole
+        dtype = self._communicator.broadcast_object(None if whole is None else whole.dtype, source)
+        ours = whole is not None and self._communicator.rank == source
+        told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
+        self._communicator.broadcast(told, source)
+        return told
+
+    def _source(self, store: UnitStore) -> int | None:
+        """The rank that tells all others of a unit; None for one that all ranks hold."""
+        return None if self._experts is None else self._experts.source(store.unit.index)
+
+    def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
+        """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
+        for store in self._stores:
+            for binding, flat in _all_flats(store):
+                if not binding.layout.trainable or binding.layout.slots[0].spec.optimizer != optimizer:
+                    continue
+                update = None if flat is None else self._updates[flat.layout.index]
+                known = None if update is None else _updated(update)
+                source = self._source(store)
+                if source is not None:
+                    known = self._communicator.broadcast_object(known, source)
+                assert known is not None
+                yield store, binding, update, known
 
     def optimizer_states(self, optimizer: int) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated."""
-        for flat in self._updates.values():
-            if flat.optimizer != optimizer:
+        for store, binding, update, known in self._states_of(optimizer):
+            if all(scalars is None for scalars in known.scalars):
                 continue
-            binding = flat.store.binding
-            scalars = [flat.states.scalars(slot) for slot in range(len(binding.parameters))]
-            if all(known is None for known in scalars):
-                continue
-            slots = {name: self._whole(flat.store, paged) for name, paged in flat.states.slots.items()}
+            slots: dict[str, Tensor] = {}
+            for name in known.dtypes:
+                whole = None if update is None else self._whole(update.store, update.states.slots[name])
+                slots[name] = self._told(store, binding, whole)
             for slot, parameter in enumerate(binding.parameters):
-                known = scalars[slot]
-                if known is None:
+                scalars = known.scalars[slot]
+                if scalars is None:
                     continue
-                state: dict[str, Any] = {
-                    name: value.clone() if isinstance(value, Tensor) else value for name, value in known.values.items()
-                }
-                group = flat.states.groups[slot]
-                names = {trait.name for trait in flat.states.traits.groups[group].slots} if group is not None else set()
-                for name in names:
+                state = _copied(scalars)
+                for name in known.slots[slot]:
                     state[name] = binding.view(slots[name], slot).clone()
                 yield parameter, state
 
@@ -206,24 +284,18 @@ class Values:
         """What the optimizer keeps of each parameter that was ever updated beside element-wise state, by place in `order`."""
         places = {id(parameter): place for place, parameter in enumerate(order)}
         found: dict[int, dict[str, Any]] = {}
-        for flat in self._updates.values():
-            if flat.optimizer != optimizer:
-                continue
-            for slot, parameter in enumerate(flat.store.binding.parameters):
-                known = flat.states.scalars(slot)
-                if known is not None:
-                    found[places[id(parameter)]] = {
-                        name: value.clone() if isinstance(value, Tensor) else value
-                        for name, value in known.values.items()
-                    }
+        for _, binding, _, known in self._states_of(optimizer):
+            for parameter, scalars in zip(binding.parameters, known.scalars, strict=True):
+                if scalars is not None:
+                    found[places[id(parameter)]] = _copied(scalars)
         return {place: found[place] for place in sorted(found)}
 
     def names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of every parameter, each once."""
         for store in self._stores:
-            for flat in store.flats:
-                for slot, parameter in enumerate(flat.binding.parameters):
-                    yield flat.layout.slots[slot].spec.name, parameter
+            for binding, _ in _all_flats(store):
+                for slot, parameter in enumerate(binding.parameters):
+                    yield binding.layout.slots[slot].spec.name, parameter
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -234,28 +306,32 @@ class Values:
         Raises:
             ConfigError: a shape differs; nothing is written then.
         """
-        for _, flat, given in self._given(values):
+        for binding, _, given in self._given(values):
             for slot, value in enumerate(given):
-                shape = flat.binding.shape(slot)
+                shape = binding.shape(slot)
                 if value is not None and shape != tuple(value.shape):
-                    name = flat.layout.slots[slot].spec.name
+                    name = binding.layout.slots[slot].spec.name
                     raise ConfigError(
                         f"{name} has shape {shape} here and {tuple(value.shape)} in what is loaded; build the model with the "
                         f"sizes that it was saved with"
                     )
-        for _, flat, given in self._given(values):
+        for binding, flat, given in self._given(values):
+            if flat is None:
+                continue
             self._fill(flat, given)
-            for parameter, value in zip(flat.binding.parameters, given, strict=True):
+            for parameter, value in zip(binding.parameters, given, strict=True):
                 original = self._originals.get(id(parameter))
                 if original is not None and value is not None:
                     self._originals[id(parameter)] = value.to(original.dtype, copy=True)
 
-    def _given(self, values: Mapping[int, Tensor]) -> Iterator[tuple[UnitStore, FlatStore, list[Tensor | None]]]:
+    def _given(
+        self, values: Mapping[int, Tensor]
+    ) -> Iterator[tuple[FlatBinding, FlatStore | None, list[Tensor | None]]]:
         for store in self._stores:
-            for flat in store.flats:
-                given = [values.get(id(parameter)) for parameter in flat.binding.parameters]
+            for binding, flat in _all_flats(store):
+                given = [values.get(id(parameter)) for parameter in binding.parameters]
                 if any(value is not None for value in given):
-                    yield store, flat, given
+                    yield binding, flat, given
 
     @torch.no_grad()
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -291,23 +367,27 @@ class Values:
             write: edits are kept: those of rank 0, on all ranks.
         """
         chosen = [store for store in self._stores if store.unit.index in wanted]
-        wholes: list[tuple[FlatStore, Tensor]] = []
+        wholes: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
         for store in chosen:
-            for flat in store.flats:
-                whole = self.precise(flat).clone()
-                wholes.append((flat, whole))
-                for slot in range(len(flat.binding.parameters)):
-                    flat.binding.restore(slot, flat.binding.view(whole, slot))
+            for binding, flat in _all_flats(store):
+                whole = self._precise_of(store, binding, flat).clone()
+                wholes.append((binding, flat, whole))
+                for slot in range(len(binding.parameters)):
+                    binding.restore(slot, binding.view(whole, slot))
         try:
             yield
         finally:
-            for flat, whole in wholes:
+            for binding, flat, whole in wholes:
                 if write:
-                    self._collect_edits(flat, whole)
+                    self._collect_edits(binding, whole)
                     self._communicator.broadcast(whole)
-                    self._write_flat(flat, whole)
-                    self._renew_originals(flat, whole)
-                flat.rebind(whole)
+                    if flat is not None:
+                        self._write_flat(flat, whole)
+                        self._renew_originals(flat, whole)
+                if flat is None:
+                    binding.unbind()
+                else:
+                    flat.rebind(whole)
 
     def restore(self) -> None:
         """Gives every parameter storage of its own with its precise value: the module as the user knows it."""
@@ -317,23 +397,42 @@ class Values:
     def let_go(self) -> None:
         """Parameters name no page any more; they read as NaN."""
         for store in self._stores:
-            for flat in store.flats:
-                flat.binding.unbind()
+            for binding, _ in _all_flats(store):
+                binding.unbind()
 
     # -- this rank's own ----------------------------------------------------------------------------------------------
 
     def segments(self, flat: FlatStore) -> Sequence[Segment]:
         """Where this rank's stretches of a flat's parameters lie in its shard."""
         update = self._updates.get(flat.layout.index)
-        return update.states.segments if update is not None else shard_segments(flat.layout, self._communicator.rank)
+        return update.states.segments if update is not None else shard_segments(flat.layout, flat.communicator.rank)
 
-    def kinds(self, *, optimizers: bool) -> Iterator[ShardedKind]:
-        """Every kind of every unit's states, unit by unit; the same on all ranks.
+    def kinds(self, *, optimizers: bool) -> Sequence[ShardedKind]:
+        """Every kind of every unit's states, unit by unit; the same on all ranks, but for what of them is here. Collective.
 
         Args:
             optimizers: with those of the optimizers.
         """
+        here = list(self.kinds_here(optimizers=optimizers))
+        if self._experts is None:
+            return here
+        by_unit: dict[str, list[ShardedKind]] = {}
+        for kind in here:
+            by_unit.setdefault(kind.unit, []).append(kind)
+        units = [(store.unit.name, self._source(store)) for store in self._stores]
+        for source in sorted({source for _, source in units if source is not None}):
+            theirs = [unit for unit, its in units if its == source]
+            told = [dataclasses.replace(kind, flats=()) for unit in theirs for kind in by_unit.get(unit, ())]
+            for kind in self._communicator.broadcast_object(told, source):
+                if all(kind.kind != known.kind for known in by_unit.setdefault(kind.unit, [])):
+                    by_unit[kind.unit].append(kind)
+        return [kind for unit, _ in units for kind in by_unit[unit]]
+
+    def kinds_here(self, *, optimizers: bool) -> Iterator[ShardedKind]:
+        """Those of the units that this rank holds."""
         for store in self._stores:
+            if store.absent:
+                continue
             weights = [(flat, self._precise_home(flat), range(len(flat.binding.parameters))) for flat in store.flats]
             yield self._kind(store, PARAMETERS, weights)
             updates = [self._updates[flat.layout.index] for flat in store.flats if flat.layout.index in self._updates]
@@ -375,11 +474,11 @@ class Values:
     # -- pages --------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _collect_edits(flat: FlatStore, whole: Tensor) -> None:
+    def _collect_edits(binding: FlatBinding, whole: Tensor) -> None:
         # `param.data = x` inside the block replaces the view; bring such values home too.
         with torch.no_grad():
-            for slot, parameter in enumerate(flat.binding.parameters):
-                view = flat.binding.view(whole, slot)
+            for slot, parameter in enumerate(binding.parameters):
+                view = binding.view(whole, slot)
                 if parameter.data_ptr() != view.data_ptr():
                     view.copy_(parameter)
 
@@ -411,7 +510,7 @@ class Values:
     def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
         if flat.layout.world_size == 1:
             return whole
-        pieces = flat.layout.pieces(self._communicator.rank)
+        pieces = flat.layout.pieces(flat.communicator.rank)
         return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in pieces])
 
     def _whole(self, flat: FlatStore, paged: PagedTensor) -> Tensor:
@@ -420,7 +519,7 @@ class Values:
             return shard
         device = flat.binding.device  # where the collectives' backend works
         full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
-        self._communicator.all_gather(shard.to(device), full, flat.layout).wait()
+        flat.communicator.all_gather(shard.to(device), full, flat.layout).wait()
         return full.cpu()
 
     def read(self, paged: PagedTensor) -> Tensor:
