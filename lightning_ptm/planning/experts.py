@@ -24,8 +24,8 @@ class ExpertSplit:
     def __post_init__(self) -> None:
         if self.world_size % self.size:
             raise ConfigError(
-                f"expert_parallel_size={self.size} does not divide the {self.world_size} ranks of this run, so the last "
-                f"group would lack experts; use a divisor of {self.world_size}, or another number of ranks"
+                f"expert_parallel_size={self.size} does not divide the number of ranks, {self.world_size}, so the last group "
+                f"would lack experts; use a divisor of {self.world_size}, or another number of ranks"
             )
 
     @property

@@ -159,11 +159,12 @@ class Engine:
         self.updates = self._update_scheduler(pages)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.progress
-        in_order = (*reversed(self.flats[1:]), *self.flats[:1])  # as units end in a backward pass
+        in_order = (*reversed(range(1, len(self.flats))), 0)  # as units end in a backward pass
         self._read_ahead = [
             flat.states
-            for flats in in_order
-            for flat in flats
+            for unit in in_order
+            if drawn.experts is None or unit not in drawn.experts.members
+            for flat in self.flats[unit]
             if flat.states.home() is Tier.DISK and not drawn.keep_gradients
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
@@ -189,6 +190,7 @@ class Engine:
             self.reduction.reclaim,
             self.events,
             self._used_bytes,
+            drawn.experts.members if drawn.experts is not None else (),
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             trace = drawn.of_present(trace)
@@ -205,7 +207,7 @@ class Engine:
         )
         if drawn.experts is not None:
             assert self._agreement is not None and self._expert_ranks is not None
-            self.expert_groups = ExpertGroups(drawn.experts, self._expert_ranks, self._agreement)
+            self.expert_groups = ExpertGroups(drawn.experts, self._expert_ranks, self._agreement, self.executor.expect)
         self.updates.start()
 
     def _communicator_of(self, unit: int) -> Communicator:
@@ -423,8 +425,7 @@ class Engine:
             False when it was skipped, since the gradients hold inf or NaN under a loss scale.
         """
         self._check_open()
-        self._reach(_STEP_ENDS)
-        self.reduction.collect_postponed()
+        self._collect_postponed(_STEP_ENDS)
         index = self.updates.index_of(optimizer)
         transform = self.clipping.take(index, scale)
         if scale is not None:
@@ -437,6 +438,13 @@ class Engine:
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
         return True
+
+    def _collect_postponed(self, position: int) -> None:
+        """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
+        self._reach(position)
+        self.reduction.collect_postponed()
+        if self.blueprint.experts is not None:
+            self._reach(position)  # others may have more experts to reduce: what follows may be collective
 
     def without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
@@ -466,8 +474,7 @@ class Engine:
                     )
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
-        self._reach(_STEP_ENDS - 1)
-        self.reduction.collect_postponed()
+        self._collect_postponed(_STEP_ENDS - 1)
         self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
 
     def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None:
@@ -480,8 +487,7 @@ class Engine:
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
-        self._reach(_STEP_ENDS - 2)
-        self.reduction.collect_postponed()
+        self._collect_postponed(_STEP_ENDS - 2)
         return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)
 
     # -- weights by hand ----------------------------------------------------------------------------------------------

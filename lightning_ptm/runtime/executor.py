@@ -6,6 +6,7 @@ farthest away (Belady). Never wrong, only slower; the next iteration is then pla
 
 I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`.
+I4: of units in `by_need` (experts, which another batch may not need) nothing is fetched before somebody expects them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,6 +70,7 @@ class Executor:
         reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
         events: told of ticks and stalls.
         used_bytes: bytes of pages in use, by tier.
+        by_need: units that a plan cannot foresee.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Executor:
         reclaim: Callable[[bool], bool],
         events: Events,
         used_bytes: Callable[[], tuple[int, ...]],
+        by_need: Collection[int] = (),
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -93,6 +97,7 @@ class Executor:
         self._reclaim = reclaim
         self._events = events
         self._used_bytes = used_bytes
+        self._by_need = frozenset(by_need)
         # state
         self._mode: Mode | None = None
         self._tick = 0
@@ -102,6 +107,7 @@ class Executor:
         self._traced: dict[Mode, Trace] = {}
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._called: set[int] = set()
+        self._expected: deque[int] = deque()
         self._open_tick: _OpenTick | None = None
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         self.fetch_misses = 0
@@ -180,6 +186,7 @@ class Executor:
         self._open_tick = None
         self._mode = None
         self._waiting = []
+        self._expected.clear()
         for store in self._stores:
             store.users = 0
             store.held = False
@@ -203,6 +210,10 @@ class Executor:
             else:
                 self._following = False
         self.require(unit)
+        if unit in self._expected:
+            while self._expected.popleft() != unit:
+                pass
+            self._fetch_expected()
         if self._tracing:
             live = tuple(s.unit.index for s in self._stores if s.users or s.held)
             self._tracer.tick(unit, phase, live)
@@ -239,6 +250,16 @@ class Executor:
         self._stores[unit].users -= 1
         if self._tracing:
             self._tracer.observe()
+
+    def expect(self, units: Sequence[int]) -> None:
+        """These will be called next, in this order: each is fetched while the one before computes."""
+        self._expected = deque(units)
+        self._fetch_expected()
+
+    def _fetch_expected(self) -> None:
+        if self._expected:
+            unit = self._expected[0]
+            self._fetch_ahead(unit, partial(self._start, self._stores[unit]))
 
     def called(self, unit: int) -> bool:
         """Whether `unit` has had a forward in this iteration."""
@@ -301,6 +322,8 @@ class Executor:
     def _perform(self, plan: Plan, index: int) -> None:
         for task in plan.tasks_at(index):
             store = self._stores[task.unit]
+            if task.unit in self._by_need and task.operation in (Operation.FETCH, Operation.GATHER):
+                continue
             if task.operation is Operation.RELEASE:
                 if store.movable:
                     store.release()

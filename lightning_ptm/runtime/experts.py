@@ -57,11 +57,13 @@ class DividedExperts:
 
     Attributes:
         layers: modules with experts, with their names.
+        units: by layer and expert, the units that an expert consists of, its own first.
         members: by unit the member of a group that holds it; other units are everybody's.
     """
 
     split: ExpertSplit
     layers: tuple[tuple[str, nn.Module], ...]
+    units: tuple[tuple[tuple[int, ...], ...], ...]
     members: Mapping[int, int]
 
     def absent(self, rank: int) -> frozenset[int]:
@@ -144,7 +146,7 @@ def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> Divide
                 f"rank would hold none; use at most {len(experts)}"
             )
         for index, expert in enumerate(experts):
-            title = f"{name}.experts.{index}".lstrip(".")
+            title = _title(name, index)
             inside[title] = {id(module) for module in expert.modules()}
             buffers = [each for each, _ in expert.named_buffers()]
             if buffers:
@@ -157,6 +159,7 @@ def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> Divide
                     raise _shared(title, expert, owner[id(parameter)][0], split)
                 owner[id(parameter)] = (title, split.owner(index, len(experts)))
     members: dict[int, int] = {}
+    consists_of: dict[str, list[int]] = {title: [] for title in inside}
     for unit in units:
         for item in unit.parameters:
             if id(item.parameter) not in owner:
@@ -164,7 +167,7 @@ def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> Divide
             title, member = owner[id(item.parameter)]
             outside = [module for module, _ in item.places if id(module) not in inside[title]]
             if outside:
-                raise _shared(title, outside[0], f"a {type(outside[0]).__name__}", split)
+                raise _shared(title, root.get_submodule(title), f"a {type(outside[0]).__name__} outside of it", split)
             if id(unit.module) not in inside[title]:
                 kind = type(root.get_submodule(title)).__name__
                 raise ConfigError(
@@ -172,8 +175,18 @@ def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> Divide
                     f"expert_parallel_size={split.size} needs experts that are units of their own; add {kind!r} to "
                     f"units=[...], or leave units at 'auto'"
                 )
-            members[unit.index] = member
-    return DividedExperts(split, layers, members)
+            if unit.index not in members:
+                members[unit.index] = member
+                consists_of[title].append(unit.index)
+    by_layer = tuple(
+        tuple(tuple(consists_of[_title(name, index)]) for index in range(len(experts_of(layer))))
+        for name, layer in layers
+    )
+    return DividedExperts(split, layers, by_layer, members)
+
+
+def _title(layer: str, expert: int) -> str:
+    return f"{layer}.experts.{expert}".lstrip(".")
 
 
 def _shared(title: str, module: nn.Module, other: str, split: ExpertSplit) -> ConfigError:
@@ -230,7 +243,8 @@ class ExpertGroup:
     Args:
         place: of the layer among all such layers.
         agreement: ranks agree on each exchange through it.
-        experts: how many the layer has.
+        units: by expert of the layer.
+        expect: is told which units will be called next, in order.
     """
 
     def __init__(
@@ -238,14 +252,17 @@ class ExpertGroup:
         place: int,
         ranks: ExpertRanks,
         agreement: Agreement,
-        experts: int,
+        units: Sequence[Sequence[int]],
+        expect: Callable[[Sequence[int]], None],
         stats: TokenStats,
         clock: Iterator[int],
     ) -> None:
         self._place = place
         self._communicator = ranks.group
         self._agreement = agreement
-        self._counts = ranks.split.counts(experts)
+        self._units = units
+        self._expect = expect
+        self._counts = ranks.split.counts(len(units))
         self._first = sum(self._counts[: ranks.group.rank])
         self._stats = stats
         self._clock = clock
@@ -278,6 +295,9 @@ class ExpertGroup:
 
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         came = _Exchange.apply(rows, anchor, self, 0, sent, received)
+        # Not before the rows are here: fetching may be collective, and the others of the group have gone on to exchange.
+        called = [unit for index, count in enumerate(per_expert) if count for unit in self._units[first + index]]
+        self._expect(called)
         order, places = _by_expert(table, rows.device)
         here = _Reorder.apply(came, order, places)
         others = (len(counts) - first - own) * [0]
@@ -334,12 +354,18 @@ def _by_expert(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 class ExpertGroups:
     """The groups of all layers of one run: put into the layers now, taken out by `close`."""
 
-    def __init__(self, divided: DividedExperts, ranks: ExpertRanks, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        divided: DividedExperts,
+        ranks: ExpertRanks,
+        agreement: Agreement,
+        expect: Callable[[Sequence[int]], None],
+    ) -> None:
         self.stats = TokenStats()
         self._layers = [layer for _, layer in divided.layers]
         clock = itertools.count()
         for place, layer in enumerate(self._layers):
-            group = ExpertGroup(place, ranks, agreement, len(experts_of(layer)), self.stats, clock)
+            group = ExpertGroup(place, ranks, agreement, divided.units[place], expect, self.stats, clock)
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -123,8 +124,11 @@ def all_cases(world_size: int) -> dict[str, Result]:
                 for parameter in expert.parameters() if not ours else ():
                     parameter.fill_(torch.nan)  # as those of an expert that others hold
         divided = divide(layer, discover(layer, ["Expert"]), split)
-        groups = ExpertGroups(divided, ranks, agreement)
+        told: list[Sequence[int]] = []
+        groups = ExpertGroups(divided, ranks, agreement, told.append)
         found[name] = result_of(layer, case.x(ranks.group.rank), groups.stats)
+        called = [index for index, expert in enumerate(layer.experts) if expert.expand.grad is not None]
+        assert told == [[divided.units[0][index][0] for index in called]]
         if name == "one_choice":
             layer.eval()
             with torch.no_grad():
@@ -180,7 +184,7 @@ def assert_conserved(case: Case, split: ExpertSplit, plain: list[Result], stats:
 def skip_one(world_size: int) -> None:
     ranks, agreement = exchanging(world_size)
     layers = nn.ModuleList(CASES["one_choice"].layer() for _ in range(2))
-    ExpertGroups(divide(layers, discover(layers, ["Expert"]), ranks.split), ranks, agreement)
+    ExpertGroups(divide(layers, discover(layers, ["Expert"]), ranks.split), ranks, agreement, lambda units: None)
     x = CASES["one_choice"].x(ranks.group.rank)
     for layer in layers if ranks.group.rank else layers[1:]:
         x = layer(x)[0]
