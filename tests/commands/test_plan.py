@@ -275,6 +275,7 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
         (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
         (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
+        (["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"], "expert_parallel_size is 2, and a plan"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:

@@ -7,6 +7,8 @@ over the tokens of several ranks instead of a sum of products) is far below what
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rank_harness import run_ranks
 from rank_models import WIDTH, MomentumTower
 from rank_training import (
     BATCH,
+    TIMEOUT_S,
     Outcome,
     Training,
     fit_in_all_tiers,
@@ -29,9 +32,11 @@ from rank_training import (
 )
 from test_rank_experts import MoETower
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind
+from lightning_ptm.models import T5MoE
 from lightning_ptm.runtime.experts import TokenStats
 
 BOUND = 1e-9
@@ -250,3 +255,85 @@ def test_weights_are_read_edited_and_evaluated_wherever_they_are(disk: Path) -> 
         with torch.no_grad():
             expected = [module.loss(rows[index * BATCH : (index + 1) * BATCH], rank, 0) for index in range(2)]
         torch.testing.assert_close(ours.validation_losses, expected, rtol=0, atol=BOUND)
+
+
+class FailsBetweenExchanges(MoETower):
+    """Rank 1 at step 1, when the others of its group wait for its tokens."""
+
+    def loss(self, batch: Tensor, rank: int, step: int) -> Tensor:
+        if rank == 1 and step == 1:
+            self.blocks[1].router.register_forward_pre_hook(self.fail)
+        return super().loss(batch, rank, step)
+
+    def fail(self, module: Any, args: Any) -> None:
+        raise ValueError("this rank has had enough")
+
+
+def fail(training: Training, folder: Path) -> tuple[str, float]:
+    module = training.build()
+    trainer = make_trainer(training, make_strategy(folder, "all_on_disk", **EXPERTS, expert_parallel_size=2), 2)
+    started_s = time.monotonic()
+    with pytest.raises((ValueError, RankError)) as caught:
+        trainer.fit(module, loader(tokens(training, 2), 2))
+    assert all(layer.expert_group is None for layer in module.blocks)
+    return str(caught.value), time.monotonic() - started_s
+
+
+def test_a_rank_that_fails_between_exchanges_takes_its_group_with_it(disk: Path) -> None:
+    told = run_ranks(fail, 2, Training(FailsBetweenExchanges), disk)
+    assert told[1][0] == "this rank has had enough"
+    assert told[0][0].startswith("rank 1 failed with ValueError: this rank has had enough")
+    assert all(seconds < TIMEOUT_S / 2 for _, seconds in told)
+
+
+def stale(training: Training, folder: Path) -> tuple[Outcome, bool]:
+    torch.manual_seed(0)
+    module = training.build()
+    settings = {**EXPERTS, "expert_parallel_size": 2, "max_staleness": 2}
+    strategy = make_strategy(folder, "lock_free", **settings)
+    balanced: list[bool] = []
+
+    class Audit(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+            strategy.engine.drain()
+            balanced.extend(audit.balanced and not audit.pending for audit in strategy.update_audit())
+
+    trainer = make_trainer(training, strategy, 2, callbacks=[Audit()])
+    trainer.fit(module, loader(tokens(training, 2), 2))
+    return outcome_of(module), bool(balanced) and all(balanced)
+
+
+def test_updates_may_be_late(disk: Path) -> None:
+    """Each rank's experts go on as its disk allows; every gradient counts once, and the loss is near that of plain steps."""
+    training = Training(MoETower, "64-true", batches=6)
+    theirs = plain(training, 2)
+    for rank, (ours, balanced) in enumerate(run_ranks(stale, 2, training, disk)):
+        assert balanced
+        torch.testing.assert_close(ours.losses[-1], theirs[rank].losses[-1], rtol=0.1, atol=0)
+
+
+def job(folder: Path, size: int) -> list[float]:
+    """T5-MoE built on the meta device."""
+    torch.manual_seed(0)
+    options = {"vocab_size": 64, "width": 64, "layers": 2, "heads": 4, "dropout": 0.0, "warmup_steps": 1}
+    model = T5MoE(**options, experts=5, feed_forward_width=64, choices=2, gated=True, meta=True)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    rows = TensorDataset(*(torch.randint(1, 64, (12, length), generator=generator) for length in (12, 6)))
+    strategy = make_strategy(folder, "masters_on_disk", units=["Block", "Expert"], expert_parallel_size=size)
+    losses: list[float] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *rest: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    trainer = make_trainer(Training(MoETower), strategy, 2, callbacks=[Watch()])
+    trainer.fit(model, DataLoader(rows, batch_size=4))
+    return losses
+
+
+def test_t5_moe_with_experts_that_start_on_the_meta_device(disk: Path) -> None:
+    undivided, divided = (run_ranks(job, 2, disk, size) for size in (1, 2))
+    for ours, theirs in zip(divided, undivided, strict=True):
+        assert len(ours) == 3
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert divided[0] != divided[1]

@@ -39,14 +39,22 @@ class SaveTo(L.Callback):
 
 
 def run(
-    world_size: int, size: int, disk: Path, tier: str, kind: str, saved: Path, loaded: Path | None = None
+    world_size: int,
+    size: int,
+    disk: Path,
+    tier: str,
+    kind: str,
+    saved: Path,
+    loaded: Path | None = None,
+    weights: Path | None = None,
 ) -> Outcome:
     """One rank's part. What is loaded must count: the module itself begins with other values."""
-    torch.manual_seed(0 if loaded is None else 1)
+    begins = loaded is None and weights is None
+    torch.manual_seed(0 if begins else 1)
     module = MoETower()
-    settings = {"units": ["Expert"], "expert_parallel_size": size, "state_dict_type": kind}
+    settings = {"units": ["Expert"], "expert_parallel_size": size, "state_dict_type": kind, "weights": weights}
     strategy = make_strategy(disk, tier, async_save=kind == "sharded", **settings)
-    callback = SaveTo(saved, SAVED_AFTER if loaded is None else 0)
+    callback = SaveTo(saved, SAVED_AFTER if begins else 0)
     trainer = make_trainer(TRAINING, strategy, world_size, callbacks=[callback])
     trainer.fit(module, loader(tokens(TRAINING, world_size), world_size), ckpt_path=loaded)
     return outcome_of(module)
@@ -126,3 +134,11 @@ def test_division_ends_and_begins_in_mid_training(first: dict[str, Path], disk: 
         torch.testing.assert_close(divided.losses, undivided.losses, rtol=0, atol=1e-9)
         torch.testing.assert_close(divided.weights, undivided.weights, rtol=0, atol=1e-9)
     assert_same_states(read(tmp_path / "again.ckpt"), read(first["full"]))
+
+
+def test_a_run_starts_from_its_weights(first: dict[str, Path], disk: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.ckpt"
+    run_ranks(run, 2, 2, 2, disk, "masters_on_disk", "full", again, None, first["sharded"])
+    ours, theirs = read(again)["state_dict"], read(first["full"])["state_dict"]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
