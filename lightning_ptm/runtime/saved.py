@@ -77,12 +77,9 @@ class SavedTensors:
         self._stores = stores
         self._executor = executor
         self._offload = offload
-        self._released = {
-            flat.binding.released_address: (store.unit, flat)
-            for store in stores
-            for flat in store.flats
-            if not flat.resident
-        }
+        released = [(store.unit, flat.binding) for store in stores for flat in store.flats if not flat.resident]
+        released += [(store.unit, binding) for store in stores for binding in store.absent]
+        self._released = {binding.released_address: (unit, binding.layout) for unit, binding in released}
         self._scopes: list[_Scope] = []
 
     @property
@@ -134,9 +131,9 @@ class SavedTensors:
                 return packed
         released = self._released.get(tensor.data_ptr())
         if released is not None:
-            unit, flat = released
+            unit, layout = released
             sizes = sorted(tensor.shape)  # a linear layer saves its transposed weight
-            names = [slot.spec.name for slot in flat.layout.slots if sorted(slot.spec.shape) == sizes]
+            names = [slot.spec.name for slot in layout.slots if sorted(slot.spec.shape) == sizes]
             raise UsageError(
                 f"a weight of {unit.name} ({type(unit.module).__name__}; one of {', '.join(names) or 'its parameters'}) is "
                 f"used outside a call of that module, where it is not fetched and reads as NaN; call the module, move that "

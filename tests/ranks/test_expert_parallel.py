@@ -257,6 +257,14 @@ def test_weights_are_read_edited_and_evaluated_wherever_they_are(disk: Path) -> 
         torch.testing.assert_close(ours.validation_losses, expected, rtol=0, atol=BOUND)
 
 
+class UsesOthersWeights(MoETower):
+    """Outside of any call."""
+
+    def loss(self, batch: Tensor, rank: int, step: int) -> Tensor:
+        x = torch.nn.functional.linear(self.embedding(batch[:, 0]), self.blocks[0].experts[9 - 9 * rank].expand)
+        return super().loss(batch, rank, step) + x.sum()
+
+
 class FailsBetweenExchanges(MoETower):
     """Rank 1 at step 1, when the others of its group wait for its tokens."""
 
@@ -273,7 +281,7 @@ def fail(training: Training, folder: Path) -> tuple[str, float]:
     module = training.build()
     trainer = make_trainer(training, make_strategy(folder, "all_on_disk", **EXPERTS, expert_parallel_size=2), 2)
     started_s = time.monotonic()
-    with pytest.raises((ValueError, RankError)) as caught:
+    with pytest.raises((ValueError, RankError, UsageError)) as caught:
         trainer.fit(module, loader(tokens(training, 2), 2))
     assert all(layer.expert_group is None for layer in module.blocks)
     return str(caught.value), time.monotonic() - started_s
@@ -284,6 +292,12 @@ def test_a_rank_that_fails_between_exchanges_takes_its_group_with_it(disk: Path)
     assert told[1][0] == "this rank has had enough"
     assert told[0][0].startswith("rank 1 failed with ValueError: this rank has had enough")
     assert all(seconds < TIMEOUT_S / 2 for _, seconds in told)
+
+
+def test_weights_of_other_ranks_experts_are_not_used_by_accident(disk: Path) -> None:
+    for text, _ in run_ranks(fail, 2, Training(UsesOthersWeights), disk):
+        assert "Expert; one of blocks.0.experts." in text
+        assert "is used outside a call of that module" in text
 
 
 def stale(training: Training, folder: Path) -> tuple[Outcome, bool]:
