@@ -368,7 +368,10 @@ def test_ctrl_c_in_the_wait_for_room_does_not_give_it_up(
         interrupted.watch.join()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert trainer.global_step in (2, 3)  # where states are on disk, the next step's forward may do a step's last updates
+    assert trainer.global_step in (
+        2,
+        3,
+    )  # where states are on disk, the next step's forward may do a step's last updates
     assert same(load(tmp_path / "x.ckpt"), load(tmp_path / "expected.ckpt"))
     assert names_in(tmp_path) == ["disk", "expected.ckpt", "x.ckpt"]
 
