@@ -1,4 +1,5 @@
-"""Sharded checkpoints: a step writes one, durably, in the place of the one before; training stands still.
+"""Checkpoints, of the kind that the settings say: a step writes one, durably, in the place of the one before; training stands
+still.
 
 Options: those of the trainer's side, and `folder`.
 """
@@ -36,15 +37,20 @@ class Saver(Callback):
         self.path = folder / "x.ckpt"
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        # The first one's memory counts: what it has freed may stay with the process for the next one.
+        forget_peak()
+        before = current_rss_bytes()
         trainer.save_checkpoint(self.path)
-        size_bytes = sum(entry.stat().st_size for entry in os.scandir(self.path))
+        most = peak_now_bytes() - before
+        files = os.scandir(self.path) if self.path.is_dir() else [self.path]
+        size_bytes = sum(file.stat().st_size for file in files)
         self.baton.ready()
         while steps := self.baton.wait():
             forget_peak()
             before = current_rss_bytes()
             for _ in range(steps):
                 trainer.save_checkpoint(self.path)
-            added = peak_now_bytes() - before
+            added = max(most, peak_now_bytes() - before)
             self.baton.report(0.0, {"saved_bytes": float(size_bytes), "added_bytes": float(added)})
         trainer.should_stop = True
 
