@@ -2,13 +2,14 @@
 
 The same bytes as a single device would have saved: fp32 weights by name, optimizer state in the optimizer's own format
 with full shapes, so a checkpoint moves freely between angel_ptm, DDP and one device. Built unit by unit; the dictionary
-itself is whole, on rank 0 only. Every function is collective.
+itself is whole, on rank 0 only: in RAM, or, where that is short and there is a disk tier, in a file beside that. Every
+function is collective.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +21,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.storage.archive import unreadable
 from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.reading import is_file
+from lightning_ptm.storage.scratch import Scratch
+from lightning_ptm.terms import Tier
+
+_RAM_SHARE = 0.5
+"""Of the free RAM, what a full checkpoint may take while it is put together."""
 
 
 class FileCheckpointIO(TorchCheckpointIO):
@@ -85,9 +93,10 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
     engine.drain()
     engine.executor.release_all()
     values: dict[int, Tensor] = {}
-    for _, parameter, value in engine.values.parameters():
+    copy_of = _copies(engine)
+    for name, parameter, value in engine.values.parameters():
         if keep:
-            values[id(parameter)] = value.clone()
+            values[id(parameter)] = copy_of(name, value)
     if not keep:
         return {}
     # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides); parameters
@@ -129,6 +138,31 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
             )
 
 
+def _copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
+    """How a checkpoint's tensors are copied: into RAM, if a good part of it stays free then. Knows this rank alone.
+
+    Raises (what it returns):
+        CheckpointError: the disk beside RAM has no room for them.
+    """
+    needed = engine.precise_bytes() + engine.optimizer_state_bytes(*Tier)
+    if not engine.disk_paths or needed <= free_host_bytes() * _RAM_SHARE:
+        return lambda name, value: value.clone()
+    folder = engine.disk_paths[0]
+    scratch = Scratch(folder)
+
+    def copy_of(name: str, value: Tensor) -> Tensor:
+        try:
+            return scratch.copy(value)
+        except OSError as error:
+            raise CheckpointError(
+                f"a full checkpoint takes {format_bytes(needed)}, which is more than RAM should hold, and there is no room "
+                f"to put it together in {folder}, at {name}: {error.strerror or error}; use state_dict_type='sharded', "
+                f"which needs no such room, or free some there"
+            ) from error
+
+    return copy_of
+
+
 class _frozen_copies:
     """Inside, `load_state_dict` of the module copies buffers and leaves parameters alone."""
 
@@ -158,7 +192,8 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     index = engine.updates.index_of(optimizer)
     order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.values.optimizer_states(index):
+    copy_of = _copies(engine)
+    for parameter, state in engine.values.optimizer_states(index, copy_of if keep else lambda name, value: value):
         if keep:
             states[order[id(parameter)]] = state
     if not keep:

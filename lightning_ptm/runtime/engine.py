@@ -95,6 +95,7 @@ class Engine:
         self.communicator = communicator
         self.device = device
         self.events = events or Events()
+        self.disk_paths = tuple(disk_paths)
         self._optimizers = tuple(optimizers)
         self._closed = False
         self._iteration = 0

@@ -13,7 +13,7 @@ I3: what some ranks do not hold (experts that others do) they are told by the fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -262,23 +262,27 @@ class Values:
                 assert known is not None
                 yield store, binding, update, known
 
-    def optimizer_states(self, optimizer: int) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated."""
+    def optimizer_states(
+        self, optimizer: int, copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone()
+    ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated.
+
+        Args:
+            copy_of: makes the copies of element-wise state, by the parameter's name.
+        """
         for store, binding, update, known in self._states_of(optimizer):
-            if all(scalars is None for scalars in known.scalars):
+            states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
+            if not states:
                 continue
-            slots: dict[str, Tensor] = {}
             for name in known.dtypes:
                 whole = None if update is None else self._whole(update.store, update.states.slots[name])
-                slots[name] = self._told(store, binding, whole)
-            for slot, parameter in enumerate(binding.parameters):
-                scalars = known.scalars[slot]
-                if scalars is None:
-                    continue
-                state = _copied(scalars)
-                for name in known.slots[slot]:
-                    state[name] = binding.view(slots[name], slot).clone()
-                yield parameter, state
+                whole = self._told(store, binding, whole)
+                for slot, state in states.items():
+                    if name in known.slots[slot]:
+                        state[name] = copy_of(binding.layout.slots[slot].spec.name, binding.view(whole, slot))
+                del whole  # no two of them at once
+            for slot, state in states.items():
+                yield binding.parameters[slot], state
 
     def optimizer_scalars(self, optimizer: int, order: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
         """What the optimizer keeps of each parameter that was ever updated beside element-wise state, by place in `order`."""

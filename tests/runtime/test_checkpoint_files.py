@@ -13,9 +13,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, Full, fit, names_in, small_files
+from checkpoint_runs import BATCHES, Full, fit, names_in, same, small_files
 from plain_loop import make_trainer
 
+from lightning_ptm import checkpoint as checkpoint_module
 from lightning_ptm.checkpoint import FileCheckpointIO
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.folder import PARTIAL, file_draft
@@ -119,3 +120,55 @@ def test_what_is_no_checkpoint(strategy_at, tmp_path: Path, content: bytes) -> N
     (tmp_path / "x.ckpt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.ckpt (is no checkpoint, or is|holds .* or is) damaged"):
         fit(strategy_at("ram"), tmp_path / "run", tmp_path / "x.ckpt")
+
+
+# -- where RAM is short ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["masters_on_disk", "lock_free_three_tiers"])
+def test_what_ram_should_not_hold_is_put_together_on_the_disk(
+    strategy_at, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(strategy_at(tier), tmp_path / "expected")
+    elsewhere: list[int] = []
+
+    class Looks(FileCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            ranges = [line.split()[0].split("-") for line in lines if str(tmp_path / "disk") in line and "rw-s" in line]
+            borders = [(int(start, 16), int(stop, 16)) for start, stop in ranges]
+            states = checkpoint["optimizer_states"][0]["state"].values()
+            tensors = [checkpoint["state_dict"][name] for name, _ in self.module.named_parameters()]
+            tensors += [state[key] for state in states for key in state if key != "step"]
+            elsewhere.append(sum(not any(a <= each.data_ptr() < b for a, b in borders) for each in tensors))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    monkeypatch.setattr(checkpoint_module, "_RAM_SHARE", 0.0)
+    files = Looks()
+    strategy = strategy_at(tier, checkpoint_io=files)
+
+    class Tells(L.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            files.module = pl_module
+
+    fit(strategy, tmp_path / "it", callbacks=[Tells()])
+    assert elsewhere and not any(elsewhere)
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
+        ours, theirs = (torch.load(tmp_path / run / name, weights_only=False) for run in ("it", "expected"))
+        assert same(ours, theirs)
+
+
+def test_no_room_to_put_it_together(strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.engine.drain()  # its own files are longer
+            with small_files(10_000):
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    monkeypatch.setattr(checkpoint_module, "_RAM_SHARE", 0.0)
+    trainer = make_trainer(strategy_at("masters_on_disk"), max_epochs=1, callbacks=[Saves()])
+    with pytest.raises(
+        CheckpointError, match=r"no room to put it together in .*disk, at .*use state_dict_type='sharded'"
+    ):
+        trainer.fit(Full(), BATCHES.loader())
+    assert names_in(tmp_path) == ["disk"]
