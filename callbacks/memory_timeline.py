@@ -1,7 +1,7 @@
 """Bytes of pages in each tier, tick by tick: what the plan says beside what was measured.
 
-Owns the tables of one recorded batch. I1: the picture needs Pillow, which TensorBoard needs for pictures anyway; without it
-there is a warning and no picture.
+Owns the tables of one recorded batch, and what its picture shows; lightning_ptm/drawing.py draws. I1: the picture needs
+Pillow, which TensorBoard needs for pictures anyway; without it there is a warning and no picture.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy, Event, EventKind
+from lightning_ptm.config import format_bytes
+from lightning_ptm.drawing import BLUE, ORANGE, BytesPanel, Layer, Line, draw
+from lightning_ptm.errors import ConfigError
 
 from .recorder import Batch, Recorder
 from .where import boards_of, folder_of, pages_of
 
 TIERS = ("device", "host", "disk")
-WIDTH, HEIGHT, MARGIN = 900, 160, 24
+WIDTH, HEIGHT = 1000, 200
 """Of one tier's part of the picture, in pixels."""
+PLANNED, MEASURED = BLUE, ORANGE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class MemoryTimeline(Recorder):
                 for name, values in (("planned", curve.planned), ("measured", curve.measured)):
                     for tick, value in enumerate(values):
                         logger.experiment.add_scalar(f"memory_timeline/{curve.tier}_{name}_MB", value / 1e6, tick)
-        image = draw(self.curves) if boards else None
+        image = picture(self.curves) if boards else None
         if image is not None:
             for logger in boards:
                 logger.experiment.add_image("memory/timeline", image, trainer.global_step, dataformats="HWC")
@@ -114,36 +118,25 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
     )
 
 
-def draw(curves: tuple[Curve, ...]) -> Tensor | None:
-    """A picture of (height, width, 3) bytes: for each tier, measured bytes filled, planned ones as a line, over ticks, up to
-    the room of the tier. None, with a warning, without Pillow."""
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError:
-        rank_zero_warn(
-            "MemoryTimeline draws its picture with Pillow, which is missing; pip install pillow, or read the CSV"
+def picture(curves: tuple[Curve, ...]) -> Tensor | None:
+    """A picture of (height, width, 3) bytes: for each tier, measured bytes filled, planned ones as a line, over ticks, with
+    the room of the tier; what is over it is red. None, with a warning, without Pillow."""
+    panels = [
+        BytesPanel(
+            title=curve.tier.upper(),
+            layers=[
+                Layer(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
+            ],
+            lines=[Line(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
+            limit_name="room for pages",
+            limit=curve.room,
+            axis=curve is curves[-1],
         )
+        for curve in curves
+    ]
+    try:
+        image = draw("", panels, WIDTH, HEIGHT * len(curves))
+    except ConfigError as error:
+        rank_zero_warn(f"MemoryTimeline: {error}; memory_timeline.csv has its numbers")
         return None
-    image = Image.new("RGB", (WIDTH, HEIGHT * len(curves)), "white")
-    pen = ImageDraw.Draw(image)
-    for place, curve in enumerate(curves):
-        top, bottom = place * HEIGHT + MARGIN, (place + 1) * HEIGHT - 4
-        ticks = max(len(curve.planned), len(curve.measured), 1)
-        most = max(*curve.planned, *curve.measured, curve.room, 1)
-
-        def x(tick: int, ticks: int = ticks) -> float:
-            return MARGIN + (WIDTH - 2 * MARGIN) * tick / ticks
-
-        def y(value: int, top: int = top, bottom: int = bottom, most: int = most) -> float:
-            return bottom - (bottom - top) * value / most
-
-        for tick, value in enumerate(curve.measured):
-            pen.rectangle((x(tick), y(value), x(tick + 1), bottom), fill="#f5b971")
-        for tick, value in enumerate(curve.planned):
-            pen.line((x(tick), y(value), x(tick + 1), y(value)), fill="#1f4e9c", width=2)
-        pen.line((MARGIN, y(curve.room), WIDTH - MARGIN, y(curve.room)), fill="#888888")
-        pen.rectangle((MARGIN, top, WIDTH - MARGIN, bottom), outline="#bbbbbb")
-        peaks = [max(values) / 1e6 if values else 0.0 for values in (curve.planned, curve.measured)]
-        title = f"{curve.tier}: planned (line) at most {peaks[0]:.1f} MB, measured (filled) {peaks[1]:.1f} MB"
-        pen.text((MARGIN, top - 16), f"{title}, room {curve.room / 1e6:.1f} MB; {ticks} ticks", fill="black")
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 
 import pytest
-import torch
 from PIL import Image
 
 from lightning_ptm.callbacks import MemoryTimeline
-from lightning_ptm.callbacks.memory_timeline import HEIGHT, MARGIN, WIDTH, Curve, draw
+from lightning_ptm.callbacks.memory_timeline import HEIGHT, MEASURED, PLANNED, WIDTH, Curve, picture
+from lightning_ptm.drawing import OVER
 
 TICKS = 8  # the root and three blocks forward, the root and three blocks backward
 
@@ -45,16 +46,23 @@ def test_bytes_of_each_tick_and_tier(strategy_at, board_trainer, model, data, bo
     assert picture.size == (WIDTH, 3 * HEIGHT)
 
 
-def test_the_picture_shows_both_curves() -> None:
-    image = draw((Curve("device", planned=(50, 100, 0), measured=(0, 100), room=100),))
-    assert image is not None
-    colours = {tuple(pixel) for pixel in image.reshape(-1, 3).tolist()}
-    filled, line = (0xF5, 0xB9, 0x71), (0x1F, 0x4E, 0x9C)
-    assert {filled, line} <= colours
-    at_bottom = image[HEIGHT - 10]
-    third = (WIDTH - 2 * MARGIN) // 3
-    fills = [torch.equal(at_bottom[MARGIN + third * tick + third // 2], torch.tensor(filled)) for tick in range(3)]
-    assert fills == [False, True, False]
+def colours(curve: Curve) -> set[str]:
+    image = picture((curve,))
+    assert image is not None and image.shape == (HEIGHT, WIDTH, 3)
+    return {"#{:02x}{:02x}{:02x}".format(*pixel) for pixel in image.reshape(-1, 3).unique(dim=0).tolist()}
+
+
+def test_the_picture_shows_both_curves_and_what_is_over_the_room() -> None:
+    inside = colours(Curve("device", planned=(50, 100, 0), measured=(0, 80), room=100))
+    assert {MEASURED, PLANNED} <= inside and OVER not in inside
+    assert OVER in colours(Curve("device", planned=(50, 101, 0), measured=(0, 80), room=100))
+    assert OVER in colours(Curve("device", planned=(50, 100, 0), measured=(0, 110), room=100))
+
+
+def test_without_pillow_there_is_a_warning_and_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
+    with pytest.warns(UserWarning, match=r"Pillow is missing.*memory_timeline\.csv has its numbers"):
+        assert picture((Curve("device", (1,), (1,), 2),)) is None
 
 
 @pytest.mark.parametrize("loop", ["validate", "test", "predict"])
