@@ -34,9 +34,13 @@ from lightning_ptm.commands.estimate import (
     token_count,
 )
 from lightning_ptm.commands.params import build_on_meta, read_config
+from lightning_ptm.commands.picture import draw_plan
+from lightning_ptm.commands.search import largest_value, with_argument
 from lightning_ptm.commands.timeline import write_timeline
-from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes, parse_bytes
+from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
@@ -51,6 +55,8 @@ from lightning_ptm.terms import Kind, Phase, Tier
 _ANY_STEPS = 1000
 """Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
 _LARGEST_BATCH = 1 << 20
+_DEVICE_SHARES = 16
+"""`device_memory` is looked for among so many equal parts of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,8 @@ class Forecast:
         timing: of an optimizer step; None where it does not fit.
         seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
         binds: what the step waits for most.
+        chosen: what was searched for: an argument of the model, device_memory in bytes.
+        plan: of one micro-batch; activation_ticks: bytes of activations at each of its ticks.
         offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
     """
 
@@ -105,6 +113,9 @@ class Forecast:
     timing: Timing | None
     seconds: float
     binds: str
+    chosen: dict[str, int]
+    plan: Plan
+    activation_ticks: tuple[int, ...]
     offloaded_bytes: int = 0
 
     @property
@@ -122,8 +133,11 @@ def plan(
     nodes: int = 1,
     batch_size: str | int | None = None,
     strategy: dict[str, Any] | None = None,
+    device_memory: str | None = None,
+    largest: str | None = None,
     json: bool = False,
     timeline: Path | None = None,
+    plot: Path | None = None,
 ) -> None:
     """Tells whether a config fits on machines that you do not have, and how fast a step would be.
 
@@ -137,21 +151,40 @@ def plan(
         nodes: machines of this kind.
         batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
         strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
+        device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
+            samples/s, `least` for the most room for activations.
+        largest: an argument of the config's model, such as `layers`: finds its largest value that fits.
         json: print numbers for machines instead.
         timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
+        plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
     """
     if hardware is None:
         raise ConfigError(f"plan needs --hardware: a hardware file, or one of {', '.join(machines.installed())}")
-    record: list[Activity] | None = [] if timeline is not None else None
+    if plot is not None:
+        check_target(plot, "plot")
+    record: list[Activity] | None = [] if timeline is not None or plot is not None else None
     # A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        found, drawn = forecast(config_file, hardware, nodes, batch_size, strategy or {}, record)
+        found, drawn = forecast(
+            config_file,
+            hardware,
+            nodes,
+            batch_size,
+            strategy or {},
+            record,
+            device_memory=device_memory,
+            largest=largest,
+        )
     finally:
         if collects:
             gc.enable()
     print(as_json(found) if json else render(found))
+    if plot is not None:
+        save(draw_plan(found, drawn, record or []), plot)
+        if not json:
+            print(f"picture: {plot}")
     if not found.fits:
         raise CapacityError(found.reason)
     if timeline is not None and record is not None:
@@ -167,8 +200,11 @@ def forecast(
     batch_size: str | int | None = None,
     strategy: Mapping[str, Any] | None = None,
     record: list[Activity] | None = None,
+    *,
+    device_memory: str | None = None,
+    largest: str | None = None,
 ) -> tuple[Forecast, Blueprint]:
-    """What `plan` prints, and the blueprint that it is about.
+    """What `plan` prints, and the blueprint that it is about; arguments as there, `record` as `steady` takes it.
 
     Raises:
         ConfigError: config, hardware file or an argument that cannot work.
@@ -178,92 +214,182 @@ def forecast(
     if nodes < 1:
         raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
     wanted = _wanted_batch(batch_size)
-    document = read_config(Path(config_file))
-    rates = node.rates(nodes)
-    run = _Run(document, config_file, strategy or {}, node)
-    dtype = str(run.request.compute).removeprefix("torch.")
-    node.flops_per_s(dtype)  # refused before the model is laid out
-    if run.request.settings.expert_parallel_size > 1:
+    settings = dict(strategy or {})
+    goal = device_memory if device_memory in ("best", "least") else None
+    if device_memory is not None and goal is None:
+        try:
+            settings["device_memory"] = parse_bytes(device_memory, name="device_memory")
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or say 'best' or 'least'") from error
+    if goal is not None and node.device == "cpu":
         raise ConfigError(
-            f"expert_parallel_size is {run.request.settings.expert_parallel_size}, and a plan does not know how many tokens "
-            f"travel between ranks; plan with expert_parallel_size=1, which takes more memory and other traffic"
+            f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
-    world_size = node.ranks_per_node * nodes
-    drawn = decide(run.request, node.machine(), world_size)
-    made = make_plan(drawn, Mode.TRAIN, drawn.trace)
-    recomputed = recomputed_units(len(drawn.units), run.request.settings.recompute_every)
-    takes = occupied(drawn, made, drawn.trace)
-    room = _activation_room(drawn, takes, node)
-    host_room = _host_room(drawn, node)
-    sizes = _Sizes(run, drawn, recomputed)
-    samples = sizes.largest(room, host_room) if wanted == "auto" else (wanted or sample_count(run.batch))
-    peak, works = sizes.at(max(samples, 1))
-    offloaded = sizes.offloaded(works)
-    fits = samples > 0 and peak <= room and offloaded <= host_room
-    batch = resized(run.batch, max(samples, 1))
-    short_tier = Tier.DEVICE if peak > room or offloaded <= host_room else Tier.HOST
-    timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
-    if fits:
-        trace = _timed(drawn.trace, [node.seconds(work, dtype) for work in works], recomputed, node.unit_s or 0.0)
-        lock_free = drawn.lock_free
-        timing = steady(
-            drawn.layout,
-            drawn.placement,
-            made,
-            trace,
-            drawn.budget,
-            # Lock-free updates have a thread of their own: see _beside_updates.
-            rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
-            micro_batches=run.accumulate,
-            wait_for_updates=lock_free is None,
-            record=record,
+    document = read_config(Path(config_file))
+    node.rates(nodes)  # what it lacks is found before anything is built
+    if largest is None:
+        question = _Question(_Run(document, config_file, settings, node), config_file, node, nodes, wanted)
+        return question.search(goal, record) if goal is not None else question.answer(record)
+
+    def ask(value: int) -> _Question:
+        run = _Run(with_argument(document, largest, value, config_file), config_file, settings, node)
+        return _Question(run, config_file, node, nodes, wanted)
+
+    first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
+    value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
+    question = ask(max(value, 1))
+    found, drawn = question.search(goal, record) if goal is not None else question.answer(record)
+    return dataclasses.replace(found, chosen={largest: max(value, 1)} | found.chosen), drawn
+
+
+class _Question:
+    """One config on some nodes: what would become of it with this or that device_memory.
+
+    Args:
+        wanted: samples a rank; None: the config's.
+    """
+
+    def __init__(
+        self, run: _Run, path: str | Path, node: machines.Node, nodes: int, wanted: Literal["auto"] | int | None
+    ) -> None:
+        # Configuration.
+        self._run = run
+        self._path = path
+        self._node = node
+        self._nodes = nodes
+        self._wanted = wanted
+        # State.
+        self._sizes: _Sizes | None = None
+        """Made of the first blueprint; units and ticks are those of all."""
+
+    def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Forecast, Blueprint]:
+        """The answer for the `best` device_memory or the `least`; where none fits, for the config's."""
+        most, chosen = 0.0, None
+        for settings, size in self._parts():
+            try:
+                found, _ = self.answer(None, settings)
+            except CapacityError:
+                continue
+            if found.fits and found.samples_per_s > most:
+                most, chosen = found.samples_per_s, (settings, size)
+                if goal == "least":
+                    break
+        if chosen is None:
+            return self.answer(record)
+        found, drawn = self.answer(record, chosen[0])
+        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), drawn
+
+    def fits(self, *, search: bool) -> bool:
+        """Whether it fits, with `search` over parts of the device's memory: then the largest first, most often the one."""
+        for settings in [settings for settings, _ in reversed(self._parts())] if search else [None]:
+            try:
+                if self.answer(None, settings)[0].fits:
+                    return True
+            except CapacityError:
+                continue
+        return False
+
+    def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Forecast, Blueprint]:
+        """What `plan` prints for these settings, by default the config's; see `forecast`."""
+        run, node = self._run, self._node
+        request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
+        rates = node.rates(self._nodes)
+        dtype = str(request.compute).removeprefix("torch.")
+        node.flops_per_s(dtype)  # refused before the model is laid out
+        if request.settings.expert_parallel_size > 1:
+            raise ConfigError(
+                f"expert_parallel_size is {request.settings.expert_parallel_size}, and a plan does not know how many "
+                f"tokens travel between ranks; plan with expert_parallel_size=1, which takes more memory and other traffic"
+            )
+        world_size = node.ranks_per_node * self._nodes
+        drawn = decide(request, node.machine(), world_size)
+        made = make_plan(drawn, Mode.TRAIN, drawn.trace)
+        recomputed = recomputed_units(len(drawn.units), request.settings.recompute_every)
+        takes = occupied(drawn, made, drawn.trace)
+        room = _activation_room(drawn, takes, node)
+        host_room = _host_room(drawn, node)
+        sizes = self._sizes = self._sizes or _Sizes(run, drawn, recomputed)
+        samples = (
+            sizes.largest(room, host_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
         )
-        seconds = timing.seconds + (node.step_s or 0.0)
-        if lock_free is not None:
-            seconds = _beside_updates(seconds, timing, lock_free, node)
-        elif node.device == "cpu":
-            # What stalls leave of the cores' time may go to the disk.
-            arithmetic = sum(use.busy_s for use in timing.links if use.link in (Link.UPDATE_HOST, Link.UPDATE_DEVICE))
-            work_s = timing.compute_s + arithmetic + _disk_core_s(timing, node) / node.cpu_cores
-            seconds = max(timing.seconds, work_s) + (node.step_s or 0.0)
-        binds = _binding(timing)
-        if offloaded:
-            with_copies = _with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
-            binds = binds if with_copies == seconds else "copies of activations to RAM and back"
-            seconds = with_copies
-    short = (
-        f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
-        f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
-        f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
-    )
-    if short_tier is Tier.HOST:
+        ticks, works = sizes.at(max(samples, 1))
+        peak, offloaded = max(ticks), sizes.offloaded(works)
+        fits = samples > 0 and peak <= room and offloaded <= host_room
+        batch = resized(run.batch, max(samples, 1))
+        short_tier = Tier.DEVICE if peak > room or offloaded <= host_room else Tier.HOST
+        timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
+        if fits:
+            trace = _timed(drawn.trace, [node.seconds(work, dtype) for work in works], recomputed, node.unit_s or 0.0)
+            lock_free = drawn.lock_free
+            timing = steady(
+                drawn.layout,
+                drawn.placement,
+                made,
+                trace,
+                drawn.budget,
+                # Lock-free updates have a thread of their own: see _beside_updates.
+                rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
+                micro_batches=run.accumulate,
+                wait_for_updates=lock_free is None,
+                record=record,
+            )
+            seconds = timing.seconds + (node.step_s or 0.0)
+            if lock_free is not None:
+                seconds = _beside_updates(seconds, timing, lock_free, node)
+            elif node.device == "cpu":
+                # What stalls leave of the cores' time may go to the disk.
+                arithmetic = sum(
+                    use.busy_s for use in timing.links if use.link in (Link.UPDATE_HOST, Link.UPDATE_DEVICE)
+                )
+                work_s = timing.compute_s + arithmetic + _disk_core_s(timing, node) / node.cpu_cores
+                seconds = max(timing.seconds, work_s) + (node.step_s or 0.0)
+            binds = _binding(timing)
+            if offloaded:
+                with_copies = _with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
+                binds = binds if with_copies == seconds else "copies of activations to RAM and back"
+                seconds = with_copies
         short = (
-            f"activations of {max(samples, 1)} samples a rank take {format_bytes(offloaded)} of RAM "
-            f"(activations='host'), and pages leave {format_bytes(max(host_room, 0))} of {node.name}'s to them; lower the "
-            f"batch size, use recompute='all', or lower host_memory"
+            f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
+            f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
+            f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
         )
-    return (
-        Forecast(
-            config=Path(config_file).name,
-            hardware=node.name,
-            nodes=nodes,
-            ranks=world_size,
-            numel=sum(item.parameter.numel() for unit in drawn.units for item in unit.parameters),
-            fits=fits,
-            reason="" if fits else short,
-            homes=_homes(drawn),
-            tiers=_tiers(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
-            batch_size=samples,
-            tokens=token_count(batch),
-            accumulate=run.accumulate,
-            flops=3 * sum(work.flops for work in works) * run.accumulate,
-            timing=timing,
-            seconds=seconds,
-            binds=binds,
-            offloaded_bytes=offloaded,
-        ),
-        drawn,
-    )
+        if short_tier is Tier.HOST:
+            short = (
+                f"activations of {max(samples, 1)} samples a rank take {format_bytes(offloaded)} of RAM "
+                f"(activations='host'), and pages leave {format_bytes(max(host_room, 0))} of {node.name}'s to them; lower "
+                f"the batch size, use recompute='all', or lower host_memory"
+            )
+        return (
+            Forecast(
+                config=Path(self._path).name,
+                hardware=node.name,
+                nodes=self._nodes,
+                ranks=world_size,
+                numel=sum(item.parameter.numel() for unit in drawn.units for item in unit.parameters),
+                fits=fits,
+                reason="" if fits else short,
+                homes=_homes(drawn),
+                tiers=_tiers(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                batch_size=samples,
+                tokens=token_count(batch),
+                accumulate=run.accumulate,
+                flops=3 * sum(work.flops for work in works) * run.accumulate,
+                timing=timing,
+                seconds=seconds,
+                binds=binds,
+                chosen={},
+                plan=made,
+                activation_ticks=ticks,
+                offloaded_bytes=offloaded,
+            ),
+            drawn,
+        )
+
+    def _parts(self) -> list[tuple[Settings, int]]:
+        """Settings by device_memory, smallest first."""
+        sizes = [self._node.device_memory * part // _DEVICE_SHARES for part in range(1, _DEVICE_SHARES)]
+        settings = self._run.request.settings
+        return [(dataclasses.replace(settings, device_memory=size), size) for size in sizes]
 
 
 class _Run:
@@ -335,17 +461,16 @@ class _Sizes:
         self._drawn = drawn
         self._recomputed = recomputed
         # State.
-        self._known: dict[int, tuple[int, tuple[Work, ...]]] = {}
+        self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
         run.model.to(run.request.compute)
 
-    def at(self, samples: int) -> tuple[int, tuple[Work, ...]]:
-        """Peak of activations, and what units compute."""
+    def at(self, samples: int) -> tuple[tuple[int, ...], tuple[Work, ...]]:
+        """Bytes of activations at each tick, and what units compute."""
         if samples not in self._known:
             run, drawn = self._run, self._drawn
             works = estimate(run.model, drawn.units, resized(run.batch, samples), run.request.compute)
             to_host = drawn.activations_to_host
-            peak = max(activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host))
-            self._known[samples] = peak, works
+            self._known[samples] = activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host), works
         return self._known[samples]
 
     def offloaded(self, works: Sequence[Work]) -> int:
@@ -354,7 +479,7 @@ class _Sizes:
 
     def largest(self, room: int, host_room: int) -> int:
         """The largest batch whose activations fit; 0: not even one sample."""
-        on_device = self._largest(room, lambda samples: self.at(samples)[0])
+        on_device = self._largest(room, lambda samples: max(self.at(samples)[0]))
         on_host = self._largest(host_room, lambda samples: self.offloaded(self.at(samples)[1]))
         return min(on_device, on_host)
 
@@ -522,6 +647,7 @@ def as_json(found: Forecast) -> str:
             "fits": found.fits,
             "reason": found.reason,
             "binds": found.binds,
+            "chosen": found.chosen,
             "batch_size_per_rank": found.batch_size,
             "accumulate": found.accumulate,
             "homes_bytes_per_rank": found.homes,
@@ -546,6 +672,10 @@ def render(found: Forecast) -> str:
     lines = [
         f"{found.config} on {found.nodes} x {found.hardware}: {found.ranks} ranks, {found.numel:,} parameters",
         f"fits: {'yes' if found.fits else 'no'}",
+        *(
+            f"device_memory: {size} ({format_bytes(size)})" if name == "device_memory" else f"largest {name}: {size}"
+            for name, size in found.chosen.items()
+        ),
         "",
         f"{'of one rank':<12}{'pages':>12}{'reserved':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
     ]

@@ -13,21 +13,25 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
 from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes
 from lightning_ptm.commands.hardware import find
+from lightning_ptm.commands.picture import ACTIVATIONS, HELD, HOMES, OPERATIONS
 from lightning_ptm.commands.plan import forecast, render
+from lightning_ptm.commands.search import largest_value
 from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.drawing import OVER
+from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.models import GPT, T5MoE
 from lightning_ptm.planning import Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.units import discover
-from lightning_ptm.terms import Phase
+from lightning_ptm.terms import Operation, Phase
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"width": 64, "layers": 3, "heads": 2, "sequence_length": 16}
@@ -246,6 +250,28 @@ def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert computed == pytest.approx(found["compute_s"] * 1e6)
 
 
+def colours_of(path: Path) -> set[str]:
+    with Image.open(path) as image:
+        assert image.format == "PNG" and image.size == (1200, 800)
+        return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in image.getcolors(1 << 20) or []}
+
+
+def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB", "disk_path": str(tmp_path)} | ALL_TIERS))
+    plot = tmp_path / "out.png"
+    arguments = ["plan", path, "--hardware", cpu_file(tmp_path, host_memory="80MiB"), "--plot", str(plot)]
+    main(arguments)
+    assert f"picture: {plot}" in capsys.readouterr().out
+    shown = colours_of(plot)
+    busy = {OPERATIONS[each] for each in (Operation.COMPUTE, Operation.FETCH, Operation.OFFLOAD, Operation.UPDATE)}
+    assert {HOMES, HELD, ACTIVATIONS, *busy} <= shown and OVER not in shown
+    with pytest.raises(SystemExit, match="lower the batch size"):
+        main([*arguments, "--batch-size", "50000"])  # what does not fit is shown, too
+    assert {HOMES, ACTIVATIONS, OVER} <= colours_of(plot)
+    with pytest.raises(SystemExit, match=r"ends in \.png"):
+        main(["plan", "gpt", "--hardware", "h200_x1", "--plot", str(tmp_path / "out.svg")])
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
     path = config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"})
     hardware = cpu_file(tmp_path, host_memory="80MiB")
@@ -253,6 +279,75 @@ def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
     assert found.fits and found.batch_size > 2
     over, _ = forecast(path, hardware, batch_size=found.batch_size + 1)
     assert not over.fits and "activations of" in over.reason and "lower the batch size" in over.reason
+
+
+@pytest.mark.parametrize("first", [1, 3, 40])
+def test_the_search_finds_the_largest_that_fits(first: int) -> None:
+    for most in range(70):
+        asked: list[int] = []
+
+        def fits(value: int, most: int = most, asked: list[int] = asked) -> bool:
+            asked.append(value)
+            return value <= most
+
+        assert largest_value(first, fits) == most
+        assert min(asked) >= 1 and len(asked) == len(set(asked)) <= 14
+
+
+def test_the_largest_model_fits_and_one_layer_more_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, {"page_size": "64KiB"})
+    hardware = cpu_file(tmp_path, host_memory="40MiB")
+    main(["plan", str(path), "--hardware", hardware, "--largest", "layers", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    layers = found["chosen"]["layers"]
+    assert found["fits"] and layers > 3
+    document = yaml.safe_load(path.read_text())
+    document["model"]["init_args"]["layers"] = layers + 1
+    path.write_text(yaml.safe_dump(document))
+    try:
+        over = forecast(path, hardware)[0].fits
+    except CapacityError:
+        over = False
+    assert not over
+    with pytest.raises(SystemExit, match=r"largest is 'depth', and the model of .* has none; .*heads, layers"):
+        main(["plan", str(path), "--hardware", hardware, "--largest", "depth"])
+
+
+def cuda_file(folder: Path, **values: Any) -> str:
+    """A hardware file of one rank with a device, on which a batch of some samples fits beside `config`'s pages."""
+    rates = {"device_memory_bytes_per_s": 1e11, "host_to_device_bytes_per_s": 1e9, "device_to_host_bytes_per_s": 1e9}
+    return cpu_file(folder, **{"device": "cuda", "device_memory": "8MiB"} | rates | values)
+
+
+def test_device_memory_for_the_most_samples_and_for_the_largest_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path)
+    found = {
+        goal: forecast(path, hardware, batch_size="auto", device_memory=goal)[0] for goal in (None, "best", "least")
+    }
+    assert all(each.fits for each in found.values())
+    assert found["best"].samples_per_s >= max(each.samples_per_s for each in found.values())
+    assert found["least"].batch_size > found["best"].batch_size
+    # What it names can be set, and is what was told.
+    size = found["best"].chosen["device_memory"]
+    assert size != found["least"].chosen["device_memory"]
+    again, _ = forecast(path, hardware, batch_size="auto", device_memory=str(size))
+    assert again.samples_per_s == found["best"].samples_per_s and again.chosen == {}
+    part = (8 << 20) // 16
+    less = found["least"].chosen["device_memory"] - part
+    with pytest.raises(CapacityError):
+        forecast(path, hardware, batch_size="auto", device_memory=str(less))
+    main(["plan", str(path), "--hardware", hardware, "--batch-size", "auto", "--device-memory", "best"])
+    assert f"device_memory: {size} (" in capsys.readouterr().out
+
+
+def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
+    """With its RAM full a model still grows as far as the device's memory lets it."""
+    path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="16MiB")
+    plain, _ = forecast(path, hardware, largest="layers")
+    found, _ = forecast(path, hardware, largest="layers", device_memory="best")
+    assert found.fits and found.chosen["layers"] > plain.chosen["layers"] >= 3
 
 
 def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,6 +368,11 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
         (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
         (["--hardware", "h200_x1", "--batch-size", "0"], "batch_size is .?0"),
         (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),
+        (["--hardware", "h200_x1", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
+        (
+            ["--hardware", "h200_x1", "--device-memory", "beast"],
+            "device_memory='beast' is not a size.*or say 'best' or 'least'",
+        ),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
         (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
         (["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"], "expert_parallel_size is 2, and a plan"),

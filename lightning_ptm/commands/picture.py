@@ -1,0 +1,133 @@
+"""`plan --plot`: memory of each tier over the ticks of a plan, and what was busy over the time of a step.
+
+Owns what a plan's picture shows and in which colours; how it is drawn is drawing.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_ptm.config import format_bytes
+from lightning_ptm.drawing import (
+    BLUE,
+    FREE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    BusyPanel,
+    BytesPanel,
+    Layer,
+    Row,
+    draw,
+)
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.timing import Activity, Link
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.terms import Operation, Phase, Tier
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from lightning_ptm.commands.plan import Forecast
+
+WIDTH, HEIGHT = 1200, 800
+HOMES, HELD, ACTIVATIONS = BLUE, SKY, ORANGE
+OPERATIONS = {
+    Operation.COMPUTE: BLUE,
+    Operation.FETCH: SKY,
+    Operation.GATHER: GREEN,
+    Operation.REDUCE: PURPLE,
+    Operation.OFFLOAD: YELLOW,
+    Operation.UPDATE: ORANGE,
+}
+
+
+def draw_plan(found: Forecast, drawn: Blueprint, record: Sequence[Activity]) -> Image:
+    """The picture of a forecast, of one rank; where it does not fit, of its memory alone.
+
+    Raises:
+        ConfigError: no Pillow.
+    """
+    samples = f"batch {max(found.batch_size, 1)}" + (f" x {found.accumulate}" if found.accumulate > 1 else "")
+    where = f"{found.nodes} x {found.hardware}" if found.nodes > 1 else found.hardware
+    rank = f"one of {found.ranks} ranks" if found.ranks > 1 else "one rank"
+    title = f"{found.config} on {where}: {rank}, {found.numel / 1e9:.3g}B parameters, {samples}"
+    panels: list[BytesPanel | BusyPanel] = list(_memory(found, drawn))
+    if found.timing is not None:
+        panels.append(_busy(found, record))
+    return draw(title if found.fits else f"{title}: DOES NOT FIT", panels, WIDTH, HEIGHT)
+
+
+def _memory(found: Forecast, drawn: Blueprint) -> list[BytesPanel]:
+    simulation = simulate(drawn.layout, drawn.placement, found.plan, drawn.trace, drawn.budget)
+    phases = [tick.phase for tick in drawn.trace.ticks]
+    marks = [(0, "forward"), (phases.index(Phase.BACKWARD), "backward")] if Phase.BACKWARD in phases else []
+    panels: list[BytesPanel] = []
+    used = [tier for tier in Tier if found.tiers[tier.name.lower()].page_bytes]
+    for tier in used:
+        size = found.tiers[tier.name.lower()]
+        use = simulation.tier(tier)
+        count = len(use.bytes_per_tick)
+        # At the end the gradients of the last tick are still there, activations are not.
+        kept = (*found.activation_ticks, 0)[:count] if size.activation_bytes else ()
+        home = drawn.placement.home_bytes(tier)
+        held = [max(0, there - home) for there in use.bytes_per_tick]
+        # The pool is taken as a whole: what no page is in is not there for activations.
+        rest = [max(0, size.page_bytes - home - there) for there in held]
+        if tier is Tier.DEVICE or drawn.unified:
+            name = "gathered, gradients on their way, staging"
+        else:
+            name = "staging"
+        layers = [Layer("homes", [home] * count, HOMES)]
+        layers += [Layer(name, held, HELD)] if any(held) else []
+        layers += [Layer(_rest_name(tier), rest, FREE)] if any(rest) else []
+        layers += [Layer("activations", kept, ACTIVATIONS)] if kept else []
+        title = "DEVICE (this CPU's RAM)" if drawn.unified and tier is Tier.DEVICE else tier.name
+        panels.append(
+            BytesPanel(
+                title=title,
+                layers=layers,
+                limit_name="memory",
+                limit=size.have_bytes,
+                bound_name="pages may take" if tier is Tier.DEVICE else "",
+                bound=drawn.budget.of(tier) if tier is Tier.DEVICE else 0,
+                marks=marks,
+                axis=tier is used[-1],
+                weight=3.0 if tier is Tier.DEVICE else 1.0,
+            )
+        )
+    return panels
+
+
+def _rest_name(tier: Tier) -> str:
+    return "pages of updates, or not in use" if tier is Tier.HOST else "pages not in use"
+
+
+def _busy(found: Forecast, record: Sequence[Activity]) -> BusyPanel:
+    timing = found.timing
+    assert timing is not None
+    rows = [_row(None, record, timing.compute_s, timing.seconds, "")]
+    rows += [
+        _row(use.link, record, use.busy_s, timing.seconds, format_bytes(use.bytes)) for use in timing.links if use.bytes
+    ]
+    seen = {done.operation for done in record}
+    late = f"; updates need {found.seconds:.4g} s a step" if found.seconds > timing.seconds * 1.0001 else ""
+    return BusyPanel(
+        title=f"BUSY during a step of {timing.seconds:.4g} s, {found.samples_per_s:.4g} samples/s in all{late}",
+        rows=rows,
+        seconds=timing.seconds,
+        colours={operation.value: colour for operation, colour in OPERATIONS.items() if operation in seen},
+    )
+
+
+def _row(link: Link | None, record: Sequence[Activity], busy_s: float, seconds: float, moved: str) -> Row:
+    # Without a lock, updates that take longer than compute's step go on behind it.
+    share = f"{busy_s / seconds:.0%}" if busy_s <= seconds else "behind"
+    return Row(
+        name="compute" if link is None else link.value.replace("_", " "),
+        busy=[(done.start_s, done.seconds, done.operation.value) for done in record if done.link is link],
+        note=f"{busy_s:.3g} s, {share}  {moved}".rstrip(),
+    )

@@ -1,0 +1,51 @@
+"""Searches of `plan`: the largest value of a number in the config's model that fits.
+
+Owns the search alone; whether a value fits is told by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ptm.errors import ConfigError
+
+
+def largest_value(first: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 up that fits, where every smaller one fits too; 0 where not even 1 does.
+
+    Args:
+        first: a guess; the nearer, the fewer questions.
+    """
+    low, high = 0, first
+    while fits(high):
+        low, high = high, 2 * high
+    # From here on `low` fits (or is 0) and `high` does not. From above, by halves: sizes are right within a factor.
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def with_argument(document: Mapping[str, Any], name: str, value: int | None, path: str | Path) -> dict[str, Any]:
+    """A copy of a config whose model has `value` for its argument `name`; None leaves it as it is.
+
+    Raises:
+        ConfigError: the config gives its model no whole number from 1 up of that name.
+    """
+    model = document.get("model")
+    arguments = dict(model.get("init_args") or {}) if isinstance(model, Mapping) else {}
+    given = arguments.get(name)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        numbers = [each for each, held in arguments.items() if isinstance(held, int) and not isinstance(held, bool)]
+        raise ConfigError(
+            f"largest is {name!r}, and the model of {path} has {f'{given!r} for it' if name in arguments else 'none'}; "
+            f"name an argument that is a whole number there ({', '.join(numbers) or 'there is none'})"
+        )
+    if value is not None:
+        arguments[name] = value
+    return {**document, "model": {**(model or {}), "init_args": arguments}}
