@@ -31,13 +31,14 @@ PLANNED, MEASURED = BLUE, ORANGE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """One tier: bytes planned and measured at each tick, and the bytes of all its pages. A list that lacks ticks (no plan
-    was followed) is shorter."""
+    """One tier: bytes planned and measured at each tick, the bytes of all its pages, and those that the plan may hold (see
+    PlannedBytes). A list that lacks ticks (no plan was followed) is shorter."""
 
     tier: str
     planned: tuple[int, ...]
     measured: tuple[int, ...]
     room: int
+    budget: int
 
 
 class MemoryTimeline(Recorder):
@@ -105,14 +106,15 @@ class MemoryTimeline(Recorder):
 
 
 def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]:
-    planned = {each.tier: each.per_tick for each in strategy.planned_bytes()}
+    planned = {each.tier: each for each in strategy.planned_bytes()}
     measured = sorted(ticks, key=lambda event: event.index)
     return tuple(
         Curve(
             room.tier,
-            planned.get(room.tier, ()),
+            planned[room.tier].per_tick if room.tier in planned else (),
             tuple(event.tier_bytes[TIERS.index(room.tier)] for event in measured),
             room.bytes,
+            planned[room.tier].budget if room.tier in planned else room.bytes,
         )
         for room in strategy.tier_rooms()
     )
@@ -120,7 +122,7 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
 
 def picture(curves: tuple[Curve, ...]) -> Tensor | None:
     """A picture of (height, width, 3) bytes: for each tier, measured bytes filled, planned ones as a line, over ticks, with
-    the room of the tier; what is over it is red. None, with a warning, without Pillow."""
+    what pages may take; what is over it is red. None, with a warning, without Pillow."""
     panels = [
         BytesPanel(
             title=curve.tier.upper(),
@@ -128,8 +130,10 @@ def picture(curves: tuple[Curve, ...]) -> Tensor | None:
                 Layer(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
             ],
             lines=[Line(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
-            limit_name="room for pages",
-            limit=curve.room,
+            limit_name="pages may take",
+            limit=max(curve.budget, curve.room),
+            bound_name="and take from the start",
+            bound=curve.room,
             axis=curve is curves[-1],
         )
         for curve in curves

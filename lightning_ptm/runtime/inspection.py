@@ -50,11 +50,14 @@ class PlannedBytes:
     Attributes:
         per_tick: at the worst moment of each tick of an iteration; the last entry is after the last tick.
         room: bytes of all pages of the tier.
+        budget: bytes that the plan may hold. More than the room where one rank's gradients stay in `.grad`, which the plan
+            counts and pages need not hold.
     """
 
     tier: str
     per_tick: tuple[int, ...]
     room: int
+    budget: int
 
 
 def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
@@ -103,7 +106,7 @@ def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
         return ()
     found = occupied(engine.blueprint, *made)
     return tuple(
-        PlannedBytes(tier.name.lower(), found.per_tick(tier), room)
+        PlannedBytes(tier.name.lower(), found.per_tick(tier), room, engine.blueprint.budget.of(tier))
         for tier in Tier
         if (room := engine.allocator.capacity_bytes(tier))
     )

@@ -23,7 +23,7 @@ def test_bytes_of_each_tick_and_tier(strategy_at, board_trainer, model, data, bo
     assert list(curves) == ["device", "host", "disk"]
     for curve in curves.values():
         assert len(curve.planned) == TICKS + 1 and len(curve.measured) == TICKS
-        assert max(curve.measured) <= curve.room and max(curve.planned) <= curve.room
+        assert max(curve.measured) <= curve.room <= curve.budget and max(curve.planned) <= curve.budget
     device = curves["device"]
     assert all(0 < there <= said for there, said in zip(device.measured, device.planned[:TICKS], strict=True))
     assert len(set(device.measured)) > 1  # units come and go
@@ -52,17 +52,17 @@ def colours(curve: Curve) -> set[str]:
     return {"#{:02x}{:02x}{:02x}".format(*pixel) for pixel in image.reshape(-1, 3).unique(dim=0).tolist()}
 
 
-def test_the_picture_shows_both_curves_and_what_is_over_the_room() -> None:
-    inside = colours(Curve("device", planned=(50, 100, 0), measured=(0, 80), room=100))
+def test_the_picture_shows_both_curves_and_what_is_over_the_budget() -> None:
+    inside = colours(Curve("device", planned=(50, 100, 0), measured=(0, 80), room=60, budget=100))
     assert {MEASURED, PLANNED} <= inside and OVER not in inside
-    assert OVER in colours(Curve("device", planned=(50, 101, 0), measured=(0, 80), room=100))
-    assert OVER in colours(Curve("device", planned=(50, 100, 0), measured=(0, 110), room=100))
+    assert OVER in colours(Curve("device", planned=(50, 101, 0), measured=(0, 80), room=60, budget=100))
+    assert OVER in colours(Curve("device", planned=(50, 100, 0), measured=(0, 110), room=60, budget=100))
 
 
 def test_without_pillow_there_is_a_warning_and_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
     with pytest.warns(UserWarning, match=r"Pillow is missing.*memory_timeline\.csv has its numbers"):
-        assert picture((Curve("device", (1,), (1,), 2),)) is None
+        assert picture((Curve("device", (1,), (1,), 2, 2),)) is None
 
 
 @pytest.mark.parametrize("loop", ["validate", "test", "predict"])
