@@ -1,0 +1,123 @@
+"""benchmarks/paper.py: what was published is as in the paper, deviations are computed right, and a table holds what the
+planner says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_ptm.commands.plan import forecast
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def paper() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("paper_benchmark", ROOT / "benchmarks" / "paper.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_was_published(paper: ModuleType) -> None:
+    """Against the paper's text: its gains are those of the rows."""
+    rows = {(system, model, params, batch): speed for model, system, params, batch, _, speed in paper.PAPER_TABLE_5}
+    assert len(rows) == len(paper.PAPER_TABLE_5) == 10
+    best = rows["Angel-PTM", "GPT", 28, 38] / rows["DeepSpeed", "GPT", 28, 36]
+    assert best == pytest.approx(1.44, abs=0.005)  # "a 44 % improvement"
+    best = rows["Angel-PTM", "T5", 27, 50] / rows["DeepSpeed", "T5", 27, 32]
+    assert best == pytest.approx(1.967, abs=0.0005)  # "96.7 %"
+    assert paper.PAPER_FIGURE_8[768] / paper.PAPER_FIGURE_8[256] == pytest.approx(3.12, abs=0.005)
+    gain = paper.PAPER_TABLE_6["10T lock-free"] / paper.PAPER_TABLE_6["10T"]
+    assert gain == pytest.approx(2.96, abs=0.006)
+    assert [row[2:] for row in paper.PAPER_TABLE_5[:2]] == [(28, 1, 18, 0.404), (28, 36, 40, 7.61)]
+
+
+def test_deviations(paper: ModuleType) -> None:
+    cell = paper.Cell(10.0, 12.5)
+    assert cell.deviation == pytest.approx(0.25) and str(cell) == "10 → **12.50** (+25%)"
+    assert paper.Cell(10.0, 5.0).deviation == pytest.approx(-0.5)
+    assert paper.Cell(None, 5.0).deviation is None and str(paper.Cell(None, 5.0, 0)) == "**5**"
+    assert paper.Cell(3.0, None).deviation is None and str(paper.Cell(3.0, None)) == "3 → **does not fit**"
+    assert str(paper.Cell(None, None)) == "-"
+
+
+def made(**values: Any) -> dict[str, Any]:
+    """An answer for 8 ranks whose numbers are easy to reckon with."""
+    return {
+        "fits": True,
+        "reason": "",
+        "ranks": 8,
+        "numel": 8 * 10**9,
+        "batch": 1,
+        "seconds": 1.0,
+        "samples_per_s": 8.0,
+        "compute_s": 1.0,
+        "flops": 1,
+        "page_bytes": 0,
+        "ram_bytes": 100 * 10**9,
+        "activation_bytes": 3 * 10**9,
+        "unit_bytes": 10**9,
+        "busy_s": {},
+        "chosen": {},
+    } | values
+
+
+def test_the_static_offload(paper: ModuleType) -> None:
+    one = paper.Answer(**made())
+    many = paper.Answer(**made(batch=11, compute_s=11.0, activation_bytes=13 * 10**9))
+    static = paper.Static(one, many, 1)
+    # 2 GB of p16, 3 units of 1 GB, and 2 GB + 1 GB a sample: of 40 GB.
+    assert static.device_bytes(10) == pytest.approx(17e9)
+    assert static.largest_batch() == 33
+    others = 28e9 / (375e9 / 8) + 2e9 / 32e9  # update, parameters back
+    assert static.seconds(10) == pytest.approx(10.0 + others)
+    assert static.samples_per_s(10) == pytest.approx(80 / (10.0 + others))
+    few = dataclasses.replace(static, one=dataclasses.replace(one, ram_bytes=15 * 10**9))
+    assert few.largest_batch() == 0  # 16 GB of states
+
+
+def test_a_table_is_what_the_planner_says(paper: ModuleType) -> None:
+    """At the default device_memory, which spares the search."""
+    asked: list[Any] = []
+
+    def ask(questions: Sequence[Any]) -> list[Any]:
+        asked.extend(questions)
+        return [paper.answer(dataclasses.replace(question, device_memory=None)) for question in questions]
+
+    table = paper.lengths(ask)
+    assert [question.tokens for question in asked] == [512, 1024, 2048]
+    assert [names for names, _ in table.rows] == [("512",), ("1024",), ("2048",)]
+    batch, speed = table.rows[-1][1]
+    said, _ = forecast(ROOT / "configs" / "gpt3_28b.yaml", paper.SERVER, 1, "auto", {})  # its samples have 2048
+    assert batch.predicted == said.batch_size
+    assert speed.predicted == pytest.approx(said.samples_per_s, rel=0.02)  # it clips gradients
+    assert speed.deviation == pytest.approx(speed.predicted / 10.99 - 1)
+    # What the JSON file holds is the whole table.
+    again = paper.from_record(json.loads(json.dumps(table.record())))
+    assert again == table and again.markdown() == table.markdown()
+    assert f"| 2048 | 38 → **{batch.predicted}** ({batch.deviation:+.0%}) | 10.99 → **" in table.markdown()
+
+
+def test_the_report_that_is_committed_is_of_the_script(paper: ModuleType) -> None:
+    """Its tables in the paper's order, its published numbers, and the constants of the hardware file."""
+    held = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["tables"]
+    assert list(held) == [name for name in paper.TABLES if name in held]
+    assert set(paper.TABLES) - set(held) <= set(paper.LONG)
+    tables = [paper.from_record(record) for record in held.values()]
+    text = (ROOT / "benchmarks" / "results" / "paper.md").read_text()
+    assert text == paper.report(tables)
+    assert [cells[3].published for _, cells in tables[0].rows] == [row[5] for row in paper.PAPER_TABLE_5]
+    constants = {name: (value, source) for name, value, source in paper.hardware_constants()}
+    assert constants["host_to_device_bytes_per_s"] == ("32e9", "Paper, section 6.1: PCIe, of each device")
+    assert all(source for _, source in constants.values())
