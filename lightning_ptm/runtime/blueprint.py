@@ -136,9 +136,22 @@ class Blueprint:
     absent: frozenset[int]
     whole_layout: ModelLayout
 
-    def of_present(self, trace: Trace) -> Trace:
-        """A trace without the ticks of units that this rank does not hold."""
-        return _of_present(trace, self.absent)
+    @property
+    def by_need(self) -> Collection[int]:
+        """Units that are in no plan: which experts have tokens shows when they are there."""
+        return self.experts.members if self.experts is not None else ()
+
+    @property
+    def by_need_bytes(self) -> int:
+        """Device bytes that plans leave to such units: one that computes and one that is fetched, and gradients of one."""
+        layout = self.layout
+        most = max((2 * layout.full_pages(unit) + layout.shard_pages(unit) for unit in self.by_need), default=0)
+        gradients = (layout.full_gradient_pages(unit) + layout.trainable_pages(unit) for unit in self.by_need)
+        return (most + max(gradients, default=0)) * layout.page_size
+
+    def planned(self, trace: Trace) -> Trace:
+        """A trace without the ticks of units that are in no plan."""
+        return _without_units(trace, self.by_need)
 
     def gradient_home(self, unit: int) -> Tier:
         """Tier where a unit's gradients wait for the update.
@@ -233,7 +246,7 @@ def decide(
         for known, master in zip(traits, master_dtypes, strict=True)
     )
     unified = machine.device_type == "cpu" and settings.device_bytes is None
-    trace = _of_present(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
+    trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
     wishes = _wishes(settings, unified, lock_free=lock_free)
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
@@ -335,8 +348,8 @@ def _units(request: Request, world_size: int) -> tuple[tuple[Unit, ...], Divided
     return units, divide(request.module, units, split)
 
 
-def _of_present(trace: Trace, absent: Collection[int]) -> Trace:
-    return Trace(tuple(tick for tick in trace.ticks if tick.unit not in absent), trace.tensors) if absent else trace
+def _without_units(trace: Trace, units: Collection[int]) -> Trace:
+    return Trace(tuple(tick for tick in trace.ticks if tick.unit not in units), trace.tensors) if units else trace
 
 
 def _all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

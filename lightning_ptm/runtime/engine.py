@@ -164,7 +164,7 @@ class Engine:
         self._read_ahead = [
             flat.states
             for unit in in_order
-            if drawn.experts is None or unit not in drawn.experts.members
+            if unit not in drawn.by_need
             for flat in self.flats[unit]
             if flat.states.home() is Tier.DISK and not drawn.keep_gradients
         ]
@@ -191,10 +191,10 @@ class Engine:
             self.reduction.reclaim,
             self.events,
             self._used_bytes,
-            drawn.experts.members if drawn.experts is not None else (),
+            drawn.by_need,
         )
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
-            trace = drawn.of_present(trace)
+            trace = drawn.planned(trace)
             if mode is Mode.FORWARD or self._optimizers:
                 self.executor.adopt(mode, planner.plan(mode, trace), trace)
         self.hooks = Hooks(

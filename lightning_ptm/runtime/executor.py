@@ -6,7 +6,8 @@ farthest away (Belady). Never wrong, only slower; the next iteration is then pla
 
 I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`.
-I4: of units in `by_need` (experts, which another batch may not need) nothing is fetched before somebody expects them.
+I4: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
+    somebody expects or calls them, and are the first to be given up.
 """
 
 from __future__ import annotations
@@ -197,12 +198,20 @@ class Executor:
         if self._goes_round(unit, phase):
             self._begin_again()
         self._reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
-        index = self._tick
-        self._tick += 1
         store = self._stores[unit]
         store.users += 1
         if phase is Phase.FORWARD:
             self._called.add(unit)
+        if unit in self._by_need:
+            self.require(unit)
+            if unit in self._expected:
+                while self._expected.popleft() != unit:
+                    pass
+                self._fetch_expected()
+            self._begin_tick(store, phase, max(0, self._tick - 1))  # a part of the tick around it
+            return
+        index = self._tick
+        self._tick += 1
         if self._following and self._mode is not None:
             plan, trace = self._plans[self._mode]
             if index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase):
@@ -210,13 +219,12 @@ class Executor:
             else:
                 self._following = False
         self.require(unit)
-        if unit in self._expected:
-            while self._expected.popleft() != unit:
-                pass
-            self._fetch_expected()
         if self._tracing:
-            live = tuple(s.unit.index for s in self._stores if s.users or s.held)
-            self._tracer.tick(unit, phase, live)
+            live = (s.unit.index for s in self._stores if s.users or s.held)
+            self._tracer.tick(unit, phase, tuple(index for index in live if index not in self._by_need))
+        self._begin_tick(store, phase, index)
+
+    def _begin_tick(self, store: UnitStore, phase: Phase, index: int) -> None:
         if self._events.heard and self._mode is not None:
             name = f"{store.unit.name or 'root'} {phase.value}"
             self._open_tick = _OpenTick(self._mode.value, name, time.perf_counter(), index, self._used_bytes())
@@ -322,8 +330,6 @@ class Executor:
     def _perform(self, plan: Plan, index: int) -> None:
         for task in plan.tasks_at(index):
             store = self._stores[task.unit]
-            if task.unit in self._by_need and task.operation in (Operation.FETCH, Operation.GATHER):
-                continue
             if task.operation is Operation.RELEASE:
                 if store.movable:
                     store.release()
@@ -345,10 +351,20 @@ class Executor:
                 start()
                 return
             except CapacityError:
-                if not self._reclaim(False):
+                if not self._reclaim(False) and not self._give_up_by_need():
                     # The plan counts whole units; pages that a late release still holds leave this one to `require`.
                     self.fetch_misses += 1
                     return
+
+    def _give_up_by_need(self) -> bool:
+        """Gives up a unit that is in no plan and that nobody expects; whether there was one."""
+        for unit in self._by_need:
+            store = self._stores[unit]
+            if store.movable and unit not in self._expected:
+                store.release()
+                store.evict()
+                return True
+        return False
 
     def _start(self, store: UnitStore) -> None:
         if not store.fetched:

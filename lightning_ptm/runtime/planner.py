@@ -28,14 +28,21 @@ def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
     # Budgets are for pages; what lives beside them is reported, not planned.
     pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
     in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
-    plan = schedule(
-        drawn.layout,
-        drawn.placement,
-        pages_only,
-        drawn.budget,
-        update_in_backward=in_backward or mode is Mode.FORWARD,
-    )
-    simulate(drawn.layout, drawn.placement, plan, pages_only, drawn.budget, None)
+    try:
+        room = drawn.placement.gather_bytes - drawn.by_need_bytes
+        placement = dataclasses.replace(drawn.placement, gather_bytes=max(0, room))
+        plan = schedule(
+            drawn.layout, placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
+        )
+    except CapacityError:
+        if not drawn.by_need:
+            raise
+        # Too little for both: what the plan keeps only to save a fetch gives way to what is needed now.
+        placement = drawn.placement
+        plan = schedule(
+            drawn.layout, placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
+        )
+    simulate(drawn.layout, placement, plan, pages_only, drawn.budget, None)
     return plan
 
 

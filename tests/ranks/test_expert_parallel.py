@@ -127,6 +127,8 @@ class Moved:
         copied: bytes between tiers, of experts' pages.
         gathered: bytes of all gathers and reductions.
         exchanged: bytes of token exchanges.
+        plans_made: how often the plan was made anew.
+        held: names of the experts of this rank.
     """
 
     experts: set[str]
@@ -134,6 +136,7 @@ class Moved:
     gathered: int
     exchanged: int
     tokens: TokenStats | None
+    plans_made: int
     held: set[str]
 
 
@@ -162,6 +165,7 @@ class Watch(L.Callback):
             gathered=sum(event.bytes for event in collectives if event.name != "all_to_all"),
             exchanged=sum(event.bytes for event in collectives if event.name == "all_to_all"),
             tokens=trainer.strategy.statistics().tokens,
+            plans_made=trainer.strategy.plans_made,
             held=set(experts.values()),
         )
 
@@ -175,7 +179,7 @@ def watched(training: Training, world_size: int, folder: Path, settings: dict[st
 
 
 def test_only_experts_with_tokens_move_and_only_where_they_are(disk: Path) -> None:
-    training = Training(MoETower, "64-true", batches=3)
+    training = Training(MoETower, "64-true", batches=4)
     start, end = plain(dataclasses.replace(training, batches=0), 2)[0].weights, plain(training, 2)[0].weights
     touched = {
         name.rpartition(".")[0]
@@ -198,6 +202,7 @@ def test_only_experts_with_tokens_move_and_only_where_they_are(disk: Path) -> No
     # Without division each rank gathers every expert that any has tokens for, and reduces its gradient.
     for moved, undivided in zip(divided, run_ranks(watched, 2, training, 2, disk, EXPERTS), strict=True):
         assert undivided.tokens is None and undivided.exchanged == 0
+        assert moved.plans_made == 1 < undivided.plans_made  # other experts are no other order of units
         assert moved.gathered < undivided.gathered / 7
         assert moved.gathered + moved.exchanged < undivided.gathered / 3
 
