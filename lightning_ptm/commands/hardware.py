@@ -50,6 +50,7 @@ class Node:
         disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
         disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
         unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
+        cpu_threads: with which one rank reaches its rates on a CPU; None: all cores that it has.
         page_size: bytes of the smallest page that saturates the links; None where nobody has measured it.
     """
 
@@ -78,7 +79,18 @@ class Node:
     disk_bytes_per_core_s: float | None = None
     unit_s: float | None = None
     step_s: float | None = None
+    cpu_threads: int | None = None
     page_size: int | None = None
+
+    @property
+    def cores_per_rank(self) -> float:
+        """CPU cores of one rank."""
+        return self.cpu_cores / self.ranks_per_node
+
+    @property
+    def threads(self) -> float:
+        """Cores that one rank's compute, or its update, keeps busy on a CPU."""
+        return min(self.cpu_threads or math.inf, self.cores_per_rank)
 
     def machine(self) -> Machine:
         """What a run would find on it, if nothing else ran there."""
@@ -251,6 +263,7 @@ class _Reader:
             values[name] = self._by_dtype(name) if self._document.get(name) is not None else None
             if values[name] is not None and set(values[name]) != set(self._document["compute_flops_per_s"]):
                 raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
+        values["cpu_threads"] = self._count("cpu_threads") if self._document.get("cpu_threads") is not None else None
         values["page_size"] = self._page_size()
         if device == "cuda":
             for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):

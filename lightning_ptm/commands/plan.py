@@ -337,12 +337,7 @@ class _Question:
             if lock_free is not None:
                 seconds = _beside_updates(seconds, timing, lock_free, node)
             elif node.device == "cpu":
-                # What stalls leave of the cores' time may go to the disk.
-                arithmetic = sum(
-                    use.busy_s for use in timing.links if use.link in (Link.UPDATE_HOST, Link.UPDATE_DEVICE)
-                )
-                work_s = timing.compute_s + arithmetic + _disk_core_s(timing, node) / node.cpu_cores
-                seconds = max(timing.seconds, work_s) + (node.step_s or 0.0)
+                seconds = max(seconds, _cores_s(timing, node, 1.0))
             binds = _binding(timing)
             if offloaded:
                 with_copies = _with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
@@ -566,27 +561,34 @@ def _timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int],
     )
 
 
-def _disk_core_s(timing: Timing, node: machines.Node) -> float:
-    """Time of one core that reads and writes of a step take."""
-    size = sum(use.bytes for use in timing.links if use.link in (Link.DISK_READ, Link.DISK_WRITE))
-    return size / node.disk_bytes_per_core_s if node.disk_bytes_per_core_s is not None else 0.0
+def _update_core_s(timing: Timing, node: machines.Node) -> float:
+    """Time of CPU cores that one pass of updates over the master states takes, its disk transfers included."""
+    busy = {use.link: use for use in timing.links}
+    arithmetic = busy[Link.UPDATE_HOST].busy_s + busy[Link.UPDATE_DEVICE].busy_s
+    disk_core_s = 0.0
+    if node.disk_bytes_per_core_s is not None:
+        disk_core_s = (busy[Link.DISK_READ].bytes + busy[Link.DISK_WRITE].bytes) / node.disk_bytes_per_core_s
+    return node.threads * arithmetic + disk_core_s
+
+
+def _cores_s(timing: Timing, node: machines.Node, part: float) -> float:
+    """What a step takes at least, on a CPU, when its cores are never idle and `part` of a pass of updates goes with it."""
+    work_s = node.threads * timing.compute_s + part * _update_core_s(timing, node)
+    return work_s / node.cores_per_rank + (node.step_s or 0.0)
 
 
 def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: machines.Node) -> float:
     """Seconds of a step whose updates go on beside it.
 
     Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
-    a pass at least. On a CPU the arithmetic of the passes takes some of the cores, while it lasts.
+    a pass at least. On a CPU the passes take their part of the cores.
     """
-    busy = {use.link: use.busy_s for use in timing.links}
-    arithmetic = busy[Link.UPDATE_HOST] + busy[Link.UPDATE_DEVICE]
-    a_pass = max(busy.values())
+    a_pass = max(use.busy_s for use in timing.links)
     alone = seconds
     if node.device == "cpu":
-        share = min(1.0, lock_free.cores * node.ranks_per_node / node.cpu_cores)
-        taken_s = share * arithmetic + _disk_core_s(timing, node) / node.cpu_cores
+        a_pass = max(a_pass, _update_core_s(timing, node) / lock_free.cores)
         for _ in range(20):  # slower steps leave more time to each pass: it settles at once
-            seconds = alone + taken_s * min(1.0, seconds / a_pass)
+            seconds = max(alone, _cores_s(timing, node, min(1.0, seconds / a_pass)))
     return max(seconds, a_pass / max(1, lock_free.max_staleness))
 
 

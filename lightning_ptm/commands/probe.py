@@ -143,6 +143,9 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
         _rate("disk_bytes_per_core_s", per_core, "the same bytes by the processor's time that they took", "no --disk"),
         f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
         f"step_s: {fixed.step_s:.4g}  # a step without units",
+        "cpu_threads: null  # not those that compute"
+        if cuda
+        else f"cpu_threads: {torch.get_num_threads()}  # that computed; OMP_NUM_THREADS sets it",
         "page_size: null  # no link to choose it for"
         if page is None
         else f"page_size: {page}  # the smallest with which every link reaches {SATURATED:.0%} of its best",
@@ -263,7 +266,8 @@ def both_ways(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> BothWa
 
 
 def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest of as many calls as take `seconds`, three at least, after one that warms up."""
+    """Seconds of the fastest of as many calls as take `seconds`, after one that warms up; three at least, if they are not
+    slow."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -278,7 +282,7 @@ def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -
         wait()
         now = time.perf_counter()
         best = min(best, now - started)
-        if count >= 3 and now - began > seconds:
+        if now - began > seconds and (count >= 3 or best > seconds):
             return best
     raise AssertionError
 

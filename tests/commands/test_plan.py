@@ -26,7 +26,7 @@ from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.models import GPT, T5MoE
-from lightning_ptm.planning import Tick, Trace
+from lightning_ptm.planning import Link, Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
@@ -431,6 +431,27 @@ def test_the_page_size_is_the_hardware_files(tmp_path: Path) -> None:
         forecast(path, cpu_file(tmp_path))
     path = config(tmp_path, {"page_size": "auto"})
     assert forecast(path, cpu_file(tmp_path))[1].layout.page_size == 4 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_lock_free_updates_take_cores_that_compute_leaves(tmp_path: Path, threads: int) -> None:
+    """On two cores, of which updates may use one."""
+    settings = {"lock_free": True, "page_size": "64KiB", "disk_path": str(tmp_path)}
+    free = {"disk_read_bytes_per_s": 1e12, "disk_write_bytes_per_s": 1e12}
+
+    def planned(max_staleness: int) -> tuple[float, float, float]:
+        path = config(tmp_path, settings | {"max_staleness": max_staleness})
+        machine = cpu_file(tmp_path, cpu_cores=2, cpu_threads=threads, update_bytes_per_s=1e9, **free)
+        found, _ = forecast(path, machine)
+        assert found.timing is not None
+        arithmetic = next(use.busy_s for use in found.timing.links if use.link is Link.UPDATE_DEVICE)
+        return found.seconds, found.timing.compute_s, arithmetic
+
+    seconds, compute_s, pass_s = planned(10**6)
+    assert compute_s < pass_s / 4
+    assert seconds == pytest.approx(compute_s * threads, rel=1e-3)  # half of the time that both have goes to updates
+    seconds, _, pass_s = planned(2)
+    assert seconds == pytest.approx(pass_s * threads / 2)  # a pass takes one core all the time
 
 
 class NeedsValues(L.LightningModule):

@@ -1,0 +1,28 @@
+"""Seconds of a step as `lightning-ptm plan` has them, against the clock: benchmarks/predictions.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUIET = 0.3
+"""Of the cores, what others may use; with more, a step takes as long as they let it."""
+
+
+@pytest.mark.slow
+def test_seconds_are_those_of_the_run(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if os.getloadavg()[0] > QUIET * cores:
+        pytest.skip(f"{os.getloadavg()[0]:.1f} processes compute on {cores} cores: seconds would be theirs, too")
+    out = tmp_path / "out.json"
+    script = [sys.executable, "benchmarks/predictions.py", "--sizes", "25M", "--repeats", "3", "--json", str(out)]
+    subprocess.run([*script, "--disk-path", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    ratios = {bar["what"]: bar["value"] for bar in json.loads(out.read_text())["bars"]}
+    assert len(ratios) == 3
+    assert max(ratios.values()) <= 1.2, ratios
