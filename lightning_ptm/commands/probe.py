@@ -232,7 +232,7 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
                 for depth in _DEPTHS:
                     write = transfer(disk, region, pool, frames, depth, write=True)
                     read = transfer(disk, region, pool, frames, depth, write=False)
-                    found.append(DiskTrial(path, block, depth, frames * block / read, frames * block / write))
+                    found.append(DiskTrial(path, block, depth, block / read, block / write))
             finally:
                 if disk is not None:
                     disk.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def test_two_paths_are_as_fast_as_twice_the_slower_one() -> None:
     assert probe._together(trials, "read_bytes_per_s") == 14.0
     assert probe._together(trials, "write_bytes_per_s") == 3.0
     assert probe._together([], "read_bytes_per_s") is None
+
+
+def test_rates_are_of_bytes_and_not_of_pages(tiny: None, tmp_path: Path) -> None:
+    """No disk moves 100 GB a second, and 256 pages of it would be more."""
+    trials = probe.disk_trials(tmp_path, dataclasses.replace(TINY, disk_bytes=16 << 20))
+    together = probe.both_ways(tmp_path, trials, dataclasses.replace(TINY, disk_bytes=16 << 20))
+    rates = [rate for trial in trials for rate in (trial.read_bytes_per_s, trial.write_bytes_per_s)]
+    assert all(1e6 < rate < 1e11 for rate in (*rates, together.bytes_per_s)), rates
+    assert together.bytes_per_core_s > 1e6
 
 
 def test_without_a_disk_there_is_none(tiny: None) -> None:
