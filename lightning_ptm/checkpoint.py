@@ -9,10 +9,10 @@ function is collective.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.storage.archive import unreadable
@@ -34,6 +35,8 @@ from lightning_ptm.terms import Tier
 _RAM_SHARE = 0.5
 """Of the free RAM, what a full checkpoint may take while it is put together."""
 
+_WRITTEN_AT_ONCE_BYTES = 64 << 20
+
 
 class FileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, written beside their place, synced, and renamed into it; read as they are needed.
@@ -41,15 +44,20 @@ class FileCheckpointIO(TorchCheckpointIO):
     A file that is not local is Lightning's own business.
     """
 
+    def __init__(self) -> None:
+        self.progress = Progress(shown=False)
+        """Of writing; the strategy sets it."""
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with file_draft(Path(path)) as draft, draft.open("r+b") as file:
+        bar = self.progress.bar(f"saving {Path(path).name}", _storage_bytes(checkpoint))
+        with file_draft(Path(path)) as draft, draft.open("r+b") as file, bar as seen:
             try:
                 # Not through a buffer in memory, as Lightning's own does, which would hold the checkpoint a second time.
-                torch.save(checkpoint, file)
+                torch.save(checkpoint, cast(IO[bytes], _Watched(file, seen)))
             except RuntimeError as error:
                 if isinstance(error.__context__, OSError):  # torch hides what the system has said
                     raise error.__context__ from error
@@ -62,6 +70,41 @@ class FileCheckpointIO(TorchCheckpointIO):
         if not is_file(Path(path)):
             return super().load_checkpoint(path, map_location, weights_only)
         return read_file(Path(path), weights_only=weights_only, map_location=map_location)
+
+
+class _Watched:
+    """A file for torch.save, which writes each tensor in one call, that tells how many more bytes are written."""
+
+    def __init__(self, file: IO[bytes], seen: Seen) -> None:
+        self._file = file
+        self._seen = seen
+
+    def write(self, data: memoryview) -> int:
+        for start in range(0, len(data), _WRITTEN_AT_ONCE_BYTES):
+            self._seen(self._file.write(data[start : start + _WRITTEN_AT_ONCE_BYTES]))
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _storage_bytes(checkpoint: Mapping[str, Any]) -> int:
+    """Of all tensors in a dictionary of dictionaries and sequences, those that share storage counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(checkpoint)
+    }
+    return sum(storages.values())
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _tensors(value)
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from _tensors(value)
 
 
 def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer
 from lightning_ptm.comm import together
 from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.interrupts import interrupted_later
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -85,7 +86,7 @@ class Saving:
         ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
-        started = time.perf_counter()
+        started = self._started_s = time.perf_counter()
         self.path = path
         self._engine = engine
         self._ops = ops or SaveOps()
@@ -108,7 +109,12 @@ class Saving:
             page_size=engine.allocator.page_size,
         )
 
+        self._total_bytes = sum(map(_bytes_here, kinds))
+        """What this rank writes of tensors."""
+
         # State. The draft is rank 0's; the thread's errors are for `finish` to raise.
+        self._done_bytes = 0
+        self._watch: Seen = unseen
         self._draft: Draft | None = None
         self._error: BaseException | None = None
         self._error_of_commit: AngelPTMError | OSError | None = None
@@ -131,7 +137,7 @@ class Saving:
                     for name, layout in zip(names, layouts, strict=True):
                         self._writer.create(name, layout.header, layout.size_bytes)
                     write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
-            parts, self._outside = _parts(self._writer, names, layouts, kinds, changing=behind)
+            parts, self._outside = _parts(self._put, names, layouts, kinds, changing=behind)
             self._snapshot = engine.begin_snapshot(parts)
         except BaseException:
             self._clean_up()
@@ -142,7 +148,8 @@ class Saving:
             engine.save_stall_s += time.perf_counter() - started
         else:
             try:
-                with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+                # OpenMP's other threads would wait for the next copy on the cores of those that write.
+                with one_core(), engine.bars.bar(f"saving {path.name}", self._total_bytes) as self._watch:
                     self._write()
                 engine.save_stall_s += time.perf_counter() - started
                 self.finish()
@@ -176,7 +183,7 @@ class Saving:
         started = time.perf_counter()
         try:
             with together(self._engine.communicator):
-                self._written.wait()
+                self._wait()
                 if self._error is not None:
                     raise self._told(self._error)
             with together(self._engine.communicator):
@@ -188,6 +195,14 @@ class Saving:
             raise
         # Anything else, such as Ctrl-C, leaves it in progress: `farewell` may still finish it.
         self._end(started)
+
+    def _wait(self) -> None:
+        """Until this rank has written. What is left of it is shown; the thread that writes shows nothing."""
+        done_bytes = self._done_bytes
+        with self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes, done_bytes) as seen:
+            while not self._written.wait(_LOOK_S):
+                before, done_bytes = done_bytes, self._done_bytes
+                seen(done_bytes - before)
 
     def _told(self, error: BaseException) -> BaseException:
         return failure(self.path, error) if isinstance(error, OSError) else error
@@ -239,6 +254,13 @@ class Saving:
                     return
             self._commit()
 
+    def _put(self, name: str, start: int, values: Tensor, stays: bool) -> None:
+        """Called by one thread at a time: see `Snapshot`."""
+        assert self._writer is not None
+        self._writer.put(name, start, values, stays=stays)
+        self._done_bytes += values.nbytes
+        self._watch(values.nbytes)
+
     def _commit(self) -> None:
         """Put it in place, once."""
         with self._committing:
@@ -254,6 +276,17 @@ class Saving:
             then, self._then = self._then, []
         for _, act in then:
             act()
+        if self._thread is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What was written behind training, now that it is there."""
+        seconds = time.perf_counter() - self._started_s
+        bars = self._engine.bars
+        if seconds >= bars.after_s:
+            count = sum(file.size_bytes for file in self._index.files)
+            rate = f"{count / seconds / 1e6:,.0f} MB/s"
+            bars.line(f"{self.path} is written: {count / 1e9:.3g} GB in {seconds:.1f} s, {rate}")
 
     def _clean_up(self) -> None:
         self._given_up.set()
@@ -371,8 +404,18 @@ def _remove(path: Path, remove: Callable[[Path], None]) -> None:
 # -- what is written where ------------------------------------------------------------------------------------------------
 
 
+_Put = Callable[[str, int, Tensor, bool], None]
+"""Writes to a file, from an offset on, the bytes of a tensor, which may stay as they are until all is written."""
+
+
+def _bytes_here(kind: ShardedKind) -> int:
+    """What this rank has of one kind of states."""
+    paged = sum(segment.numel * flat.paged.dtype.itemsize for flat in kind.flats for segment in flat.segments)
+    return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
+
+
 def _parts(
-    writer: RangeWriter,
+    put: _Put,
     names: Sequence[str],
     layouts: Sequence[Layout],
     kinds: Sequence[ShardedKind],
@@ -391,15 +434,15 @@ def _parts(
         for flat in kind.flats:
             if flat.segments:
                 stays = not changing and flat.paged.tier is not Tier.DISK and not flat.paged.tensor().is_cuda
-                parts.append(Part(flat.paged, partial(_put, writer, name, starts, flat, stays)))
+                parts.append(Part(flat.paged, partial(_put, put, name, starts, flat, stays)))
             for parameter, first, values in flat.outside:
                 offset = starts[parameter] + first * values.dtype.itemsize
-                outside.append(partial(writer.put, name, offset, values))
+                outside.append(partial(put, name, offset, values, False))
     return parts, outside
 
 
 def _put(
-    writer: RangeWriter,
+    put: _Put,
     name: str,
     starts: Mapping[str, int],
     flat: ShardedFlat,
@@ -409,7 +452,7 @@ def _put(
 ) -> None:
     for segment in within(flat.segments, start, start + values.numel()):
         offset = starts[flat.names[segment.parameter]] + segment.parameter_start * values.dtype.itemsize
-        writer.put(name, offset, values[segment.start - start : segment.stop - start], stays=stays)
+        put(name, offset, values[segment.start - start : segment.stop - start], stays)
 
 
 def file_names(units: Sequence[str], kinds: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer, read_file
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFile
 from lightning_ptm.storage.folder import (
@@ -68,6 +69,7 @@ def load(
     weights_only: bool = True,
     optimizers: bool = True,
     verify: Callable[[Index], Sequence[StateFile]] | None = lambda index: index.files,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Read a sharded checkpoint as an ordinary Lightning one. Its tensors are mapped files, read as they are needed.
 
@@ -76,6 +78,7 @@ def load(
         weights_only: as for `torch.load`, for Lightning's own dictionary; the tensors' files hold no code in any case.
         optimizers: with the optimizers' states.
         verify: chooses the files whose checksums are compared here; None: no file's.
+        progress: of the comparison, which reads those files; None shows none.
 
     Raises:
         CheckpointError: it is incomplete, damaged (with file, tensor and range), or of a newer version.
@@ -84,7 +87,7 @@ def load(
     index = read_index(path)
     layouts = {file.name: Mapped(path / file.name) for file in index.files}
     if verify is not None:
-        check(path, index, verify(index))
+        check(path, index, verify(index), progress or Progress(shown=False))
     checkpoint = read_file(path / LIGHTNING, weights_only=weights_only)
     weights = {
         name: mapped
@@ -119,12 +122,13 @@ def _add_slots(state: dict[int, dict[str, Any]], known: OptimizerIndex, slots: S
                 state[places[name]][kind] = mapped.tensor(name)
 
 
-def check(path: Path, index: Index, files: Sequence[StateFile]) -> None:
+def check(path: Path, index: Index, files: Sequence[StateFile], progress: Progress) -> None:
     """Compare the bytes of these files with the checksums of those that were written.
 
     Raises:
         CheckpointError: with the file, the tensor and the range that differ.
     """
     written = all_ranges(path, index)
-    for file in files:
-        CheckedFile(path, file, written[file.name]).check()
+    with progress.bar(f"checking {path.name}", sum(file.size_bytes for file in files)) as seen:
+        for file in files:
+            CheckedFile(path, file, written[file.name]).check(seen)

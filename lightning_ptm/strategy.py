@@ -53,6 +53,7 @@ from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
@@ -133,6 +134,8 @@ class AngelPTMStrategy(ParallelStrategy):
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
         """The same of sharded checkpoints."""
+        self.progress = Progress()
+        """When bars of long work appear, if they do: see `_progress_for`."""
 
     # -- Lightning's questions ----------------------------------------------------------------------------------------
 
@@ -231,9 +234,12 @@ class AngelPTMStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)  # I1
         events = Events()
+        progress = self._progress_for(trainer)
+        if isinstance(self.checkpoint_io, checkpoints.FileCheckpointIO):
+            self.checkpoint_io.progress = progress
         self._communicator = self._make_communicator(events)
         expert_ranks = self._divide_ranks(self._communicator)
-        given = self._files_values(self._communicator)
+        given = self._files_values(self._communicator, progress)
         settings = self._with_pages(self._settings_for(trainer), self._communicator)
         request = self.request(trainer, settings)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
@@ -250,6 +256,7 @@ class AngelPTMStrategy(ParallelStrategy):
             given=given,
             events=events,
             expert_ranks=expert_ranks,
+            progress=progress,
         )
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
@@ -282,13 +289,19 @@ class AngelPTMStrategy(ParallelStrategy):
             gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
         )
 
-    def _files_values(self, communicator: Communicator) -> Given | None:
+    def _progress_for(self, trainer: Trainer) -> Progress:
+        """Rank 0 shows long work, where the Trainer shows its own."""
+        bar = trainer.progress_bar_callback
+        wanted = bar is not None and not getattr(bar, "is_disabled", False)  # a user's own bar need not have it
+        return dataclasses.replace(self.progress, shown=self.progress.shown and wanted and self.is_global_zero)
+
+    def _files_values(self, communicator: Communicator, progress: Progress) -> Given | None:
         """What `weights` provides; nothing where the module has been in a run before: it may have learnt since."""
         assert self.lightning_module is not None
         known = self._began_with() if self._began_with is not None else None
         if self.settings.weights is None or known is self.lightning_module:
             return None
-        return weights.first_values(self.lightning_module, self.settings, communicator)
+        return weights.first_values(self.lightning_module, self.settings, communicator, progress)
 
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
@@ -721,7 +734,13 @@ class AngelPTMStrategy(ParallelStrategy):
             return needed[self.global_rank :: self.world_size]
 
         with together(self.engine.communicator):
-            return sharded.load(path, weights_only=weights_only is not False, optimizers=fitting, verify=ours)
+            return sharded.load(
+                path,
+                weights_only=weights_only is not False,
+                optimizers=fitting,
+                verify=ours,
+                progress=self.engine.bars,
+            )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -31,6 +31,7 @@ from lightning_ptm import sharded
 from lightning_ptm.comm import Communicator, together
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.pretrained import Held, find
@@ -77,8 +78,13 @@ class Names:
         return (name,) if name in self.places else self.wrapped.get(name, ())
 
 
-def first_values(module: nn.Module, settings: Settings, communicator: Communicator) -> Given:
+def first_values(
+    module: nn.Module, settings: Settings, communicator: Communicator, progress: Progress | None = None
+) -> Given:
     """What the files of `settings.weights` provide for `module`. Collective.
+
+    Args:
+        progress: of comparing a sharded checkpoint's checksums.
 
     Raises:
         ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
@@ -86,7 +92,7 @@ def first_values(module: nn.Module, settings: Settings, communicator: Communicat
     assert settings.weights is not None
     path = Path(settings.weights).expanduser()
     with together(communicator):
-        held = _held(path, communicator)
+        held = _held(path, communicator, progress)
         names = names_of(module)
         chosen = _placed(path, held, names, settings.weights_map)
         _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
@@ -103,7 +109,7 @@ def first_values(module: nn.Module, settings: Settings, communicator: Communicat
     return Given(parameters, buffers)
 
 
-def _held(path: Path, communicator: Communicator) -> Mapping[str, Held]:
+def _held(path: Path, communicator: Communicator, progress: Progress | None) -> Mapping[str, Held]:
     if not is_sharded(path):
         return find(path)
 
@@ -111,7 +117,7 @@ def _held(path: Path, communicator: Communicator) -> Mapping[str, Held]:
         weights = [file for file in index.files if file.kind == PARAMETERS]
         return weights[communicator.rank :: communicator.world_size]
 
-    state = sharded.load(path, optimizers=False, verify=ours)["state_dict"]
+    state = sharded.load(path, optimizers=False, verify=ours, progress=progress)["state_dict"]
     return {name: _as_held(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 

@@ -234,10 +234,10 @@ class Files(FileOps):
     def free_bytes(self, path: str) -> int:
         return super().free_bytes(path) if self._free_bytes is None else self._free_bytes
 
-    def fallocate(self, fd: int, size_bytes: int) -> None:
+    def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
         if self._fallocate_errno:
             raise OSError(self._fallocate_errno, os.strerror(self._fallocate_errno))
-        super().fallocate(fd, size_bytes)
+        super().fallocate(fd, size_bytes, start)
 
 
 def on(path: Path, files: FileOps | None = None) -> AngelPTMStrategy:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_ptm.commands.progress import progress
 from lightning_ptm.config import format_bytes
+from lightning_ptm.progress import Progress
 from lightning_ptm.storage import huggingface
 from lightning_ptm.storage.source import Source
 
@@ -36,7 +36,7 @@ def export(
     wanted = None if dtype is None else huggingface.parse_dtype(dtype)
     source = Source(checkpoint, weights_only=weights_only)
     plan = huggingface.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
-    with progress("export", plan.size_bytes) as seen:
+    with Progress().bar("export", plan.size_bytes) as seen:
         infinite = huggingface.write(source, plan, out, seen=seen)
     for name, kept in plan.dropped.items():
         print(f"tied: {name} is {kept}, and written under that name only")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_ptm.commands.progress import progress
 from lightning_ptm.config import format_bytes
+from lightning_ptm.progress import Progress
 from lightning_ptm.storage.contents import describe
 from lightning_ptm.storage.source import Source
 
@@ -28,7 +28,7 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
     elif not source.has_checksums:
         print("it opens, and cannot be verified further: it was saved without checksums")
     else:
-        with progress("verify", source.size_bytes) as seen:
+        with Progress().bar("verify", source.size_bytes) as seen:
             source.check(seen)
         files = 1 + len(source.files)
         print(f"verified: {format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}, all as written")

@@ -35,6 +35,7 @@ from lightning_ptm.memory.pool import SETTING
 from lightning_ptm.memory.region import HostRegion, Region, device_region
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.transfer import Transfer
+from lightning_ptm.progress import Progress
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 MIN_PAGE_BYTES = 64 * 1024
@@ -57,6 +58,7 @@ class Allocator:
         io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
         events: told of every copy.
+        progress: of the disk tier's reservation.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
         CapacityError: the device has no room.
@@ -77,6 +79,7 @@ class Allocator:
         io_threads_per_path: int | None = None,
         file_ops: FileOps | None = None,
         events: Events | None = None,
+        progress: Progress | None = None,
     ) -> None:
         sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
         _check_settings(page_size, sizes, disk_paths)
@@ -103,7 +106,13 @@ class Allocator:
                     regions[tier].tensor.fill_(POISON)
             disk = io = poison_page = None
             if frames[Tier.DISK]:
-                disk = DiskRegion(disk_paths, page_size=page_size, total_frames=frames[Tier.DISK], file_ops=file_ops)
+                disk = DiskRegion(
+                    disk_paths,
+                    page_size=page_size,
+                    total_frames=frames[Tier.DISK],
+                    file_ops=file_ops,
+                    progress=progress,
+                )
                 undo.callback(disk.close)
                 threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
                 io = IoQueue(len(disk_paths), threads_per_lane=threads, page_size=page_size, pin=pin)

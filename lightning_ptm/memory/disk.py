@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError, PageIOError
+from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.terms import BLOCK_BYTES
+
+RESERVED_AT_ONCE_BYTES = 1 << 30
+"""A file system that knows no reservation is written to instead, at the speed of the disk."""
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -38,8 +42,8 @@ class FileOps:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        os.posix_fallocate(fd, 0, size_bytes)
+    def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
+        os.posix_fallocate(fd, start, size_bytes)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
@@ -69,13 +73,20 @@ class DiskRegion:
         page_size: bytes of a page, a multiple of BLOCK_BYTES.
         total_frames: pages in all, over all paths.
         file_ops: the file calls.
+        progress: of the reservation, which some file systems take long for.
     Raises:
         ConfigError: a path is missing, no directory, or cannot be written.
         PageIOError: a path has no room for its share (errno ENOSPC, or what the system says).
     """
 
     def __init__(
-        self, paths: Sequence[Path], *, page_size: int, total_frames: int, file_ops: FileOps | None = None
+        self,
+        paths: Sequence[Path],
+        *,
+        page_size: int,
+        total_frames: int,
+        file_ops: FileOps | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self.page_size = page_size
@@ -84,11 +95,13 @@ class DiskRegion:
 
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
+        progress = progress or Progress(shown=False)
         try:
-            for index, path in enumerate(self.paths):
-                share_frames = len(range(index, total_frames, len(self.paths)))
-                self._files.append(self._open(path))
-                self._reserve(path, self._files[-1], share_frames * page_size)
+            with progress.bar("reserving disk", total_frames * page_size) as seen:
+                for index, path in enumerate(self.paths):
+                    share_frames = len(range(index, total_frames, len(self.paths)))
+                    self._files.append(self._open(path))
+                    self._reserve(path, self._files[-1], share_frames * page_size, seen)
         except BaseException:
             self.close()
             raise
@@ -170,14 +183,17 @@ class DiskRegion:
             os.unlink(name)  # I2
         return file
 
-    def _reserve(self, path: Path, file: int, needed_bytes: int) -> None:
+    def _reserve(self, path: Path, file: int, needed_bytes: int, seen: Seen) -> None:
         if needed_bytes == 0:
             return
         free_bytes = self._ops.free_bytes(os.fspath(path))
         number = errno.ENOSPC
         if needed_bytes <= free_bytes:
             try:
-                self._ops.fallocate(file, needed_bytes)
+                for start in range(0, needed_bytes, RESERVED_AT_ONCE_BYTES):
+                    count = min(RESERVED_AT_ONCE_BYTES, needed_bytes - start)
+                    self._ops.fallocate(file, count, start)
+                    seen(count)
                 return
             except OSError as error:
                 number = error.errno or errno.EIO

@@ -27,6 +27,7 @@ from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
+from lightning_ptm.progress import Progress
 from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
@@ -72,6 +73,7 @@ class Engine:
         given: first values that files provide, equal on all ranks.
         events: where the parts tell what happens when.
         expert_ranks: how the ranks divide experts; asked for where the blueprint says that they do.
+        progress: where long work tells how far it has come.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Engine:
         given: Given | None = None,
         events: Events | None = None,
         expert_ranks: ExpertRanks | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.module = module
         self.blueprint = blueprint
@@ -96,6 +99,7 @@ class Engine:
         self.device = device
         self.events = events or Events()
         self.disk_paths = tuple(disk_paths)
+        self.bars = progress or Progress(shown=False)
         self._optimizers = tuple(optimizers)
         self._closed = False
         self._iteration = 0
@@ -124,6 +128,7 @@ class Engine:
             poison=poison,
             file_ops=file_ops,
             events=self.events,
+            progress=self.bars,
         )
         self._taken_over = False
         try:
@@ -148,7 +153,7 @@ class Engine:
         )
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts)
+        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts, self.bars)
         self._first_values(given)
         self._taken_over = True
         for flats in self.flats:
@@ -266,15 +271,17 @@ class Engine:
         allowed = drawn.budget.of(ram) - drawn.pool_bytes[ram]
         room = 2 * self.precise_bytes() < free_host_bytes() and self.precise_bytes() <= allowed
         first.buffers()
-        for store in self.stores:
-            built = not any(item.parameter.is_meta for item in store.unit.parameters)
-            first.parameters(store.unit)
-            self.values.take_over(
-                store,
-                given.parameters,
-                keep_originals=not self._optimizers and (built or room),
-                keep_frozen=built,
-            )
+        with self.bars.bar("weights into pages", self.values.bytes_to_lay()) as seen:
+            for store in self.stores:
+                built = not any(item.parameter.is_meta for item in store.unit.parameters)
+                first.parameters(store.unit)
+                self.values.take_over(
+                    store,
+                    given.parameters,
+                    keep_originals=not self._optimizers and (built or room),
+                    keep_frozen=built,
+                    seen=seen,
+                )
         first.check()
         first.fill_buffers()
         for owner in self.module.modules():

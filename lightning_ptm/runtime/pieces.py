@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update import Segment
 
@@ -37,10 +38,10 @@ def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
     return values
 
 
-def write(allocator: Allocator, paged: PagedTensor, values: Tensor) -> None:
-    """Replace all elements."""
+def write(allocator: Allocator, paged: PagedTensor, values: Tensor, *, seen: Seen = unseen) -> None:
+    """Replace all elements. `seen` is told how many more bytes were."""
     whole = Segment(0, 0, 0, paged.numel, ragged=False)
-    fill(allocator, paged, [whole], [values])
+    fill(allocator, paged, [whole], [values], seen=seen)
 
 
 def chosen(
@@ -89,6 +90,7 @@ def fill(
     *,
     through: torch.dtype | None = None,
     keep: bool = True,
+    seen: Seen = unseen,
 ) -> None:
     """Write stretches of whole parameters into a shard, reading of each no more than lies in it.
 
@@ -97,6 +99,7 @@ def fill(
         given: for each parameter its whole values, on the CPU.
         through: values are rounded to this dtype on their way.
         keep: parameters that are not given keep their elements; otherwise they become 0.
+        seen: is told how many more bytes of the shard were given.
     """
     keep = keep and any(given[segment.parameter] is None for segment in segments)
 
@@ -109,6 +112,7 @@ def fill(
                 source = value.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
                 place = target.narrow(0, segment.start - start, segment.numel)
                 place.copy_(source if through is None else source.to(through))
+                seen(place.nbytes)
 
     if paged.tier is not Tier.DISK:
         put(paged.tensor(), 0)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.storage.folder import PARAMETERS
@@ -132,7 +133,9 @@ class Values:
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
         experts: DividedExperts | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress(shown=False)
         self._allocator = allocator
         self._communicator = communicator
         self._stores = stores
@@ -146,6 +149,10 @@ class Values:
 
     # -- first values -------------------------------------------------------------------------------------------------
 
+    def bytes_to_lay(self) -> int:
+        """Of this rank's pages that `take_over` writes, for all units."""
+        return sum(self._bytes_of_homes(flat) for store in self._stores for flat in store.flats)
+
     @torch.no_grad()
     def take_over(
         self,
@@ -154,6 +161,7 @@ class Values:
         *,
         keep_originals: bool = False,
         keep_frozen: bool = False,
+        seen: Seen = unseen,
     ) -> None:
         """Lays a unit's parameters into pages; from then on they are views of pages, or released.
 
@@ -163,19 +171,20 @@ class Values:
             keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
             keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
                 else remembers what the user had, and training must not round what it does not train.
+            seen: is told how many more bytes lie in pages.
         """
         for flat in store.flats:
             binding = flat.binding
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=not keep_originals))
+                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=not keep_originals), seen)
             if any(reads):
                 values = [None if read is None else read() for read in reads]
                 for parameter, value in zip(binding.parameters, values, strict=True):
                     if keep and value is not None and _rounds(value, binding.dtype):
                         self._originals[id(parameter)] = value.to(parameter.dtype, copy=True)
-                self._fill(flat, values)
+                self._fill(flat, values, seen)
             if flat.resident:
                 flat.bind_resident()
             else:
@@ -220,13 +229,20 @@ class Values:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, precise value) of every parameter, flat by flat."""
-        for store in self._stores:
-            for binding, flat in _all_flats(store):
+        flats = [(store, binding, flat) for store in self._stores for binding, flat in _all_flats(store)]
+        sizes = [self._precise_bytes(binding, flat) for _, binding, flat in flats]
+        with self._progress.bar("gathering weights", sum(sizes)) as seen:
+            for (store, binding, flat), size_bytes in zip(flats, sizes, strict=True):
                 whole = self._precise_of(store, binding, flat)
                 for slot, parameter in enumerate(binding.parameters):
                     original = self._originals.get(id(parameter))
                     value = binding.view(whole, slot) if original is None else original
                     yield binding.layout.slots[slot].spec.name, parameter, value
+                seen(size_bytes)
+
+    def _precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
+        """Of a whole flat; as if in fp32 where only other ranks know."""
+        return binding.layout.padded_numel * (4 if flat is None else self._precise_home(flat).dtype.itemsize)
 
     def _precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
         """As `precise`, also of a flat that this rank does not hold."""
@@ -270,19 +286,24 @@ class Values:
         Args:
             copy_of: makes the copies of element-wise state, by the parameter's name.
         """
-        for store, binding, update, known in self._states_of(optimizer):
-            states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
-            if not states:
-                continue
-            for name in known.dtypes:
-                whole = None if update is None else self._whole(update.store, update.states.slots[name])
-                whole = self._told(store, binding, whole)
+        flats = list(self._states_of(optimizer))
+        sizes = [
+            binding.layout.padded_numel * sum(dtype.itemsize for dtype in known.dtypes.values())
+            for _, binding, _, known in flats
+        ]
+        with self._progress.bar("gathering optimizer states", sum(sizes)) as seen:
+            for (store, binding, update, known), size_bytes in zip(flats, sizes, strict=True):
+                states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
+                for name in known.dtypes if states else ():
+                    whole = None if update is None else self._whole(update.store, update.states.slots[name])
+                    whole = self._told(store, binding, whole)
+                    for slot, state in states.items():
+                        if name in known.slots[slot]:
+                            state[name] = copy_of(binding.layout.slots[slot].spec.name, binding.view(whole, slot))
+                    del whole  # no two of them at once
                 for slot, state in states.items():
-                    if name in known.slots[slot]:
-                        state[name] = copy_of(binding.layout.slots[slot].spec.name, binding.view(whole, slot))
-                del whole  # no two of them at once
-            for slot, state in states.items():
-                yield binding.parameters[slot], state
+                    yield binding.parameters[slot], state
+                seen(size_bytes)
 
     def optimizer_scalars(self, optimizer: int, order: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
         """What the optimizer keeps of each parameter that was ever updated beside element-wise state, by place in `order`."""
@@ -319,14 +340,16 @@ class Values:
                         f"{name} has shape {shape} here and {tuple(value.shape)} in what is loaded; build the model with the "
                         f"sizes that it was saved with"
                     )
-        for binding, flat, given in self._given(values):
-            if flat is None:
-                continue
-            self._fill(flat, given)
-            for parameter, value in zip(binding.parameters, given, strict=True):
-                original = self._originals.get(id(parameter))
-                if original is not None and value is not None:
-                    self._originals[id(parameter)] = value.to(original.dtype, copy=True)
+        total_bytes = sum(self._bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None)
+        with self._progress.bar("loading weights", total_bytes) as seen:
+            for binding, flat, given in self._given(values):
+                if flat is None:
+                    continue
+                self._fill(flat, given, seen)
+                for parameter, value in zip(binding.parameters, given, strict=True):
+                    original = self._originals.get(id(parameter))
+                    if original is not None and value is not None:
+                        self._originals[id(parameter)] = value.to(original.dtype, copy=True)
 
     def _given(
         self, values: Mapping[int, Tensor]
@@ -340,26 +363,30 @@ class Values:
     @torch.no_grad()
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as `load_parameters`."""
-        for flat in self._updates.values():
-            if flat.optimizer != optimizer:
-                continue
-            binding = flat.store.binding
-            per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
-            slot_names = {trait.name for trait in flat.states.traits.slots}
-            for trait in flat.states.traits.slots:
-                given = [None if state is None else state.get(trait.name) for state in per_slot]
-                given = [value if isinstance(value, Tensor) else None for value in given]
-                for slot, value in enumerate(given):
-                    if value is not None and tuple(value.shape) != binding.shape(slot):
-                        raise ConfigError(
-                            f"{trait.name} of {flat.store.layout.slots[slot].spec.name} has shape {tuple(value.shape)} in "
-                            f"what is loaded, and the parameter {binding.shape(slot)}; it is of another model"
-                        )
-                paged = flat.states.slots[trait.name]
-                pieces.fill(self._allocator, paged, flat.states.segments, given, keep=False)
-            for slot, state in enumerate(per_slot):
-                scalars = None if not state else {name: v for name, v in state.items() if name not in slot_names}
-                flat.states.set_scalars(slot, scalars)
+        flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
+        total_bytes = sum(paged.nbytes for flat in flats for paged in flat.states.slots.values())
+        with self._progress.bar("loading optimizer states", total_bytes) as seen:
+            for flat in flats:
+                self._load_optimizer_states_of(flat, states, seen)
+
+    def _load_optimizer_states_of(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen) -> None:
+        binding = flat.store.binding
+        per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
+        slot_names = {trait.name for trait in flat.states.traits.slots}
+        for trait in flat.states.traits.slots:
+            given = [None if state is None else state.get(trait.name) for state in per_slot]
+            given = [value if isinstance(value, Tensor) else None for value in given]
+            for slot, value in enumerate(given):
+                if value is not None and tuple(value.shape) != binding.shape(slot):
+                    raise ConfigError(
+                        f"{trait.name} of {flat.store.layout.slots[slot].spec.name} has shape {tuple(value.shape)} in "
+                        f"what is loaded, and the parameter {binding.shape(slot)}; it is of another model"
+                    )
+            paged = flat.states.slots[trait.name]
+            pieces.fill(self._allocator, paged, flat.states.segments, given, keep=False, seen=seen)
+        for slot, state in enumerate(per_slot):
+            scalars = None if not state else {name: v for name, v in state.items() if name not in slot_names}
+            flat.states.set_scalars(slot, scalars)
 
     # -- by hand ------------------------------------------------------------------------------------------------------
 
@@ -497,19 +524,23 @@ class Values:
         master = update.states.master if update is not None else None
         return flat.home if master is None else master
 
-    def _fill(self, flat: FlatStore, given: Sequence[Tensor | None]) -> None:
+    def _bytes_of_homes(self, flat: FlatStore) -> int:
+        home = self._precise_home(flat)
+        return flat.home.nbytes + (0 if home is flat.home else home.nbytes)
+
+    def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
         home, segments = self._precise_home(flat), self.segments(flat)
-        pieces.fill(self._allocator, home, segments, given)
+        pieces.fill(self._allocator, home, segments, given, seen=seen)
         if home is not flat.home:
-            pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype)
+            pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype, seen=seen)
 
-    def _write_flat(self, flat: FlatStore, whole: Tensor) -> None:
+    def _write_flat(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
         shard = self._shard(flat, whole)
         home = self._precise_home(flat)
         if home is not flat.home:
-            self._write(home, shard)
-        self._write(flat.home, shard)
+            pieces.write(self._allocator, home, shard, seen=seen)
+        pieces.write(self._allocator, flat.home, shard, seen=seen)
 
     def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
         if flat.layout.world_size == 1:
@@ -529,6 +560,3 @@ class Values:
     def read(self, paged: PagedTensor) -> Tensor:
         """A paged tensor's values, on the CPU."""
         return pieces.read(self._allocator, paged)
-
-    def _write(self, paged: PagedTensor, values: Tensor) -> None:
-        pieces.write(self._allocator, paged, values)

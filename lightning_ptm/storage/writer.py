@@ -32,6 +32,8 @@ BUFFER_BYTES = 4 << 20
 BUFFERS = 10
 _THREADS = 4
 """A thread's checksum goes on beside another's write; two threads reached half of what the disk can do."""
+_IN_PLACE = 4 * _THREADS
+"""Pieces that may wait to be written from where they are: `put` is not far ahead of the disk."""
 _LONG_BYTES = 512 << 10
 """Shorter stretches are worth a copy, because that makes one write of many."""
 checksum_of: Callable[[memoryview], int] = xxhash.xxh3_64_intdigest
@@ -99,6 +101,7 @@ class RangeWriter:
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         for index in reversed(range(buffers)):
             self._free.put(index)
+        self._in_place = threading.Semaphore(_IN_PLACE)
         self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._files: dict[str, _File] = {}
         self._created: list[str] = []
@@ -149,7 +152,8 @@ class RangeWriter:
                 self._send()
                 view = source.numpy().data
                 for begin in range(first, last, BUFFER_BYTES):
-                    self._check()
+                    while not self._in_place.acquire(timeout=0.5):
+                        self._check()
                     stop = min(last, begin + BUFFER_BYTES)
                     self._jobs.put(_Piece(file, start + begin, None, stop - begin, view[begin:stop]))
                 done = last
@@ -268,6 +272,8 @@ class RangeWriter:
                 self._error = error
             if piece.buffer is not None:
                 self._free.put(piece.buffer)
+            else:
+                self._in_place.release()
 
     def _write(self, piece: _Piece) -> None:
         view = piece.view

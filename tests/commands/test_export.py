@@ -396,9 +396,9 @@ class FailingDisk(SaveOps):
             if self._left < 0:
                 raise OSError(self._number, os.strerror(self._number))
 
-    def fallocate(self, fd: int, size_bytes: int) -> None:
+    def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
         self._count("fallocate")
-        super().fallocate(fd, size_bytes)
+        super().fallocate(fd, size_bytes, start)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._count("pwritev")

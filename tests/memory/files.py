@@ -35,10 +35,10 @@ class ScriptedFiles(FileOps):
         self.closed.append(fd)
         super().close(fd)
 
-    def fallocate(self, fd: int, size_bytes: int) -> None:
+    def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
         if self.fallocate_errno:
             raise OSError(self.fallocate_errno, "scripted")
-        super().fallocate(fd, size_bytes)
+        super().fallocate(fd, size_bytes, start)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.death is not None:

@@ -141,9 +141,9 @@ class Failing(SaveOps):
             self._fail("open")
         return super().open(path, flags, mode)
 
-    def fallocate(self, fd: int, size_bytes: int) -> None:
+    def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
         self._fail("fallocate")
-        super().fallocate(fd, size_bytes)
+        super().fallocate(fd, size_bytes, start)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._fail("pwritev")
