@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Relative: in a checkout this folder is also the package `callbacks`.
 from .grad_norm import GradNormMonitor
+from .hyper_parameters import HyperParameters
 from .memory_timeline import MemoryTimeline
 from .page_monitor import PageMonitor, StalenessMonitor, TransferMonitor
 from .page_tracer import PageTracer
@@ -13,6 +14,7 @@ from .throughput import Throughput, ThroughputMonitor
 
 __all__ = [
     "GradNormMonitor",
+    "HyperParameters",
     "MemoryTimeline",
     "PageMonitor",
     "PageTracer",

@@ -65,7 +65,8 @@ class PageTracer(Callback):
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(rows)
-        lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+        titles = [f"{column}, s" if column.endswith("_time") else column for column in COLUMNS]
+        lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(COLUMNS)]
         for number, first, end, cpu_s, gpu_s, name in rows:
             lines.append(f"| {number} | {first} | {end} | {cpu_s:.6f} | {gpu_s:.6f} | `{name}` |")
         show_text(trainer, "pages/trace", "\n".join(lines))

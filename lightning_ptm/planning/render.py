@@ -21,7 +21,7 @@ def render(plan: Plan, layout: ModelLayout) -> str:
     rows = [("tick", "compute", "issued before it")]
     for trigger in range(plan.tick_count + 1):
         tasks = plan.tasks_at(trigger)
-        computes = [layout.units[task.unit].name for task in tasks if task.operation is Operation.COMPUTE]
+        computes = [_name(task, layout) for task in tasks if task.operation is Operation.COMPUTE]
         others = [_words(task, layout) for task in tasks if task.operation is not Operation.COMPUTE]
         tick = str(trigger) if trigger < plan.tick_count else "end"
         rows.append((tick, ", ".join(computes) or "-", ", ".join(others) or "-"))
@@ -33,7 +33,11 @@ def _words(task: Task, layout: ModelLayout) -> str:
     pages = (
         "" if (task.first_page, task.last_page) == (0, whole(task.unit)) else f"[{task.first_page}:{task.last_page}]"
     )
-    return f"{task.operation.value} {layout.units[task.unit].name}{pages}"
+    return f"{task.operation.value} {_name(task, layout)}{pages}"
+
+
+def _name(task: Task, layout: ModelLayout) -> str:
+    return layout.units[task.unit].name or "root"
 
 
 _GRADIENT_OPERATIONS = (Operation.REDUCE, Operation.OFFLOAD, Operation.UPDATE)

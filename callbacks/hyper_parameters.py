@@ -1,0 +1,99 @@
+"""A run's hyper-parameters beside its metrics, for TensorBoard's table of runs (its tab HPARAMS).
+
+Owns whether this run's row has been written. I1: a row names the metrics that its run logs, and has no values of its own:
+TensorBoard shows the last one of each scalar. I2: rank 0 alone writes; nothing is collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.tensorboard.summary import hparams
+
+from .where import boards_of, pages_of
+
+
+class HyperParameters(Callback):
+    """Gives the run a row in TensorBoard's HPARAMS: what the LightningModule and the LightningDataModule have kept with
+    `save_hyperparameters()`, with AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
+    and the last values of the metrics. The row is written after the first validation, or at the end of a fit without one.
+
+    The logger needs `default_hp_metric=False`: with its default it has written a row with one metric before, and
+    TensorBoard keeps the first one.
+
+    Args:
+        metrics: names of the scalars that are shown; None: those without a group (`val_loss`, not `links/...`) and
+            `speed/tokens_per_s`, as far as they are logged until the row is written.
+    """
+
+    def __init__(self, metrics: list[str] | None = None) -> None:
+        self.metrics = metrics
+        self._written = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A new run."""
+        self._written = False
+        for logger in boards_of(trainer):
+            if logger._default_hp_metric:
+                rank_zero_warn(
+                    "HyperParameters: the TensorBoardLogger was made with default_hp_metric=True and has written a row with "
+                    "hp_metric alone, so TensorBoard shows no other metric beside the hyper-parameters; give it "
+                    "default_hp_metric=False"
+                )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the row, the first time."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the row if there was no validation, and that the run has ended well."""
+        self._write(trainer, pl_module)
+        for logger in boards_of(trainer) if trainer.is_global_zero else ():
+            logger.experiment.file_writer.add_summary(hparams({}, {})[2])
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._written or not trainer.is_global_zero:
+            return
+        self._written = True
+        values = _flat(_values(trainer, pl_module))
+        names = (
+            self.metrics if self.metrics is not None else _shown({*trainer.logged_metrics, *trainer.callback_metrics})
+        )
+        for logger in boards_of(trainer):
+            for summary in hparams(values, dict.fromkeys(names, 0.0))[:2]:
+                logger.experiment.file_writer.add_summary(summary)
+
+
+def _values(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    data = getattr(trainer, "datamodule", None)
+    given: dict[str, Any] = {**pl_module.hparams_initial, **(data.hparams_initial if data is not None else {})}
+    values = {name: value for name, value in given.items() if not name.startswith("_")}  # LightningCLI's own
+    values |= {"ranks": trainer.world_size, "precision": str(trainer.precision)}
+    strategy = pages_of(trainer)
+    if strategy is not None:
+        settings = strategy.settings
+        names = [field.name for field in dataclasses.fields(settings)]
+        values["strategy"] = {name: getattr(settings, name) for name in names}
+    return values
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+    """Nested names joined by slashes; numbers as they are, everything else as text."""
+    found: dict[str, str | float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[f"{prefix}{name}"] = value
+        else:
+            found[f"{prefix}{name}"] = str(value)
+    return found
+
+
+def _shown(logged: Iterable[str]) -> list[str]:
+    return sorted(name for name in logged if ("/" not in name and name != "epoch") or name == "speed/tokens_per_s")
