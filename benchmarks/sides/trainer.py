@@ -3,8 +3,7 @@
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
 initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step of each turn;
-what was resident before anything was built is one of a turn's extra numbers;
-`callbacks` names of `lightning_ptm.callbacks` with their arguments; `logs` a folder for TensorBoard's files.
+what was resident before anything was built is one of a turn's extra numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from gpt import GPT, GPTShape, batches, build, init_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from race import Baton, current_rss_bytes
 from torch import Tensor
@@ -139,15 +137,6 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
     return strategy
 
 
-def make_callbacks(wanted: dict[str, dict[str, Any]]) -> list[Callback]:
-    """Callbacks of this project by name; none of it is imported for those who want none."""
-    if not wanted:
-        return []
-    import lightning_ptm.callbacks
-
-    return [getattr(lightning_ptm.callbacks, name)(**arguments) for name, arguments in wanted.items()]
-
-
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
     strategy = make_strategy(options.get("settings"))
@@ -162,10 +151,9 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         precision=options["precision"],
         max_epochs=1,
         callbacks=[
-            *make_callbacks(options.get("callbacks", {})),
-            Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, save_to=options.get("save_to")),
+            Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, save_to=options.get("save_to"))
         ],
-        logger=TensorBoardLogger(options["logs"]) if "logs" in options else False,
+        logger=False,
         log_every_n_steps=10,
         enable_checkpointing=False,
         enable_progress_bar=False,
