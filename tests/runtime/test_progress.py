@@ -11,6 +11,7 @@ import re
 import sys
 import termios
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,11 +72,13 @@ class Terminal:
 
 @contextmanager
 def on_terminal(on_text: Callable[[str], None] = lambda text: None) -> Iterator[Terminal]:
-    """Inside, stderr is a terminal; its text is complete afterwards."""
+    """Inside, stderr is a terminal, to which nobody warns; its text is complete afterwards."""
     terminal = Terminal(on_text)
     kept, sys.stderr = sys.stderr, terminal.file
     try:
-        yield terminal
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield terminal
     finally:
         sys.stderr = kept
         terminal.close()
