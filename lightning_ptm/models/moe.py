@@ -2,7 +2,7 @@
 
 After Switch Transformers (Fedus et al. 2022) for one expert a token, and GShard (Lepikhin et al. 2021) for two.
 
-I1: an expert computes at most `capacity` tokens of a batch; which ones is decided by their order (first choices before
+I1: an expert computes at most `capacity` tokens of a rank's batch; which ones is decided by their order (first choices before
 second ones), so the same batch gives the same bits. I2: a token that finds no room adds nothing here: what its block
 gives is its residual. I3: memory for dispatch grows with tokens, not with tokens times experts times capacity: tokens
 are sorted by expert and gathered, there and back, without atomics. I4: an expert that gets no token is not called: it is

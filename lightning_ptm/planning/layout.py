@@ -1,7 +1,8 @@
 """Where every element of every parameter lies: units, flats, stripes, pieces (section 4.1 of the paper).
 
 Owns the arithmetic from named parameters to element offsets and back. Knows no tier, no time, no rank of its own:
-every rank builds the same layout. Offsets and lengths are in elements unless the name says bytes.
+every rank builds the same layout, but for experts that other ranks hold. Offsets and lengths are in elements unless the
+name says bytes.
 
 I1: each parameter lies in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
 I2: every parameter start, piece start and piece length is a multiple of `ALIGN_NUMEL` elements, so an element-wise

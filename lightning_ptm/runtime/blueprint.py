@@ -1,7 +1,8 @@
 """Everything that is decided before a byte is allocated: units, layout, homes, sizes of the tiers.
 
 Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has; returns one frozen
-`Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts). `draw` is for the ranks that
+`Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts), and up to the experts that each
+holds where ranks divide them. `draw` is for the ranks that
 run; `decide` makes the same decisions for a machine and a number of ranks that need not be there.
 """
 

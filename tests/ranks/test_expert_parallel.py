@@ -86,11 +86,12 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
     ("world_size", "training", "settings"),
     [
         (2, Training(MomentumMoE, "64-true", batches=3), {}),  # updated behind the backward pass
+        (4, Training(MomentumMoE, "64-true", batches=3), {}),
         (2, ACCUMULATING, {}),
         (2, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
         (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
     ],
-    ids=["in_backward", "accumulated", "each_step", "each_step_two_groups"],
+    ids=["in_backward", "in_backward_two_groups", "accumulated", "each_step", "each_step_two_groups"],
 )
 def test_training(world_size: int, training: Training, settings: dict[str, Any], disk: Path) -> None:
     theirs = plain(training, world_size)
