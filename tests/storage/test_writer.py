@@ -96,7 +96,7 @@ def test_what_waits_is_dropped_when_all_is_given_up(tmp_path: Path) -> None:
             written += len(buffers[0])
             return super().pwritev(fd, buffers, offset)
 
-    stretch = HostRegion(20 * writing.BUFFER_BYTES)
+    stretch = HostRegion(writing._IN_PLACE * writing.BUFFER_BYTES)  # `put` waits when there are more
     writer = RangeWriter(tmp_path, Slow())
     writer.create("a", b"", stretch.tensor.numel())
     writer.put("a", 0, stretch.tensor, stays=True)
