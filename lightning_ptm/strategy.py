@@ -30,44 +30,40 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm.averaging import gather_for_averaging
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
-from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
-from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, RankError, UsageError
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
-from lightning_ptm.memory import FileOps, check_folders
-from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
-from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.memory import FileOps
+from lightning_ptm.page_size import chosen_page_bytes
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
-from lightning_ptm.runtime.experts import ExpertRanks
+from lightning_ptm.runtime.experts import divide_ranks
 from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom, planned_bytes, rooms, states_at_home
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.watches import Watches, warn_of_gradients_in_pages, warn_of_recomputing_uncompiled
 
 _MEET_S = 5.0
 """How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
@@ -129,7 +125,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._unsaved = ""
         """Why a run that was cut short writes no checkpoint."""
         self._began_with: weakref.ref[LightningModule] | None = None
-        self._wrapped: list[tuple[Any, str]] = []  # object and name of its method
+        self._watches: Watches | None = None
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
@@ -238,9 +234,12 @@ class AngelPTMStrategy(ParallelStrategy):
         if isinstance(self.checkpoint_io, checkpoints.FileCheckpointIO):
             self.checkpoint_io.progress = progress
         self._communicator = self._make_communicator(events)
-        expert_ranks = self._divide_ranks(self._communicator)
+        expert_ranks = divide_ranks(self.settings.expert_parallel_size, self._communicator)
         given = self._files_values(self._communicator, progress)
-        settings = self._with_pages(self._settings_for(trainer), self._communicator)
+        settings = self._settings_for(trainer)
+        if settings.page_size == "auto":  # once for all runs of this strategy
+            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, self.root_device)
+            settings = dataclasses.replace(settings, page_size=self._page_bytes)
         request = self.request(trainer, settings)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
@@ -263,14 +262,15 @@ class AngelPTMStrategy(ParallelStrategy):
             self._engine, self.root_device.type, update_in_backward=blueprint.update_in_backward
         )
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
+        self._watches = Watches(self._engine)
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
-            self._watch_zero_grad(optimizer, wrapper)
-        self._watch_modules(self._engine)
+            self._watches.zero_grad_of(optimizer, wrapper)
+        self._watches.zero_grad_of_modules(self.lightning_module)
         if fitting:
-            self._wrapped += gather_for_averaging(trainer.callbacks, self.gathered)  # type: ignore[attr-defined]
-            self._warn_of_gradients_in_pages(self._engine)
-            self._warn_of_recomputing_uncompiled(self._engine)
-            self._watch_links(trainer)
+            self._watches.averaging(trainer, self.gathered)
+            self._watches.links(trainer, self._link_checkpoint)
+            warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
+            warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
         self.barrier()
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:
@@ -312,112 +312,16 @@ class AngelPTMStrategy(ParallelStrategy):
             return dataclasses.replace(settings, disk_path=str(root))
         return settings
 
-    def _with_pages(self, settings: Settings, communicator: Communicator) -> Settings:
-        """`page_size="auto"` becomes a number, once for all runs of this strategy; collective."""
-        if settings.page_size != "auto":
-            return settings
-        if self._page_bytes is None:
-            failure: AngelPTMError | None = None
-            told: int | str | None = None
-            if communicator.rank == 0:
-                try:
-                    check_folders(settings.disk_paths)
-                    best = smallest_saturating(measured_rates(settings.disk_paths, self.root_device))
-                    told = best or DEFAULT_PAGE_BYTES
-                except AngelPTMError as error:
-                    failure, told = error, str(error)
-            told = communicator.broadcast_object(told)
-            if failure is not None:
-                raise failure
-            if not isinstance(told, int):
-                raise RankError(
-                    f"page_size='auto', and rank 0 could not measure pages: {told}; mend that, or give a size, such as '4MiB'"
-                )
-            self._page_bytes = told
-            rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
-        return dataclasses.replace(settings, page_size=self._page_bytes)
-
     def _keeps_gradients(self, trainer: Trainer) -> bool:
         assert self.lightning_module is not None
         return trainer.accumulate_grad_batches > 1 or not self.precision_plugin._nothing_waits_for_gradients(
             self.lightning_module
         )
 
-    def _warn_of_gradients_in_pages(self, engine: Engine) -> None:
-        assert self.lightning_module is not None
-        readers = self.precision_plugin.gradient_readers(self.lightning_module, of_grad=True)
-        if readers and not engine.gradients_in_place:
-            rank_zero_warn(
-                f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
-                f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
-                f"self.clip_gradients to clip, and trainer.strategy.gradient_norm(optimizer) for the norm"
-            )
-
-    def _warn_of_recomputing_uncompiled(self, engine: Engine) -> None:
-        assert self.lightning_module is not None
-        recomputed = engine.blueprint.units[1 :: self.settings.recompute_every] if self.settings.recompute_every else ()
-        around = compiled_around(self.lightning_module, recomputed)
-        if around:
-            rank_zero_warn(
-                f"{', '.join(around)}: compiled as a whole, and recompute={self.settings.recompute!r}: the units inside "
-                f"({recomputed[0].name}...) are computed without torch.compile; compile them one by one instead, as in "
-                f"`for block in self.blocks: block.compile()`"
-            )
-
     def _make_communicator(self, events: Events) -> Communicator:
         if self.world_size == 1:
             return SoloCommunicator()
         return ProcessGroupCommunicator(self.root_device, self._timeout, events)
-
-    def _divide_ranks(self, communicator: Communicator) -> ExpertRanks | None:
-        """Process groups for experts, before anything can fail on one rank alone."""
-        if self.settings.expert_parallel_size == 1:
-            return None
-        split = ExpertSplit(self.world_size, self.settings.expert_parallel_size)
-        assert isinstance(communicator, ProcessGroupCommunicator)
-        group = communicator.part(split.groups)
-        holders: Communicator = SoloCommunicator(mean_over=self.world_size)
-        if split.sharing > 1:
-            holders = communicator.part([split.holders(member) for member in range(split.size)])
-        return ExpertRanks(split, group, holders)
-
-    def _watch_zero_grad(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
-        """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
-        original = optimizer.zero_grad
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            original(set_to_none=True)
-            if self._engine is not None:
-                self._engine.zero_grad(optimizer)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]  # inherited from Optimizer otherwise
-        self._wrapped += [(optimizer, "zero_grad"), (wrapper, "zero_grad")]
-
-    def _watch_links(self, trainer: Trainer) -> None:
-        """`ModelCheckpoint(save_last="link")` links as soon as a save has begun: a link must name what is in place."""
-
-        def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
-            if self.is_global_zero and not self._unsaved and Path(filepath).absolute() != Path(linkpath).absolute():
-                self._saves.link(Path(filepath), Path(linkpath), folders.link)
-
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback._link_checkpoint = link  # type: ignore[method-assign]
-                self._wrapped.append((callback, "_link_checkpoint"))
-
-    def _watch_modules(self, engine: Engine) -> None:
-        """The same for `zero_grad` of the LightningModule and of its parts."""
-        assert self.lightning_module is not None
-        for owner in (self.lightning_module, *self.lightning_module.children()):
-            original = owner.zero_grad
-
-            def zero_grad(set_to_none: bool = True, *, owner: nn.Module = owner, original: Any = original) -> None:
-                original(set_to_none=True)
-                engine.forget_gradients(owner)
-
-            owner.zero_grad = zero_grad  # type: ignore[method-assign]
-            self._wrapped.append((owner, "zero_grad"))
 
     @override
     def model_to_device(self) -> None:
@@ -747,6 +651,12 @@ class AngelPTMStrategy(ParallelStrategy):
         if self.is_global_zero and not self._unsaved:  # its successor would be what was not written
             self._saves.remove(Path(filepath), self._remove_checkpoint)
 
+    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """In place of ModelCheckpoint's own: `save_last="link"` links as soon as a save has begun, but a link must name what
+        is in place."""
+        if self.is_global_zero and not self._unsaved and Path(filepath).absolute() != Path(linkpath).absolute():
+            self._saves.link(Path(filepath), Path(linkpath), folders.link)
+
     def _remove_checkpoint(self, path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             folders.remove(path)
@@ -808,9 +718,9 @@ class AngelPTMStrategy(ParallelStrategy):
             if communicator is not None:  # set-up failed
                 communicator.close()
             return
-        for owner, name in self._wrapped:
-            owner.__dict__.pop(name, None)
-        self._wrapped = []
+        if self._watches is not None:
+            self._watches.undo()
+            self._watches = None
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
         self._ended = afterwards.remember(engine)

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptm.comm import Agreement, Communicator, Meeting, Teams
+from lightning_ptm.comm import (
+    Agreement,
+    Communicator,
+    Meeting,
+    ProcessGroupCommunicator,
+    SoloCommunicator,
+    Teams,
+)
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.runtime.recompute import in_backward
@@ -49,6 +56,23 @@ class ExpertRanks:
     split: ExpertSplit
     group: Communicator
     holders: Communicator
+
+
+def divide_ranks(size: int, communicator: Communicator) -> ExpertRanks | None:
+    """Process groups for groups of `size` ranks, before anything can fail on one rank alone; None for 1. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    if size == 1:
+        return None
+    split = ExpertSplit(communicator.world_size, size)
+    assert isinstance(communicator, ProcessGroupCommunicator)
+    group = communicator.part(split.groups)
+    holders: Communicator = SoloCommunicator(mean_over=communicator.world_size)
+    if split.sharing > 1:
+        holders = communicator.part([split.holders(member) for member in range(split.size)])
+    return ExpertRanks(split, group, holders)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,99 @@
+"""What a run has to hear of that Lightning and its users do without asking the strategy; and what it tells them beforehand.
+
+Owns the methods that it puts in place of others', until `undo`. Knows objects of Lightning and torch; pages are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ptm.averaging import Gathered, gather_for_averaging
+from lightning_ptm.config import Settings
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.recompute import compiled_around
+
+
+class Watches:
+    """See the file's contract."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._replaced: list[tuple[Any, str]] = []
+        """Objects, and names of methods that are ours."""
+
+    def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
+        """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
+        original = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none=True)
+            if self._engine is not None:
+                self._engine.zero_grad(optimizer)
+
+        self._replace(optimizer, "zero_grad", zero_grad)
+        self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
+
+    def zero_grad_of_modules(self, module: LightningModule) -> None:
+        """The same for `zero_grad` of the LightningModule and of its parts."""
+        for owner in (module, *module.children()):
+            original = owner.zero_grad
+
+            def zero_grad(set_to_none: bool = True, *, owner: nn.Module = owner, original: Any = original) -> None:
+                original(set_to_none=True)
+                if self._engine is not None:
+                    self._engine.forget_gradients(owner)
+
+            self._replace(owner, "zero_grad", zero_grad)
+
+    def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
+        """Callbacks that average weights find them whole."""
+        self._replaced += gather_for_averaging(trainer.callbacks, gathered)  # type: ignore[attr-defined]
+
+    def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
+        """Callbacks that link to a checkpoint call `link` instead."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._replace(callback, "_link_checkpoint", link)
+
+    def undo(self) -> None:
+        """The run is over: all methods are their owners' again."""
+        self._engine = None
+        for owner, name in self._replaced:
+            owner.__dict__.pop(name, None)
+        self._replaced = []
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
+        setattr(owner, name, method)
+        self._replaced.append((owner, name))
+
+
+def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
+    """Of hooks that would find no gradients."""
+    readers = precision.gradient_readers(module, of_grad=True)
+    if readers and not engine.gradients_in_place:
+        rank_zero_warn(
+            f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
+            f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
+            f"self.clip_gradients to clip, and trainer.strategy.gradient_norm(optimizer) for the norm"
+        )
+
+
+def warn_of_recomputing_uncompiled(module: LightningModule, engine: Engine, settings: Settings) -> None:
+    """Of units inside of what was compiled as a whole."""
+    recomputed = engine.blueprint.units[1 :: settings.recompute_every] if settings.recompute_every else ()
+    around = compiled_around(module, recomputed)
+    if around:
+        rank_zero_warn(
+            f"{', '.join(around)}: compiled as a whole, and recompute={settings.recompute!r}: the units inside "
+            f"({recomputed[0].name}...) are computed without torch.compile; compile them one by one instead, as in "
+            f"`for block in self.blocks: block.compile()`"
+        )
