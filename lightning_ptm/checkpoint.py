@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -89,17 +90,16 @@ class _Watched:
 
 
 def _storage_bytes(checkpoint: Mapping[str, Any]) -> int:
-    """Of all tensors in a dictionary of dictionaries and sequences, those that share storage counted once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(checkpoint)
-    }
-    return sum(storages.values())
+    """Of weights and optimizer states, those that share storage counted once; sparse ones and users' own things are not."""
+    parts = [checkpoint.get("state_dict"), checkpoint.get("optimizer_states")]
+    tensors = [tensor for tensor in _tensors(parts) if tensor.layout is torch.strided]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
-    elif isinstance(item, Mapping):
+    elif isinstance(item, dict):
         for value in item.values():
             yield from _tensors(value)
     elif isinstance(item, (list, tuple)):
@@ -193,15 +193,27 @@ def _copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
     folder = engine.disk_paths[0]
     scratch = Scratch(folder)
 
+    in_ram = False
+
     def copy_of(name: str, value: Tensor) -> Tensor:
+        nonlocal in_ram
         try:
-            return scratch.copy(value)
+            if not in_ram:
+                return scratch.copy(value)
         except OSError as error:
+            if needed <= free_host_bytes():
+                in_ram = True
+                rank_zero_warn(
+                    f"a full checkpoint takes {format_bytes(needed)}, more than half of the free RAM, and is put together "
+                    f"there all the same, since {folder} has no room for it ({error.strerror or error})"
+                )
+                return value.clone()
             raise CheckpointError(
                 f"a full checkpoint takes {format_bytes(needed)}, which is more than RAM should hold, and there is no room "
                 f"to put it together in {folder}, at {name}: {error.strerror or error}; use state_dict_type='sharded', "
                 f"which needs no such room, or free some there"
             ) from error
+        return value.clone()
 
     return copy_of
 

@@ -62,7 +62,7 @@ class Progress:
             leave=False,
             position=None if terminal is None else 1,
             file=terminal or sys.stderr,
-            disable=None if self.shown else True,
+            disable=not self._on_a_terminal,
         ) as bar:
 
             def seen(count: int) -> None:
@@ -71,7 +71,11 @@ class Progress:
 
             yield seen
 
+    @property
+    def _on_a_terminal(self) -> bool:
+        return self.shown and sys.stderr is not None and sys.stderr.isatty()
+
     def line(self, text: str) -> None:
         """One line that stays, above all bars; from any thread."""
-        if self.shown and sys.stderr.isatty():
+        if self._on_a_terminal:
             tqdm.write(text, file=sys.stderr)

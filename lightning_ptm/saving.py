@@ -222,6 +222,9 @@ class Saving:
                 time.sleep(_LOOK_S)
             if all_have_written(self._folder, world_size):
                 self._commit()
+        if self._draft is not None or self._error is not None:
+            reason = self._error or self._error_of_commit or "not all ranks have written their part"
+            rank_zero_warn(f"the checkpoint {self.path}, which was being written, is given up: {reason}")
         self._clean_up()
 
     @property
@@ -369,7 +372,7 @@ class Saves:
     def link(self, path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
         """Make `name` name a checkpoint, once that is in place; never if it failed. Rank 0 only."""
         if self._current is not None:
-            self._current.afterwards(None, partial(link, path, name))
+            self._current.afterwards(None, partial(_link, path, name, link))
         elif not self._last_failed:
             link(path, name)
 
@@ -389,6 +392,14 @@ class Saves:
         if self._failed_save == "stop":
             raise error
         rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (failed_save='go_on'): {error}")
+
+
+def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
+    """`link(path, name)` at a time when nobody would see an error."""
+    try:
+        link(path, name)
+    except OSError as error:
+        rank_zero_warn(f"{name} could not be made a link to {path}: {error.strerror or error}; use save_last=True")
 
 
 def _remove(path: Path, remove: Callable[[Path], None]) -> None:

@@ -124,6 +124,8 @@ class AngelPTMStrategy(ParallelStrategy):
         """Whether it is known what becomes of a run that was cut short."""
         self._unsaved = ""
         """Why a run that was cut short writes no checkpoint."""
+        self._torn = False
+        """Whether the weights that the last run has given back are of two steps."""
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
         self.file_ops: FileOps | None = None
@@ -465,9 +467,14 @@ class AngelPTMStrategy(ParallelStrategy):
         engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[union-attr]
         torn = engine.in_mid_step
         engine.abandon()
-        where = f"step {trainer.global_step}, iteration {engine.iterations}"
+        where = f"step {trainer.global_step}, iteration {engine.iterations}, {engine.updates.steps_taken} steps taken"
         if not engine.communicator.meet(None if torn else where, _MEET_S):
             self._give_up_saving(_TORN if torn else _APART)
+            return
+        try:
+            self._saves.finish()
+        except CheckpointError as error:  # of an earlier one: no reason to save nothing now
+            rank_zero_warn(str(error))
 
     def _give_up_saving(self, reason: str) -> None:
         self._unsaved = reason
@@ -553,6 +560,8 @@ class AngelPTMStrategy(ParallelStrategy):
                 self._save_checkpoint(checkpoint, filepath, storage_options)
         if self._unsaved:
             rank_zero_warn(f"no checkpoint {filepath} is written: {self._unsaved}")
+        elif self._engine is None and self._torn:
+            rank_zero_warn(f"the weights in {filepath} are of two steps: {_TORN}")
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
@@ -574,7 +583,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._engine is None:
             self._saves.save(filepath, lambda: self._save_afterwards(checkpoint, Path(filepath)))
             return
-        behind = self.settings.async_save and self._engine.blueprint.saves_behind
+        # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
+        behind = self.settings.async_save and self._engine.blueprint.saves_behind and not self._interrupted
         self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath), behind), behind=behind)
 
     @contextmanager
@@ -585,10 +595,10 @@ class AngelPTMStrategy(ParallelStrategy):
             with together(self._engine.communicator):
                 yield
             return
-        error: AngelPTMError | OSError | None = None
+        error: Exception | None = None
         try:
             yield
-        except (AngelPTMError, OSError) as caught:
+        except Exception as caught:
             error = caught
         text = self.broadcast(None if error is None else str(error))
         if error is not None:
@@ -724,6 +734,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.precision_plugin.attach(None)
         self._weights_given_back = self._states_given_back = False
         self._ended = afterwards.remember(engine)
+        self._torn = self._unsaved == _TORN or (engine.failed and engine.in_mid_step)
         unsaved: CheckpointError | None = None
         try:
             if engine.failed:

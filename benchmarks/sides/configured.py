@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from race import Baton
+from race import Baton, current_rss_bytes
 
 from sides.trainer import Pacer, make_strategy
 
@@ -19,14 +19,16 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     from lightning_ptm.data import TextBytes
     from lightning_ptm.models import GPT
 
+    strategy = make_strategy(options["settings"])
+    empty = current_rss_bytes()
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=make_strategy(options["settings"]),
+        strategy=strategy,
         precision=options["precision"],
         max_epochs=-1,
         max_steps=100_000,
-        callbacks=[Pacer(baton, count_disk=True)],
+        callbacks=[Pacer(baton, count_disk=True, empty_rss_bytes=empty)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

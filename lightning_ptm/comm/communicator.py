@@ -226,6 +226,8 @@ class ProcessGroupCommunicator:
         self._parts: list[ProcessGroupCommunicator] = []
 
         # State: no group any more once closed.
+        self._begun = self._issued = 0
+        """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -260,7 +262,7 @@ class ProcessGroupCommunicator:
 
         told = self._told("all_gather", full)
         with self._on_stream():
-            handles = self._guard(start)
+            handles = self._issue(start)
         return Work(handles, [shard, full], self._join, self._guard, told)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
@@ -279,7 +281,7 @@ class ProcessGroupCommunicator:
 
             told = self._told("reduce_scatter", full)
             with self._on_stream():
-                handles = self._guard(start)
+                handles = self._issue(start)
             return Work(handles, [full, shard], finish, self._guard, told)
         return self._exchange_and_add(full, shard, flat)
 
@@ -304,7 +306,7 @@ class ProcessGroupCommunicator:
                 piece.copy_(total.div_(self.mean_over))
 
         told = self._told("reduce_scatter", full)
-        return Work(self._guard(start), [full, received, shard], add, self._guard, told)
+        return Work(self._issue(start), [full, received, shard], add, self._guard, told)
 
     def _told(self, name: str, full: Tensor) -> Callable[[], None] | None:
         """What the end of a collective that begins now has to tell; None while nobody listens."""
@@ -328,7 +330,7 @@ class ProcessGroupCommunicator:
 
         told = self._told("all_to_all", rows)
         with self._on_stream():
-            handle = self._guard(start)
+            handle = self._issue(start)
         Work([handle], [rows, out], self._join, self._guard, told).wait()
         return out
 
@@ -336,36 +338,48 @@ class ProcessGroupCommunicator:
         # On the control group: values are small and the host needs them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         on_host = values.cpu()
-        self._guard(lambda: dist.all_reduce(on_host, op=operation, group=self._control))
+        self._issue(lambda: dist.all_reduce(on_host, op=operation, group=self._control))
         values.copy_(on_host)
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         group = self._data if tensor.is_cuda else self._control
-        self._guard(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
+        self._issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         box = [value]
-        self._guard(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._control))
+        self._issue(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._control))
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
-        self._guard(lambda: self._all_gather_flat(self._rows_out, self._rows_in, group=self._control))
+        self._issue(lambda: self._all_gather_flat(self._rows_out, self._rows_in, group=self._control))
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
     def send(self, page: Tensor, rank: int) -> Work:
-        handle = self._guard(lambda: dist.isend(page, self._ranks[rank], group=self._data))
+        handle = self._issue(lambda: dist.isend(page, self._ranks[rank], group=self._data))
         return Work([handle], [page], guard=self._guard)
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        handle = self._guard(lambda: dist.irecv(page, self._ranks[rank], group=self._data))
+        handle = self._issue(lambda: dist.irecv(page, self._ranks[rank], group=self._data))
         return Work([handle], [page], guard=self._guard)
+
+    def _issue(self, collective: Callable[[], Any]) -> Any:
+        self._begun += 1
+        result = self._guard(collective)
+        self._issued += 1
+        return result
 
     def meet(self, word: str | None, within_s: float) -> bool:
         if self._control_group is None:
             return False
+        # Ranks that have not issued the same collectives would take one for another from now on.
+        everything = (self, *self._parts)
+        if word is not None and all(each._begun == each._issued for each in everything):
+            word = f"{word}, {[each._issued for each in everything]} collectives"
+        else:
+            word = None
         keys = [f"{self._failure_key}/met/{rank}" for rank in range(self.world_size)]
         verdict_key = f"{self._failure_key}/verdict"
         try:

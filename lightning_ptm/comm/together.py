@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 
 from lightning_ptm.comm.communicator import Communicator
-from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.errors import CheckpointError
 
 
 @contextmanager
 def together(communicator: Communicator) -> Iterator[None]:
     """What the block raises on one rank raises on all of them. Collective."""
-    error: AngelPTMError | OSError | None = None
+    error: Exception | None = None
     try:
         yield
-    except (AngelPTMError, OSError) as caught:
+    except Exception as caught:
         error = caught
     if communicator.world_size > 1:
         failed = torch.tensor([0 if error is None else communicator.rank + 1], dtype=torch.int64)

@@ -232,7 +232,13 @@ def forecast(
         return question.search(goal, record) if goal is not None else question.answer(record)
 
     def ask(value: int) -> _Question:
-        run = _Run(with_argument(document, largest, value, config_file), config_file, settings, node)
+        try:
+            run = _Run(with_argument(document, largest, value, config_file), config_file, settings, node)
+        except ConfigError as error:
+            raise ConfigError(
+                f"largest is {largest!r}, and the model cannot have {value}: {error}; name an argument that may be any whole "
+                f"number, such as layers"
+            ) from error
         return _Question(run, config_file, node, nodes, wanted)
 
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]

@@ -11,16 +11,24 @@ from typing import Any
 
 from lightning_ptm.errors import ConfigError
 
+_MOST = 1 << 24
+"""Times the first value: nothing that takes memory fits so often."""
+
 
 def largest_value(first: int, fits: Callable[[int], bool]) -> int:
     """The largest number from 1 up that fits, where every smaller one fits too; 0 where not even 1 does.
 
     Args:
         first: a guess; the nearer, the fewer questions.
+
+    Raises:
+        ConfigError: nothing is too large.
     """
     low, high = 0, first
     while fits(high):
         low, high = high, 2 * high
+        if high > _MOST * first:
+            raise ConfigError(f"no value up to {low} is too large: it changes no memory; name another argument")
     # From here on `low` fits (or is 0) and `high` does not. From above, by halves: sizes are right within a factor.
     while high - low > 1:
         middle = (low + high) // 2

@@ -362,8 +362,8 @@ class Engine:
 
     @property
     def in_mid_step(self) -> bool:
-        """Whether units have been updated behind the backward pass of a step that has not been taken."""
-        return any(flat.done_this_step for flats in self.flats for flat in flats)
+        """Whether some units have been updated in a step that has not been taken to its end."""
+        return self.updates.in_mid_step
 
     # -- what hooks tell ----------------------------------------------------------------------------------------------
 

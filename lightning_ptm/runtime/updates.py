@@ -67,6 +67,9 @@ class UpdateScheduler(abc.ABC):
         self._optimizers = list(optimizers)
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
         self._armed: _Armed | None = None
+        self._in_step = False
+        self.steps_taken = 0
+        """Optimizer steps whose updates are all under way or done."""
 
     def index_of(self, optimizer: Optimizer) -> int:
         """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
@@ -117,6 +120,7 @@ class UpdateScheduler(abc.ABC):
 
     def step(self, optimizer: int, transform: Transform) -> None:
         """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass."""
+        self._in_step = True
         armed, self._armed = self._armed, None
         hyper = armed.hyper if armed is not None else None
         # Learning rate schedulers warn unless they see that a step was taken; the user's own step() is never called.
@@ -130,6 +134,13 @@ class UpdateScheduler(abc.ABC):
                     hyper = snapshot(self._optimizers[optimizer], flat.states.traits)
                 self._update(unit, flat, hyper, transform)
         self._stepped(optimizer)
+        self.steps_taken += 1
+        self._in_step = False
+
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether some flats have had an update of a step and others have not."""
+        return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
 
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
@@ -140,6 +151,7 @@ class UpdateScheduler(abc.ABC):
     def abandon(self) -> None:
         """The iteration failed: no step is under way any more."""
         self._armed = None
+        self._in_step = False
         for flats in self._flats:
             for flat in flats:
                 flat.done_this_step = False

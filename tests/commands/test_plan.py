@@ -294,6 +294,18 @@ def test_the_search_finds_the_largest_that_fits(first: int) -> None:
         assert min(asked) >= 1 and len(asked) == len(set(asked)) <= 14
 
 
+def test_what_changes_no_memory_has_no_largest_value() -> None:
+    with pytest.raises(ConfigError, match="it changes no memory; name another argument"):
+        largest_value(3, lambda value: True)
+
+
+def test_a_value_that_the_model_refuses_is_told(tmp_path: Path) -> None:
+    path = config(tmp_path, {"page_size": "64KiB"})
+    hardware = cpu_file(tmp_path, host_memory="40MiB")
+    with pytest.raises(SystemExit, match=r"largest is 'heads', and the model cannot have .*such as layers"):
+        main(["plan", str(path), "--hardware", hardware, "--largest", "heads"])
+
+
 def test_the_largest_model_fits_and_one_layer_more_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, {"page_size": "64KiB"})
     hardware = cpu_file(tmp_path, host_memory="40MiB")

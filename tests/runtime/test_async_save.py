@@ -26,6 +26,7 @@ from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory import Allocator
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.runtime.updates import SynchronousUpdates
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import writer
 from lightning_ptm.storage.folder import PARTIAL
@@ -429,6 +430,49 @@ def test_no_checkpoint_of_two_steps_at_once(strategy_at, kind: str, lock_free: b
     with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="no checkpoint .*cut short"):
         trainer.fit(FailsInBackward(), BATCHES.loader())
     assert not (tmp_path / "x.ckpt").exists()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_no_checkpoint_of_half_a_step(strategy_at, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, seen = SynchronousUpdates._update, []
+
+    def interrupted(updates: SynchronousUpdates, *arguments: Any) -> None:
+        seen.append(arguments)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        update(updates, *arguments)
+
+    monkeypatch.setattr(SynchronousUpdates, "_update", interrupted)
+    keep = OnExceptionCheckpoint(tmp_path, "x")
+    trainer = make_trainer(
+        strategy_at("ram", state_dict_type=kind), max_epochs=1, enable_checkpointing=True, callbacks=[keep]
+    )
+    with (
+        pytest.raises((KeyboardInterrupt, SystemExit)),
+        pytest.warns(UserWarning, match=r"(no checkpoint|are of two steps).*cut short when some units"),
+    ):
+        trainer.fit(Full(), BATCHES.loader())
+    assert not (tmp_path / "x.ckpt").exists()
+    with pytest.warns(UserWarning, match="weights in .* are of two steps"):
+        trainer.save_checkpoint(tmp_path / "by hand.ckpt", weights_only=True)
+
+
+def test_an_earlier_save_that_failed_does_not_prevent_that_on_an_exception(strategy_at, tmp_path: Path) -> None:
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.strategy.save_ops = FullDisk(25, errno.ENOSPC)
+                trainer.save_checkpoint(tmp_path / "earlier.ckpt")  # fails when training goes on
+                trainer.strategy.save_ops = None
+            if trainer.global_step == 3:
+                raise RuntimeError("the user's own")
+
+    strategy = strategy_at("ram", state_dict_type="sharded", async_save=True)
+    keep = OnExceptionCheckpoint(tmp_path, "x")
+    trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[Fails(), keep])
+    with pytest.raises(RuntimeError, match="the user's own"), pytest.warns(UserWarning, match="No space left"):
+        trainer.fit(Full(), BATCHES.loader())
+    assert load(tmp_path / "x.ckpt")["global_step"] == 3
 
 
 def test_weights_edited_by_hand_are_not_in_it(strategy_at, tmp_path: Path) -> None:

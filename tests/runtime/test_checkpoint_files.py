@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,11 +17,13 @@ import pytest
 import torch
 from checkpoint_runs import BATCHES, Full, fit, names_in, same, small_files
 from plain_loop import make_trainer
+from torch import Tensor
 
 from lightning_ptm import checkpoint as checkpoint_module
 from lightning_ptm.checkpoint import FileCheckpointIO
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.folder import PARTIAL, file_draft
+from lightning_ptm.storage.scratch import Scratch
 
 BIG = {"state_dict": {"weight": torch.arange(100_000.0)}}
 SMALL = {"state_dict": {"weight": torch.arange(3.0)}}
@@ -165,10 +169,40 @@ def test_no_room_to_put_it_together(strategy_at, tmp_path: Path, monkeypatch: py
             with small_files(10_000):
                 trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    monkeypatch.setattr(checkpoint_module, "_RAM_SHARE", 0.0)
+    monkeypatch.setattr(checkpoint_module, "free_host_bytes", lambda: 0)
     trainer = make_trainer(strategy_at("masters_on_disk"), max_epochs=1, callbacks=[Saves()])
     with pytest.raises(
         CheckpointError, match=r"no room to put it together in .*disk, at .*use state_dict_type='sharded'"
     ):
         trainer.fit(Full(), BATCHES.loader())
     assert names_in(tmp_path) == ["disk"]
+
+
+def test_ram_is_used_where_the_disk_has_no_room(strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(scratch: Scratch, value: Tensor) -> Tensor:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_module, "_RAM_SHARE", 0.0)
+    monkeypatch.setattr(Scratch, "copy", full)
+    with pytest.warns(UserWarning, match="is put together there all the same, since .*disk has no room"):
+        fit(strategy_at("masters_on_disk"), tmp_path / "it")
+    monkeypatch.undo()
+    fit(strategy_at("masters_on_disk"), tmp_path / "expected")
+    ours, theirs = (torch.load(tmp_path / run / "epoch=1.ckpt", weights_only=False) for run in ("it", "expected"))
+    assert same(ours, theirs)
+
+
+class Sparse(Full):
+    """With a buffer that has no plain storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+
+def test_buffers_without_plain_storage(tmp_path: Path, strategy_at) -> None:
+    trainer = make_trainer(strategy_at("ram"), max_epochs=1, limit_train_batches=1)
+    trainer.fit(Sparse(), BATCHES.loader())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    found = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]["sparse"]
+    assert torch.equal(found.to_dense(), torch.eye(3))
