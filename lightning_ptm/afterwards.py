@@ -47,7 +47,10 @@ class _Kind:
 def remember(engine: Engine) -> Ended:
     """What a checkpoint afterwards needs to know of the run that is about to end."""
     units = {
-        slot.spec.name: store.unit.name for store in engine.stores for flat in store.flats for slot in flat.layout.slots
+        slot.spec.name: store.unit.name
+        for store in engine.stores
+        for binding in (*(flat.binding for flat in store.flats), *store.absent)
+        for slot in binding.layout.slots
     }
     return Ended(units, engine.allocator.page_size)
 

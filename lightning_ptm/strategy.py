@@ -681,10 +681,15 @@ class AngelPTMStrategy(ParallelStrategy):
         self._settle_interrupted()
         return bool(self._unsaved) or not _distributed_is_initialized()
 
+    def _meet(self) -> None:
+        if self._engine is not None:
+            self._engine.meet()
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._is_alone():
             return
+        self._meet()
         if torch.distributed.get_backend() == "nccl":
             torch.distributed.barrier(device_ids=[self.root_device.index])
         else:
@@ -694,6 +699,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._is_alone():
             return obj
+        self._meet()
         box = [obj]
         torch.distributed.broadcast_object_list(box, src)
         return box[0]
@@ -701,6 +707,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(tensor, Tensor) and not self._is_alone():
+            self._meet()
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 

@@ -94,6 +94,8 @@ class HostBuffers:
         bisect.insort(self._idle, (region.tensor.numel(), self._made, region))
 
     def _drop_idle(self) -> None:
+        if self._pin and self._idle:
+            torch.cuda.synchronize()  # a stream may still copy from what was given back in its order
         for size, _, region in self._idle:
             region.close()
             self.total_bytes -= size

@@ -413,6 +413,12 @@ class Engine:
         else:
             self.reduction.take_part(decision)
 
+    def meet(self) -> None:
+        """Before a collective that is none of ours, on all ranks: in an iteration, another rank may still gather a unit that
+        this one has, since ranks with different experts have different plans."""
+        if self._inside and self.blueprint.experts is not None:
+            self._reach(_STEP_ENDS - 1)
+
     def _reach(self, position: int, *, flag: bool = False) -> int:
         """Waits for the other ranks at a point of this iteration; returns whether any came with `flag`."""
         if self._agreement is None:

@@ -166,6 +166,7 @@ class Executor:
         followed = self._followed
         mode, self._mode = self._mode, None
         self._waiting = []
+        self._expected.clear()
         if followed:
             self._perform(self._plans[mode][0], self._tick)
         for store in self._stores:
@@ -204,10 +205,7 @@ class Executor:
             self._called.add(unit)
         if unit in self._by_need:
             self.require(unit)
-            if unit in self._expected:
-                while self._expected.popleft() != unit:
-                    pass
-                self._fetch_expected()
+            self._has_come(unit)
             self._begin_tick(store, phase, max(0, self._tick - 1))  # a part of the tick around it
             return
         index = self._tick
@@ -264,6 +262,12 @@ class Executor:
         self._expected = deque(units)
         self._fetch_expected()
 
+    def _has_come(self, unit: int) -> None:
+        if unit in self._expected:
+            while self._expected.popleft() != unit:
+                pass
+            self._fetch_expected()
+
     def _fetch_expected(self) -> None:
         if self._expected:
             unit = self._expected[0]
@@ -277,6 +281,7 @@ class Executor:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
         self._stores[unit].held = True
         self.require(unit)
+        self._has_come(unit)
 
     def require(self, unit: int) -> None:
         """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
@@ -312,12 +317,15 @@ class Executor:
         """Takes part in an all-gather that other ranks asked for: keeps the result if there is room for it."""
         store = self._stores[unit]
         self._finish_update(unit)
-        if not store.fetched:
+        # An expert that nobody expects here would stay until room is short.
+        wanted = unit not in self._by_need or unit in self._expected
+        while wanted and not store.fetched:
             try:
                 store.start_fetch(agree=None)
                 return
             except CapacityError:
-                pass
+                if not self._reclaim(False) and not self._give_up_by_need():
+                    break
         for flat in store.flats:
             flat.contribute(self._read)
 

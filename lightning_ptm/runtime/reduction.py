@@ -17,7 +17,7 @@ import torch
 
 from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.terms import Operation
 
@@ -77,7 +77,16 @@ class Reduction:
         self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
 
     def collect_postponed(self) -> None:
-        """Reduces what is still in `.grad`. Collective: all ranks have postponed in the same passes."""
+        """Reduces what is still in `.grad`. Collective: all ranks have postponed in the same passes.
+
+        Raises:
+            UsageError: inside `postponed`.
+        """
+        if self._postponing:
+            raise UsageError(
+                "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients wait to be reduced; end the "
+                "block before it"
+            )
         while self._postponed:
             self.collect(self._postponed[0])
 

@@ -178,7 +178,9 @@ class Values:
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=not keep_originals), seen)
+                # Of a unit that some ranks do not hold, the values of one rank are told to all.
+                replicate = not keep_originals or self._source(store) is not None
+                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads):
                 values = [None if read is None else read() for read in reads]
                 for parameter, value in zip(binding.parameters, values, strict=True):
