@@ -17,7 +17,7 @@ PAGE = 64 * 1024
 
 
 class Lanes(FileOps):
-    """A disk that serves `lanes` transfers at once, each in a millisecond."""
+    """A disk that serves `lanes` transfers at once, each in four milliseconds."""
 
     def __init__(self, lanes: int) -> None:
         self._free = threading.Semaphore(lanes)
@@ -32,7 +32,7 @@ class Lanes(FileOps):
     def _serve(self, buffers: Sequence[memoryview]) -> int:
         with self._free:
             self.calls += 1
-            time.sleep(0.001)
+            time.sleep(0.004)
         return sum(map(len, buffers))
 
 
@@ -41,8 +41,9 @@ def test_as_many_threads_as_the_disk_serves(lanes: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(disk_probe, "_LEAST_BYTES", PAGE)
     monkeypatch.setattr(disk_probe, "_TRIAL_BYTES", 64 * PAGE)
     disk = DiskRegion([tmp_path], page_size=PAGE, total_frames=100, file_ops=Lanes(lanes))
-    assert threads_per_path(disk) == lanes
+    found = sorted(threads_per_path(disk) for _ in range(3))
     disk.close()
+    assert found[1] == lanes  # a busy machine may mislead one of them
 
 
 def test_a_small_tier_is_not_tried(tmp_path: Path) -> None:
