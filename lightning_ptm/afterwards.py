@@ -8,7 +8,7 @@ I1: what an optimizer keeps of a parameter in another shape than the parameter's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.saving import file_names, index_of, write_dictionary
+from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, StateFile, write_ranges
 from lightning_ptm.storage.tensors import lay_out
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
@@ -26,15 +29,21 @@ from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is remembered of a run.
+    """What is remembered of a run; by default, of none.
 
     Args:
         units: the unit of each parameter, by name.
         page_size: bytes of a page.
+        weights: whether the module's parameters have their values.
+        optimizer_states: whether the optimizers have their states.
+        torn: whether the weights are of two steps.
     """
 
-    units: Mapping[str, str]
-    page_size: int
+    units: Mapping[str, str] = field(default_factory=dict)
+    page_size: int = 0
+    weights: bool = True
+    optimizer_states: bool = False
+    torn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +53,51 @@ class _Kind:
     tensors: dict[str, Tensor]
 
 
-def remember(engine: Engine) -> Ended:
-    """What a checkpoint afterwards needs to know of the run that is about to end."""
+def remember(engine: Engine, *, torn: bool) -> Ended:
+    """What a checkpoint afterwards needs to know of the run that is about to end, before anything of it was given back."""
     units = {
         slot.spec.name: store.unit.name
         for store in engine.stores
         for binding in (*(flat.binding for flat in store.flats), *store.absent)
         for slot in binding.layout.slots
     }
-    return Ended(units, engine.allocator.page_size)
+    return Ended(units, engine.allocator.page_size, weights=False, torn=torn)
+
+
+def module_state(ended: Ended, module: LightningModule, settings: Settings, *, keep: bool) -> dict[str, Any]:
+    """The module's state for a checkpoint: the state dict, or what a sharded one leaves in Lightning's dictionary.
+
+    Args:
+        keep: on this rank; others get an empty one.
+
+    Raises:
+        UsageError: the weights were not given back.
+    """
+    if not ended.weights:
+        raise UsageError(
+            "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
+            "inside the run, as ModelCheckpoint does"
+        )
+    if not keep:
+        return {}
+    return without_parameters(module) if settings.state_dict_type == "sharded" else module.state_dict()
+
+
+def optimizer_state(ended: Ended, optimizer: Optimizer, settings: Settings, *, keep: bool) -> dict[str, Any]:
+    """The same of an optimizer.
+
+    Raises:
+        UsageError: its states were not given back.
+    """
+    if not ended.optimizer_states:
+        raise UsageError(
+            "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
+            "save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True)"
+        )
+    if not keep:
+        return {}
+    sharded = settings.state_dict_type == "sharded"
+    return optimizer_remainder(optimizer) if sharded else plain_optimizer(optimizer).state_dict()
 
 
 def optimizer_remainder(optimizer: Optimizer) -> dict[str, Any]:

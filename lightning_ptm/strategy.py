@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,7 +32,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,8 +42,9 @@ from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, UsageError
+from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
+from lightning_ptm.interruption import TORN, Interruption
 from lightning_ptm.memory import FileOps
 from lightning_ptm.page_size import chosen_page_bytes
 from lightning_ptm.planning.trace import Trace
@@ -64,18 +64,6 @@ from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.watches import Watches, warn_of_gradients_in_pages, warn_of_recomputing_uncompiled
-
-_MEET_S = 5.0
-"""How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
-
-_TORN = (
-    "the run was cut short when some units had been updated in the step and others had not, so there is no state to go on "
-    "from; go on from an earlier one (update_in_backward=False keeps steps whole)"
-)
-_APART = (
-    "the ranks were not all cut short in the same step, or not all of them were, so there is no state that all of them have; "
-    "go on from an earlier one (ModelCheckpoint(every_n_train_steps=...) writes some)"
-)
 
 
 class AngelPTMStrategy(ParallelStrategy):
@@ -116,16 +104,9 @@ class AngelPTMStrategy(ParallelStrategy):
         """What `page_size="auto"` has come to."""
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
-        self._weights_given_back = True
-        self._states_given_back = False
-        self._ended = afterwards.Ended({}, 0)
+        self._interruption: Interruption | None = None
+        self._ended = afterwards.Ended()
         self._saves = Saves(self.settings.failed_save)
-        self._settled = False
-        """Whether it is known what becomes of a run that was cut short."""
-        self._unsaved = ""
-        """Why a run that was cut short writes no checkpoint."""
-        self._torn = False
-        """Whether the weights that the last run has given back are of two steps."""
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
         self.file_ops: FileOps | None = None
@@ -259,6 +240,7 @@ class AngelPTMStrategy(ParallelStrategy):
             expert_ranks=expert_ranks,
             progress=progress,
         )
+        self._interruption = Interruption(self._engine, self.lightning_module, self._saves)
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
             self._engine, self.root_device.type, update_in_backward=blueprint.update_in_backward
@@ -451,68 +433,26 @@ class AngelPTMStrategy(ParallelStrategy):
         return audit(self.engine)
 
     @property
-    def _interrupted(self) -> bool:
-        """Whether the run in progress was cut short by an error or Ctrl-C on this rank."""
-        if self._engine is None or self.lightning_module is None:
-            return False
-        trainer = self.lightning_module._trainer
-        return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
+    def _unsaved(self) -> str:
+        """Why the run in progress writes no checkpoint any more; empty while it does, and when there is none."""
+        return "" if self._interruption is None else self._interruption.unsaved
 
-    def _settle_interrupted(self) -> None:
-        """Callbacks save when a run was cut short, before the strategy is told of it. Finds out whether there is a state
-        that all ranks have; where there is none, this rank hangs up, so that nobody waits for it."""
-        if self._settled or not self._interrupted:
-            return
-        self._settled = True
-        engine, trainer = self.engine, self.lightning_module.trainer  # type: ignore[union-attr]
-        torn = engine.in_mid_step
-        engine.abandon()
-        where = f"step {trainer.global_step}, iteration {engine.iterations}, {engine.updates.steps_taken} steps taken"
-        if not engine.communicator.meet(None if torn else where, _MEET_S):
-            self._give_up_saving(_TORN if torn else _APART)
-            return
-        try:
-            self._saves.finish()
-        except CheckpointError as error:  # of an earlier one: no reason to save nothing now
-            rank_zero_warn(str(error))
-
-    def _give_up_saving(self, reason: str) -> None:
-        self._unsaved = reason
-        if self.world_size > 1:
-            self.engine.fail(sys.exc_info()[1] or UsageError("the run was cut short"))
-
-    @contextmanager
-    def _told_if_interrupted(self) -> Iterator[None]:
-        """An error in the block is no news where the run has ended with another one, and would hide that: it is the reason
-        why nothing is saved."""
-        try:
-            yield
-        except (AngelPTMError, OSError) as error:
-            if not self._interrupted:
-                raise
-            self._give_up_saving(str(error))
+    def _settle(self) -> None:
+        if self._interruption is not None:
+            self._interruption.settle()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        self._settle_interrupted()
-        if self._engine is not None:
-            if not self._unsaved:
-                with self._told_if_interrupted():
-                    if self.settings.state_dict_type == "sharded":
-                        return sharded.module_remainder(self._engine, self.lightning_module)
-                    return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
-            return {}
-        if not self._weights_given_back:
-            raise UsageError(
-                "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
-                "inside the run, as ModelCheckpoint does"
-            )
-        if not self.is_global_zero:
-            return {}
-        if self.settings.state_dict_type == "sharded":
-            return sharded.without_parameters(self.lightning_module)
-        return self.lightning_module.state_dict()
+        if self._engine is None or self._interruption is None:
+            return afterwards.module_state(self._ended, self.lightning_module, self.settings, keep=self.is_global_zero)
+        self._interruption.settle()
+        if not self._unsaved:
+            with self._interruption.told():
+                if self.settings.state_dict_type == "sharded":
+                    return sharded.module_remainder(self._engine, self.lightning_module)
+                return checkpoints.module_state(self._engine, self.lightning_module, keep=self.is_global_zero)
+        return {}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -526,23 +466,14 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is not None:
-            if not self._unsaved:
-                with self._told_if_interrupted():
-                    if self.settings.state_dict_type == "sharded":
-                        return sharded.optimizer_remainder(self._engine, optimizer)
-                    return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
-            return {}
-        if not self._states_given_back:
-            raise UsageError(
-                "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
-                "save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True)"
-            )
-        if not self.is_global_zero:
-            return {}
-        if self.settings.state_dict_type == "sharded":
-            return afterwards.optimizer_remainder(optimizer)
-        return checkpoints.plain_optimizer(optimizer).state_dict()
+        if self._engine is None or self._interruption is None:
+            return afterwards.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
+        if not self._unsaved:
+            with self._interruption.told():
+                if self.settings.state_dict_type == "sharded":
+                    return sharded.optimizer_remainder(self._engine, optimizer)
+                return checkpoints.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
+        return {}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -554,14 +485,17 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self._settle_interrupted()
+        if self._interruption is None:
+            self._save_checkpoint(checkpoint, filepath, storage_options)
+            if self._ended.torn:
+                rank_zero_warn(f"the weights in {filepath} are of two steps: {TORN}")
+            return
+        self._interruption.settle()
         if not self._unsaved:
-            with self._told_if_interrupted():
+            with self._interruption.told():
                 self._save_checkpoint(checkpoint, filepath, storage_options)
         if self._unsaved:
             rank_zero_warn(f"no checkpoint {filepath} is written: {self._unsaved}")
-        elif self._engine is None and self._torn:
-            rank_zero_warn(f"the weights in {filepath} are of two steps: {_TORN}")
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
@@ -584,7 +518,8 @@ class AngelPTMStrategy(ParallelStrategy):
             self._saves.save(filepath, lambda: self._save_afterwards(checkpoint, Path(filepath)))
             return
         # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
-        behind = self.settings.async_save and self._engine.blueprint.saves_behind and not self._interrupted
+        cut_short = self._interruption is not None and self._interruption.here
+        behind = self.settings.async_save and self._engine.blueprint.saves_behind and not cut_short
         self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath), behind), behind=behind)
 
     @contextmanager
@@ -678,7 +613,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for: callbacks ask for collectives, too, when the
         run was cut short on this rank."""
-        self._settle_interrupted()
+        self._settle()
         return bool(self._unsaved) or not _distributed_is_initialized()
 
     def _meet(self) -> None:
@@ -739,9 +674,9 @@ class AngelPTMStrategy(ParallelStrategy):
             self._watches.undo()
             self._watches = None
         self.precision_plugin.attach(None)
-        self._weights_given_back = self._states_given_back = False
-        self._ended = afterwards.remember(engine)
-        self._torn = self._unsaved == _TORN or (engine.failed and engine.in_mid_step)
+        torn = self._interruption is not None and self._interruption.torn
+        self._interruption = None
+        self._ended = afterwards.remember(engine, torn=torn)
         unsaved: CheckpointError | None = None
         try:
             if engine.failed:
@@ -751,19 +686,17 @@ class AngelPTMStrategy(ParallelStrategy):
                     self._saves.finish()
                 except CheckpointError as error:  # the weights are the user's all the same
                     unsaved = error
-            ranks_here = max(1, self.num_processes)
-            self._weights_given_back = restore.weights(
-                engine, wanted=self.settings.restore_weights, ranks_here=ranks_here
-            )
-            if self._weights_given_back and not engine.failed:
-                self._states_given_back = restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero)
+            wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
+            if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
+                self._ended = dataclasses.replace(self._ended, weights=True)
+                if not engine.failed and restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
+                    self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         finally:
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()
             engine.close()
             self._saves.forget()
-            self._settled, self._unsaved = False, ""
         if unsaved is not None:
             raise unsaved
 
