@@ -31,7 +31,7 @@ from lightning_ptm.terms import Operation, Phase, Tier
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from lightning_ptm.commands.plan import Forecast
+    from lightning_ptm.commands.forecast import Forecast
 
 WIDTH, HEIGHT = 1200, 800
 HOMES, HELD, ACTIVATIONS = BLUE, SKY, ORANGE

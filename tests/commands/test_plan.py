@@ -20,7 +20,8 @@ from lightning_ptm.cli import main
 from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes
 from lightning_ptm.commands.hardware import find
 from lightning_ptm.commands.picture import ACTIVATIONS, HELD, HOMES, OPERATIONS
-from lightning_ptm.commands.plan import forecast, render
+from lightning_ptm.commands.plan import forecast
+from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER

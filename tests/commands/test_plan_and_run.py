@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.commands.plan import Forecast, forecast
+from lightning_ptm.commands.forecast import Forecast
+from lightning_ptm.commands.plan import forecast
 from lightning_ptm.data import TextBytes
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT

@@ -1,0 +1,121 @@
+"""What `plan` finds for one run, as data; and how homes and bytes of tiers are read off the run's blueprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_ptm.commands import hardware as machines
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.timing import Timing
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.occupied import Occupied
+from lightning_ptm.terms import Kind, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier of one rank.
+
+    Attributes:
+        page_bytes: of pages in use at the peak.
+        reserved_bytes: of all pages that the run asks for at its start. Page-locked and device memory is then taken; other
+            RAM only as pages are used.
+        gradient_bytes: the most that gradients take which wait in `.grad`, beside the pages.
+        activation_bytes: at the peak, beside both.
+        have_bytes: what there is.
+    """
+
+    page_bytes: int
+    reserved_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    have_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What `plan` found for one run; bytes are of one rank.
+
+    Attributes:
+        fits: pages and activations fit their tiers; reason: what does not.
+        homes: for parameters, gradients and master states, bytes of each tier. Gradients that pass through the backward
+            have none.
+        tiers: what is in them at the worst moment.
+        batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
+        timing: of an optimizer step; None where it does not fit.
+        seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
+        binds: what the step waits for most.
+        chosen: what was searched for: an argument of the model, device_memory in bytes.
+        plan: of one micro-batch; activation_ticks: bytes of activations at each of its ticks.
+        offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
+    """
+
+    config: str
+    hardware: str
+    nodes: int
+    ranks: int
+    numel: int
+    fits: bool
+    reason: str
+    homes: dict[str, dict[str, int]]
+    tiers: dict[str, TierPlan]
+    batch_size: int
+    tokens: int | None
+    accumulate: int
+    flops: int
+    timing: Timing | None
+    seconds: float
+    binds: str
+    chosen: dict[str, int]
+    plan: Plan
+    activation_ticks: tuple[int, ...]
+    offloaded_bytes: int = 0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.ranks * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
+
+
+def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
+    """`Forecast.homes`."""
+    found = {
+        kind.value: {tier.name.lower(): 0 for tier in Tier} for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
+    }
+    for flat in drawn.layout.flats:
+        homes = drawn.placement.homes[flat.unit]
+        found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
+        if flat.trainable:
+            gradient = drawn.gradient_home(flat.unit)
+            if drawn.placement.keeps_gradients or gradient is not Tier.DEVICE:
+                found["gradient"][gradient.name.lower()] += flat.shard_bytes
+            master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
+            found["master"][homes.master.name.lower()] += master
+    return found
+
+
+def tiers_of(
+    drawn: Blueprint, takes: Occupied, node: machines.Node, activations: Mapping[Tier, int]
+) -> dict[str, TierPlan]:
+    """`Forecast.tiers`."""
+    ranks = node.ranks_per_node
+    host = node.host_memory // ranks
+    have = {
+        Tier.DEVICE: host if node.device == "cpu" else node.device_memory,
+        Tier.HOST: 0 if drawn.unified else host,
+        Tier.DISK: drawn.budget.disk_bytes,
+    }
+    return {
+        tier.name.lower(): TierPlan(
+            page_bytes=takes.peak(tier),
+            reserved_bytes=drawn.pool_bytes[tier],
+            gradient_bytes=takes.gradients_beside if tier is Tier.DEVICE else 0,
+            activation_bytes=activations.get(tier, 0),
+            have_bytes=have[tier],
+        )
+        for tier in Tier
+    }

@@ -1,0 +1,103 @@
+"""A config as a run would see it, on the meta device: the model, a batch, and the strategy's request.
+
+Builds the Trainer and the optimizers that a run would build, and allocates no parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_ptm.commands import hardware as machines
+from lightning_ptm.commands.estimate import example_batch
+from lightning_ptm.commands.params import build_on_meta
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.precision import AngelPTMPrecision
+from lightning_ptm.runtime.blueprint import Request
+from lightning_ptm.strategy import AngelPTMStrategy
+
+_ANY_STEPS = 1000
+"""Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
+
+
+class PlannedRun:
+    """A config as a run would see it, on the meta device."""
+
+    def __init__(
+        self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: machines.Node
+    ) -> None:
+        trainer = document.get("trainer") or {}
+        self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
+        self.model = build_on_meta(document, path)
+        self.batch = example_batch(_data(document, path))
+        self.request: Request = self._request(trainer, changed, node)
+
+    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: machines.Node) -> Request:
+        given = trainer.get("strategy")
+        settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
+        strategy = AngelPTMStrategy(**{**settings, **changed})
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Lightning would say to a Trainer without loggers
+            here = Trainer(
+                accelerator="cpu",
+                devices=1,
+                strategy=strategy,
+                max_epochs=-1,  # so that nobody asks the data for its length
+                max_steps=trainer["max_steps"] if (trainer.get("max_steps") or -1) > 0 else _ANY_STEPS,
+                gradient_clip_val=trainer.get("gradient_clip_val"),
+                accumulate_grad_batches=self.accumulate,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        strategy.precision_plugin = AngelPTMPrecision(trainer.get("precision") or "32-true")
+        here.state.fn = TrainerFn.FITTING
+        self.model.trainer = here
+        try:
+            strategy._lightning_module = self.model
+            strategy.setup_optimizers(here)
+            wanted = strategy.settings
+            if wanted.page_size == "auto":
+                wanted = dataclasses.replace(wanted, page_size=_page_bytes(node, wanted))
+            if wanted.disk_path is None and "disk" in (wanted.parameter_home, wanted.wanted_master_home):
+                wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
+            return strategy.request(here, wanted)
+        finally:
+            self.model._trainer = None
+
+
+def _page_bytes(node: machines.Node, settings: Settings) -> int:
+    """What a run would measure."""
+    if node.page_size is not None:
+        return node.page_size
+    if node.device == "cpu" and not settings.disk_paths:
+        return DEFAULT_PAGE_BYTES
+    raise ConfigError(
+        f"page_size is 'auto', which depends on how fast links are with pages of each size, and {node.source} has no "
+        f"page_size; run `lightning-ptm probe` on such a machine, or plan with --strategy '{{page_size: 4MiB}}'"
+    )
+
+
+def _data(document: Mapping[str, Any], path: str | Path) -> LightningDataModule:
+    if not isinstance(document.get("data"), Mapping):
+        raise ConfigError(f"{path} names no data, so the shape of a batch is not known; it needs data.class_path")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    try:
+        parsed = parser.parse_object({"data": document["data"]})
+    except ArgumentError as error:
+        raise ConfigError(f"the data of {path} cannot be built: {error}") from error
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+    data: LightningDataModule = instantiate(parsed).data
+    return data

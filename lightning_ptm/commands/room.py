@@ -1,0 +1,70 @@
+"""Activations by batch size, and the room that pages leave to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_ptm.commands import hardware as machines
+from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes, resized
+from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.occupied import Occupied
+from lightning_ptm.terms import Tier
+
+_LARGEST_BATCH = 1 << 20
+
+
+class Sizes:
+    """Activations by batch size."""
+
+    def __init__(self, run: PlannedRun, drawn: Blueprint, recomputed: frozenset[int]) -> None:
+        # Configuration.
+        self._run = run
+        self._drawn = drawn
+        self._recomputed = recomputed
+        # State.
+        self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
+        run.model.to(run.request.compute)
+
+    def at(self, samples: int) -> tuple[tuple[int, ...], tuple[Work, ...]]:
+        """Bytes of activations at each tick, and what units compute."""
+        if samples not in self._known:
+            run, drawn = self._run, self._drawn
+            works = estimate(run.model, drawn.units, resized(run.batch, samples), run.request.compute)
+            to_host = drawn.activations_to_host
+            self._known[samples] = activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host), works
+        return self._known[samples]
+
+    def offloaded(self, works: Sequence[Work]) -> int:
+        """Of what units compute, the bytes that wait in RAM for the backward."""
+        return host_activation_bytes(works, self._recomputed) if self._drawn.activations_to_host else 0
+
+    def largest(self, room: int, host_room: int) -> int:
+        """The largest batch whose activations fit; 0: not even one sample."""
+        on_device = self._largest(room, lambda samples: max(self.at(samples)[0]))
+        on_host = self._largest(host_room, lambda samples: self.offloaded(self.at(samples)[1]))
+        return min(on_device, on_host)
+
+    @staticmethod
+    def _largest(room: int, size_at: Callable[[int], int]) -> int:
+        least = size_at(1)
+        if least > room:
+            return 0
+        each = max(1, size_at(2) - least)
+        samples = min(_LARGEST_BATCH, 1 + (room - least) // each)
+        while size_at(samples) > room:  # what units keep need not grow evenly
+            samples = max(1, min(samples - 1, samples * room // size_at(samples)))
+        return samples
+
+
+def activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> int:
+    """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
+    if node.device == "cpu":
+        pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
+        return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
+    return node.device_memory - drawn.pool_bytes[Tier.DEVICE] - takes.gradients_beside
+
+
+def host_room(drawn: Blueprint, node: machines.Node) -> int:
+    """Bytes of RAM of one rank that pages leave."""
+    return node.host_memory // node.ranks_per_node - drawn.pool_bytes[Tier.HOST]
