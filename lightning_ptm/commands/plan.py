@@ -20,14 +20,14 @@ from lightning_ptm.commands.params import read_config
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.report import as_json, render
-from lightning_ptm.commands.room import Sizes, activation_room, host_room
+from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
-from lightning_ptm.commands.step_seconds import beside_updates, binding, cores_s, timed, with_copies
+from lightning_ptm.commands.step_seconds import StepTime, step_time, timed
 from lightning_ptm.commands.timeline import write_timeline
-from lightning_ptm.config import Settings, format_bytes, parse_bytes
+from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.timing import Activity, steady
+from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
@@ -211,7 +211,6 @@ class _Question:
         """What `plan` prints for these settings, by default the config's; see `forecast`."""
         run, node = self._run, self._node
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
-        rates = node.rates(self._nodes)
         dtype = str(request.compute).removeprefix("torch.")
         node.flops_per_s(dtype)  # refused before the model is laid out
         if request.settings.expert_parallel_size > 1:
@@ -232,44 +231,17 @@ class _Question:
         peak, offloaded = max(ticks), sizes.offloaded(works)
         fits = samples > 0 and peak <= room and offloaded <= ram_room
         batch = resized(run.batch, max(samples, 1))
-        short_tier = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
-        timing, seconds, binds = None, 0.0, f"memory for activations on the {short_tier.name.lower()} tier"
+        short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
+        step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
-            trace = timed(drawn.trace, [node.seconds(work, dtype) for work in works], recomputed, node.unit_s or 0.0)
-            lock_free = drawn.lock_free
-            timing = steady(
-                drawn.layout,
-                drawn.placement,
-                made,
-                trace,
-                drawn.budget,
-                # Lock-free updates have a thread of their own: see beside_updates.
-                rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
-                micro_batches=run.accumulate,
-                wait_for_updates=lock_free is None,
-                record=record,
-            )
-            seconds = timing.seconds + (node.step_s or 0.0)
-            if lock_free is not None:
-                seconds = beside_updates(seconds, timing, lock_free, node)
-            elif node.device == "cpu":
-                seconds = max(seconds, cores_s(timing, node, 1.0))
-            binds = binding(timing)
-            if offloaded:
-                copied = with_copies(seconds, timing, trace, offloaded, run.accumulate, rates)
-                binds = binds if copied == seconds else "copies of activations to RAM and back"
-                seconds = copied
-        short = (
-            f"activations of {max(samples, 1)} samples a rank take {format_bytes(peak)} beside the pages, and the "
-            f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
-            f"use recompute='all', or lower {'host' if drawn.unified else 'device'}_memory"
-        )
-        if short_tier is Tier.HOST:
-            short = (
-                f"activations of {max(samples, 1)} samples a rank take {format_bytes(offloaded)} of RAM "
-                f"(activations='host'), and pages leave {format_bytes(max(ram_room, 0))} of {node.name}'s to them; lower "
-                f"the batch size, use recompute='all', or lower host_memory"
-            )
+            forward_s = [node.seconds(work, dtype) for work in works]
+            trace = timed(drawn.trace, forward_s, recomputed, node.unit_s or 0.0)
+            rates = node.rates(self._nodes)
+            step = step_time(drawn, made, trace, node, rates, run.accumulate, offloaded, record)
+        reason = ""
+        if not fits:
+            lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+            reason = shortage(short, max(samples, 1), *lacking, node, unified=drawn.unified)
         return (
             Forecast(
                 config=Path(self._path).name,
@@ -278,16 +250,16 @@ class _Question:
                 ranks=world_size,
                 numel=sum(item.parameter.numel() for unit in drawn.units for item in unit.parameters),
                 fits=fits,
-                reason="" if fits else short,
+                reason=reason,
                 homes=homes_of(drawn),
                 tiers=tiers_of(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
                 batch_size=samples,
                 tokens=token_count(batch),
                 accumulate=run.accumulate,
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
-                timing=timing,
-                seconds=seconds,
-                binds=binds,
+                timing=step.timing,
+                seconds=step.seconds,
+                binds=step.binds,
                 chosen={},
                 plan=made,
                 activation_ticks=ticks,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes, resized
 from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.config import format_bytes
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import Occupied
 from lightning_ptm.terms import Tier
@@ -68,3 +69,18 @@ def activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> i
 def host_room(drawn: Blueprint, node: machines.Node) -> int:
     """Bytes of RAM of one rank that pages leave."""
     return node.host_memory // node.ranks_per_node - drawn.pool_bytes[Tier.HOST]
+
+
+def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: machines.Node, *, unified: bool) -> str:
+    """Why activations do not fit, and what to do: a reason of a CapacityError."""
+    if tier is Tier.HOST:
+        return (
+            f"activations of {samples} samples a rank take {format_bytes(taken_bytes)} of RAM "
+            f"(activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
+            f"the batch size, use recompute='all', or lower host_memory"
+        )
+    return (
+        f"activations of {samples} samples a rank take {format_bytes(taken_bytes)} beside the pages, and the "
+        f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
+        f"use recompute='all', or lower {'host' if unified else 'device'}_memory"
+    )

@@ -1,19 +1,81 @@
-"""Seconds of a step beyond what links and ticks take: activations that travel, cores that updates and compute share."""
+"""Seconds of a step: links and ticks replayed, activations that travel, cores that updates and compute share."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.estimate import forwards
-from lightning_ptm.planning.timing import Hardware, Link, Timing
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.blueprint import LockFree
+from lightning_ptm.runtime.blueprint import Blueprint, LockFree
 from lightning_ptm.terms import Phase
 
 
-def with_copies(
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an optimizer step.
+
+    Attributes:
+        timing: of compute and links; None where nothing runs.
+        seconds: the timing's, or more: see `Forecast`.
+        binds: what the step waits for most, in words.
+    """
+
+    timing: Timing | None
+    seconds: float
+    binds: str
+
+
+def step_time(
+    drawn: Blueprint,
+    plan: Plan,
+    trace: Trace,
+    node: machines.Node,
+    rates: Hardware,
+    accumulate: int,
+    offloaded: int,
+    record: list[Activity] | None,
+) -> StepTime:
+    """How long a step takes among many.
+
+    Args:
+        plan: of one micro-batch; trace: with the seconds of its ticks.
+        rates: of a rank of `node`.
+        accumulate: micro-batches in a step.
+        offloaded: bytes of activations that go to RAM and back.
+        record: as `steady` takes it.
+    """
+    lock_free = drawn.lock_free
+    timing = steady(
+        drawn.layout,
+        drawn.placement,
+        plan,
+        trace,
+        drawn.budget,
+        # Lock-free updates have a thread of their own: see _beside_updates.
+        rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
+        micro_batches=accumulate,
+        wait_for_updates=lock_free is None,
+        record=record,
+    )
+    seconds = timing.seconds + (node.step_s or 0.0)
+    if lock_free is not None:
+        seconds = _beside_updates(seconds, timing, lock_free, node)
+    elif node.device == "cpu":
+        seconds = max(seconds, _cores_s(timing, node, 1.0))
+    binds = _binding(timing)
+    if offloaded:
+        copied = _with_copies(seconds, timing, trace, offloaded, accumulate, rates)
+        binds = binds if copied == seconds else "copies of activations to RAM and back"
+        seconds = copied
+    return StepTime(timing, seconds, binds)
+
+
+def _with_copies(
     seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
 ) -> float:
     """Seconds of a step whose activations go to RAM behind its forward and come back behind its backward.
@@ -54,13 +116,13 @@ def _update_core_s(timing: Timing, node: machines.Node) -> float:
     return node.threads * arithmetic + disk_core_s
 
 
-def cores_s(timing: Timing, node: machines.Node, part: float) -> float:
+def _cores_s(timing: Timing, node: machines.Node, part: float) -> float:
     """What a step takes at least, on a CPU, when its cores are never idle and `part` of a pass of updates goes with it."""
     work_s = node.threads * timing.compute_s + part * _update_core_s(timing, node)
     return work_s / node.cores_per_rank + (node.step_s or 0.0)
 
 
-def beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: machines.Node) -> float:
+def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: machines.Node) -> float:
     """Seconds of a step whose updates go on beside it.
 
     Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
@@ -71,12 +133,11 @@ def beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: ma
     if node.device == "cpu":
         a_pass = max(a_pass, _update_core_s(timing, node) / lock_free.cores)
         for _ in range(20):  # slower steps leave more time to each pass: it settles at once
-            seconds = max(alone, cores_s(timing, node, min(1.0, seconds / a_pass)))
+            seconds = max(alone, _cores_s(timing, node, min(1.0, seconds / a_pass)))
     return max(seconds, a_pass / max(1, lock_free.max_staleness))
 
 
-def binding(timing: Timing) -> str:
-    """What was busy longest, in words."""
+def _binding(timing: Timing) -> str:
     busy = {"compute": timing.compute_s} | {use.link.value: use.busy_s for use in timing.links}
     name = max(busy, key=busy.__getitem__)
     return f"{name.replace('_', ' ')}, busy {min(1.0, busy[name] / max(timing.seconds, 1e-12)):.0%} of the step"
