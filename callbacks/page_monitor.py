@@ -48,7 +48,8 @@ class TransferMonitor(_Monitor):
     """Logs, whenever the Trainer logs, for rank 0:
 
     - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
-      step, and their bandwidth while the link was busy.
+      step, and their bandwidth while the link was busy; activations that `activations="host"` takes to RAM are links of
+      their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
     - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds a step that compute waited for
       parameters, for an update of them (with lock-free updates: because `max_staleness` was reached), or for checkpoints.
 

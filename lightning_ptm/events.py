@@ -21,7 +21,7 @@ class EventKind(enum.Enum):
     TICK = "tick"
     """One forward or backward of a unit, up to the next tick or the end of the pass; on CUDA, while it was launched."""
     COPY = "copy"
-    """A transfer between tiers. On a CUDA stream: from its launch, for as long as the copy itself took."""
+    """A transfer between tiers, or of activations. On a CUDA stream: from its launch, for as long as the copy itself took."""
     COLLECTIVE = "collective"
     """From the start of an all-gather or a reduction until somebody who waited had its result."""
     UPDATE = "update"
@@ -36,8 +36,9 @@ class Event:
 
     Attributes:
         kind: what it was spent on.
-        track: where: for a tick "train" or "forward" (the kind of iteration), for a copy "disk_to_host" and so on, for a
-            stall its cause ("fetch", "update"), for an update the tier that computes it, for a collective "ranks".
+        track: where: for a tick "train" or "forward" (the kind of iteration), for a copy "disk_to_host" and so on,
+            of activations "activations_to_host" and "activations_to_device", for a stall its cause ("fetch", "update"), for
+            an update the tier that computes it, for a collective "ranks".
         name: of the unit, tensor or collective.
         begin_s, end_s: on the clock of `time.perf_counter`.
         index: a tick's number within its iteration, from 0.

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -406,14 +406,20 @@ class AngelPTMStrategy(ParallelStrategy):
         iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
         return self.engine.executor.trace(self._mode())
 
-    def trace_events(self, listener: Listener) -> AbstractContextManager[None]:
+    @contextmanager
+    def trace_events(self, listener: Listener) -> Iterator[None]:
         """Inside the block, `listener` is called with an `Event` whenever a tick, a copy between tiers, a collective, the
         arithmetic of an update or a stall of compute has ended on this rank. Begin it in a run; the run's end ends it.
 
         It is called in any thread, also in those that move pages: it must be quick and not raise; `list.append` is a good
         one. Nothing is measured outside such blocks. See `callbacks.PerfettoTrace`.
         """
-        return self.engine.events.heard_by(listener)
+        engine = self.engine
+        with engine.events.heard_by(listener):
+            try:
+                yield
+            finally:
+                collect(engine)  # copies on a CUDA stream are told when somebody looks
 
     def _mode(self) -> Mode:
         assert self.lightning_module is not None

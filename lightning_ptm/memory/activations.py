@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.events import Events
+from lightning_ptm.memory.links import LinkStats, StreamLink
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Completion
@@ -133,10 +136,23 @@ class Away:
     Made, and changed, by a Mover alone.
     """
 
-    __slots__ = ("__weakref__", "_mover", "changed", "completion", "device", "region", "size_bytes", "version", "where")
+    __slots__ = (
+        "__weakref__",
+        "_mover",
+        "changed",
+        "completion",
+        "device",
+        "name",
+        "region",
+        "size_bytes",
+        "version",
+        "where",
+    )
 
-    def __init__(self, mover: Mover, source: Tensor, region: HostRegion, completion: Completion) -> None:
+    def __init__(self, mover: Mover, name: str, source: Tensor, region: HostRegion, completion: Completion) -> None:
         self._mover = mover
+        self.name = name
+        """In events."""
         self.size_bytes = source.untyped_storage().nbytes()
         self.version = source._version
         self.changed = False
@@ -168,21 +184,33 @@ class Mover:
         device: whose storages they are.
         streams: of that device, nobody else's: copies of pages would hold these up.
         buffers: RAM.
+        events: told of every copy, on the tracks of `links`.
     """
 
-    def __init__(self, device: torch.device, streams: CopyStreams, buffers: HostBuffers) -> None:
+    def __init__(
+        self, device: torch.device, streams: CopyStreams, buffers: HostBuffers, events: Events | None = None
+    ) -> None:
         self._device = device
         self._streams = streams
         self._buffers = buffers
+        events = events or Events()
+        self._to_host = StreamLink("activations_to_host", events)
+        self._to_device = StreamLink("activations_to_device", events)
         # State.
         self._orphans: deque[tuple[Completion, HostRegion]] = deque()  # filled by whatever thread collects garbage
         self._closed = False
         self.sent_bytes = 0
         """That have left the device so far."""
 
-    def send(self, source: Tensor) -> Away:
+    def links(self) -> dict[str, LinkStats]:
+        """What has gone each way, of copies that have ended; waits for nothing."""
+        return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
+
+    def send(self, source: Tensor, name: str = "activations") -> Away:
         """Starts the copy of the source's whole storage to RAM. `settle` must follow before its memory comes free.
 
+        Args:
+            name: of the copies there and back, in events.
         Raises:
             CapacityError: RAM has no room.
         """
@@ -192,7 +220,10 @@ class Mover:
         region = self._buffers.take(size_bytes)
         pair = Pair(region.tensor[:size_bytes], _bytes_of(source))
         self.sent_bytes += size_bytes
-        return Away(self, source, region, self._streams.to_host.launch([pair]))
+        began_s = time.perf_counter()
+        completion = self._streams.to_host.launch([pair])
+        self._to_host.launched(name, size_bytes, began_s, completion.timer())
+        return Away(self, name, source, region, completion)
 
     def settle(self, away: Away) -> None:
         """The compute stream waits for the copy, and the source is let go (I1). Nothing happens if it was before."""
@@ -213,7 +244,9 @@ class Mover:
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._device)
         away.to(Where.COMING)
         away.device = target
+        began_s = time.perf_counter()
         away.completion = self._streams.to_device.launch([Pair(target, away.region.tensor[: away.size_bytes])])
+        self._to_device.launched(away.name, away.size_bytes, began_s, away.completion.timer())
 
     def storage(self, away: Away) -> torch.UntypedStorage:
         """The storage on the device, for what the compute stream does next.

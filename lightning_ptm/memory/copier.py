@@ -92,7 +92,8 @@ class Copier:
         holds = self.unless_busy(lambda: self._hold(copy))
         meter = self._links.setdefault((copy.source.tier, copy.target.tier), LinkMeter())
         now_s = time.perf_counter()
-        meter.begin(copy.length_bytes, now_s)
+        if not self._machine.on_stream(copy.source.tier, copy.target.tier):
+            meter.begin(copy.length_bytes, now_s)
         if Tier.DISK in (copy.source.tier, copy.target.tier):
             self._disk.begin(copy.length_bytes, now_s)
         return StartedCopy(copy, holds, meter, settle, now_s)
@@ -104,7 +105,8 @@ class Copier:
         def finish(error: BaseException | None) -> None:
             with self._lock:
                 now_s = time.perf_counter()
-                started.meter.end(now_s)
+                if not machine.on_stream(copy.source.tier, copy.target.tier):
+                    started.meter.end(now_s)
                 if Tier.DISK in (copy.source.tier, copy.target.tier):
                     self._disk.end(now_s)
                 self._tell(started, now_s)  # before its end: a tensor that is moved still has its old tier
@@ -185,7 +187,8 @@ class Copier:
 
         def finish(error: BaseException | None) -> None:
             seconds_s = completion.seconds()
-            started.meter.end_after(seconds_s)
+            if error is None:
+                started.meter.add(started.copy.length_bytes, seconds_s)
             self._tell(started, started.began_s + seconds_s)
             self._finish(started, error)
 

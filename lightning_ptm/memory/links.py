@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 
+from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.transfer import Timer
 from lightning_ptm.terms import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Totals of one link since the allocator was made.
+    """Totals of one link since the run began.
 
-    `busy_s` is the time in which at least one transfer was in flight, so overlapping transfers count once.
+    `busy_s` is the time in which at least one transfer was in flight, so overlapping transfers count once. Copies on a
+    CUDA stream, which follow each other, are counted when they have ended, with the time that each took.
     """
 
     bytes: int
@@ -46,9 +52,11 @@ class LinkMeter:
         if self._in_flight == 0:
             self._busy_s += now_s - self._since_s
 
-    def end_after(self, seconds_s: float) -> None:
-        """End a transfer that measured itself: one on a CUDA stream, where copies follow each other."""
-        self._in_flight -= 1
+    def add(self, size_bytes: int, seconds_s: float) -> None:
+        """Count a transfer that measured itself and has ended, and was not begun here: one on a CUDA stream. (Between its
+        launch and its end lies the wait for the copies before it, which is no time of its own.)"""
+        self._bytes += size_bytes
+        self._transfers += 1
         self._busy_s += seconds_s
 
     def stats(self, now_s: float) -> LinkStats:
@@ -58,3 +66,58 @@ class LinkMeter:
 
 Link = tuple[Tier, Tier]
 """(source tier, target tier)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    timer: Timer
+    name: str
+    bytes: int
+    began_s: float
+
+
+class StreamLink:
+    """Counts, and tells of, copies of one direction on one stream, which nobody else reports: each when it is seen to have
+    ended, at the next `launched` or `stats`. Waits for nothing; any thread may call. I1: it keeps no copied byte alive.
+
+    Args:
+        track: of its events.
+        events: told of every copy.
+    """
+
+    def __init__(self, track: str, events: Events) -> None:
+        self._track = track
+        self._events = events
+        self._lock = threading.Lock()
+
+        # State, under the lock.
+        self._meter = LinkMeter()
+        self._under_way: deque[_Launched] = deque()
+        """In the order of launching, which is that of their ends."""
+
+    def launched(self, name: str, size_bytes: int, began_s: float, timer: Timer) -> None:
+        """A copy is on its way.
+
+        Args:
+            name: of its event.
+            began_s: before its launch, on the clock of `time.perf_counter`.
+        """
+        with self._lock:
+            self._under_way.append(_Launched(timer, name, size_bytes, began_s))
+            self._look()
+
+    def stats(self) -> LinkStats:
+        """Totals of the copies that have ended."""
+        with self._lock:
+            self._look()
+            return self._meter.stats(time.perf_counter())
+
+    def _look(self) -> None:
+        while self._under_way and self._under_way[0].timer.done():
+            ended = self._under_way.popleft()
+            seconds_s = ended.timer.seconds()
+            self._meter.add(ended.bytes, seconds_s)
+            if self._events.heard:
+                end_s = ended.began_s + seconds_s
+                event = Event(EventKind.COPY, self._track, ended.name, ended.began_s, end_s, bytes=ended.bytes)
+                self._events.tell(event)

@@ -6,13 +6,14 @@ its target no longer read), and whoever uses the target next waits on the comple
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from lightning_ptm.memory.transfer import Completion
+from lightning_ptm.memory.transfer import Completion, Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,16 @@ class HostCopies:
         return None
 
     def launch(self, pairs: Sequence[Pair], behind: object = None) -> Completion:
+        began_s = time.perf_counter()
         for pair in pairs:
             pair.target.copy_(pair.source)
-        return _AT_ONCE
+        return _AtOnce(time.perf_counter() - began_s)
 
 
+@dataclass(frozen=True, slots=True)
 class _AtOnce:
+    took_s: float
+
     def done(self) -> bool:
         return True
 
@@ -54,10 +59,10 @@ class _AtOnce:
     def order(self) -> None: ...
 
     def seconds(self) -> float:
-        return 0.0
+        return self.took_s
 
-
-_AT_ONCE = _AtOnce()
+    def timer(self) -> Timer:
+        return self
 
 
 class CudaCopies:
@@ -90,28 +95,42 @@ class CudaCopies:
             for pair in pairs:
                 pair.target.copy_(pair.source, non_blocking=True)
             finished.record(stream)
-        return _CudaCompletion(self._device, started, finished, tuple(pairs))
+        return _CudaCompletion(self._device, _CudaTimer(started, finished), tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaTimer:
+    started: torch.cuda.Event
+    finished: torch.cuda.Event
+
+    def done(self) -> bool:
+        return self.finished.query()
+
+    def seconds(self) -> float:
+        return self.started.elapsed_time(self.finished) / 1000.0
 
 
 @dataclass(slots=True)
 class _CudaCompletion:
     device: torch.device
-    started: torch.cuda.Event
-    finished: torch.cuda.Event
+    times: _CudaTimer
     pairs: tuple[Pair, ...]
     """Keeps sources and targets alive while the copies run."""
 
     def done(self) -> bool:
-        return self.finished.query()
+        return self.times.done()
 
     def synchronize(self) -> None:
-        self.finished.synchronize()
+        self.times.finished.synchronize()
 
     def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.finished)
+        torch.cuda.current_stream(self.device).wait_event(self.times.finished)
 
     def seconds(self) -> float:
-        return self.started.elapsed_time(self.finished) / 1000.0
+        return self.times.seconds()
+
+    def timer(self) -> Timer:
+        return self.times
 
 
 @dataclass(frozen=True, slots=True)

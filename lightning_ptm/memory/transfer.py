@@ -11,10 +11,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+class Timer(Protocol):
+    """How long copies that were launched on a stream ran. It holds none of their bytes, so it may outlive them."""
+
+    def done(self) -> bool: ...
+
+    def seconds(self) -> float:
+        """How long the copies ran; only when done."""
+
+
 class Completion(Protocol):
     """The end of copies that were launched on a stream (streams.py)."""
 
     def done(self) -> bool: ...
+
+    def timer(self) -> Timer:
+        """For whoever counts the copies without holding their source and target."""
 
     def synchronize(self) -> None:
         """Block this thread until the copies are complete."""

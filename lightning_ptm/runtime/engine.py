@@ -246,7 +246,7 @@ class Engine:
 
     def _offload(self) -> offload.Offload:
         buffers = HostBuffers(pin=self.device.type == "cuda", free_bytes=free_host_bytes)
-        mover = Mover(self.device, copy_streams(self.device), buffers)
+        mover = Mover(self.device, copy_streams(self.device), buffers, self.events)
         least = offload.LEAST_BYTES
         return offload.Offload(mover, self.device, self.module.modules(), self.allocator.holds, least_bytes=least)
 

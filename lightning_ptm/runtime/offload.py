@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.memory.activations import Away, Mover
+from lightning_ptm.memory.links import LinkStats
 
 LEAST_BYTES = 256 << 10
 """Smaller storages stay: together they are little, and each copy costs ten microseconds to start."""
@@ -41,6 +42,7 @@ class _Call:
     """What one call of a unit saved, in order; held by those who may read it."""
 
     before: _Call | None
+    name: str
     saved: list[weakref.ref[Away]] = dataclasses.field(default_factory=list)
     asked_back: bool = False
 
@@ -84,6 +86,10 @@ class Offload:
         """Bytes that have left the device so far."""
         return self._mover.sent_bytes
 
+    def links(self) -> dict[str, LinkStats]:
+        """What has gone to RAM and come back: "activations_to_host", "activations_to_device"."""
+        return self._mover.links()
+
     def begin_iteration(self) -> None:
         """Calls before this one are history: what they saved comes back when it is asked for."""
         self._settle(but=())
@@ -96,9 +102,9 @@ class Offload:
             if buffer is not None
         )
 
-    def begin(self) -> None:
-        """A call of a unit starts; `end` must follow in the reverse order."""
-        self._last = _Call(self._last)
+    def begin(self, name: str) -> None:
+        """A call of the unit `name` starts; `end` must follow in the reverse order."""
+        self._last = _Call(self._last, f"{name}/activations")
         self._calls.append(self._last)
 
     def end(self) -> None:
@@ -118,7 +124,7 @@ class Offload:
             self._mover.settle(away)  # changed since it was saved
             away = None
         if away is None:
-            away = self._mover.send(tensor)
+            away = self._mover.send(tensor, call.name)
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))
         return Sent(away, call, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))

@@ -103,7 +103,7 @@ class SavedTensors:
         context = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         scope = _Scope(unit, context, pack, offload is not None, flats, outer)
         if offload is not None:
-            offload.begin()
+            offload.begin(self._stores[unit].unit.name)
         scope.context.__enter__()
         self._scopes.append(scope)
 

@@ -19,7 +19,8 @@ class Statistics:
     """Totals of one rank since the run began.
 
     Attributes:
-        links: by "disk_to_device" and so on: bytes, transfers, and seconds with at least one in flight.
+        links: by "disk_to_device" and so on: bytes, transfers, and seconds with at least one in flight; with
+            `activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own.
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
             checkpoints.
         update_arithmetic_s: seconds of optimizer arithmetic.
@@ -41,11 +42,14 @@ def collect(engine: Engine) -> Statistics:
     updates = engine.updates if isinstance(engine.updates, LockFreeUpdates) else None
     # An updating thread may wait for a checkpoint without anybody else noticing.
     save_s = engine.save_stall_s + (0.0 if engine.updater.in_thread else engine.updater.stats.save_stall_s)
+    links = {
+        f"{source.name.lower()}_to_{target.name.lower()}": stats
+        for (source, target), stats in engine.allocator.stats().items()
+    }
+    if engine.offload is not None:
+        links |= {name: stats for name, stats in engine.offload.links().items() if stats.transfers}
     return Statistics(
-        links={
-            f"{source.name.lower()}_to_{target.name.lower()}": stats
-            for (source, target), stats in engine.allocator.stats().items()
-        },
+        links=links,
         stall_s={**engine.executor.stall_s, "save": save_s},
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.stats) if updates is not None else None,

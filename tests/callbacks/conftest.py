@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ptm.runtime import blueprint, offload
+
 WIDTH = 64
 
 
@@ -94,6 +96,13 @@ def board_trainer(tmp_path: Path) -> MakeTrainer:
         return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, **{**quiet, **options})
 
     return make
+
+
+@pytest.fixture
+def activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`activations="host"` is let run on a CPU, and with what these few layers save."""
+    monkeypatch.setattr(blueprint, "_check_device_of_its_own", lambda machine: None)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
 
 
 @pytest.fixture

@@ -41,6 +41,20 @@ def test_bytes_of_links_are_those_of_the_counters(strategy_at, board_trainer, mo
     assert sum(logged) == pytest.approx(moved / 1e6, rel=1e-4)
 
 
+def test_activations_that_leave_are_links_of_their_own(
+    activations_leave, strategy_at, board_trainer, model, data, board
+) -> None:
+    board_trainer(strategy_at("ram", activations="host"), [TransferMonitor()]).fit(model, data)
+    # Of each block and row: its input and what its GELU takes and gives, in bf16; the last block stays until the backward.
+    sent, back = (
+        [event.value * 1e6 for event in board().Scalars(f"links/activations_to_{tier}_MB_per_step")]
+        for tier in ("host", "device")
+    )
+    assert sent == pytest.approx([3 * 4 * 2 * (64 + 256 + 256)] * 4)
+    assert back == pytest.approx([2 * 4 * 2 * (64 + 256 + 256)] * 4)
+    assert all(event.value > 0 for event in board().Scalars("links/activations_to_host_GB_per_s"))
+
+
 def test_lock_free_updates_say_how_stale_they_are(strategy_at, board_trainer, model, data) -> None:
     trainer = board_trainer(strategy_at("lock_free", max_staleness=1), [StalenessMonitor()], logger=False)
     trainer.fit(model, data)

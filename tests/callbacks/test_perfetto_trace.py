@@ -66,7 +66,10 @@ def test_fit(strategy_at, board_trainer, model, data, trace, tier) -> None:
     assert len(counters) == len(ticks) and all(row["args"]["MB"] > 0 for row in counters)
 
 
-def test_copies_of_the_trace_are_those_of_the_counters(strategy_at, board_trainer, model, data) -> None:
+@pytest.mark.parametrize("activations", ["keep", "host"])
+def test_copies_of_the_trace_are_those_of_the_counters(
+    activations_leave, strategy_at, board_trainer, model, data, activations
+) -> None:
     """Every byte that the links count in the block is told, once."""
 
     class Compare(PerfettoTrace):
@@ -84,8 +87,12 @@ def test_copies_of_the_trace_are_those_of_the_counters(strategy_at, board_traine
             super()._end(trainer)
 
     told: list[Any] = []
-    board_trainer(strategy_at("three_tiers"), [Compare(start=0, count=2)]).fit(model, data)
+    board_trainer(strategy_at("three_tiers", activations=activations), [Compare(start=0, count=2)]).fit(model, data)
     before, after, events = told[0]
+    away = {"activations_to_host", "activations_to_device"}
+    assert (away <= set(after)) == (activations == "host")
+    names = {event.name for event in events if event.track in away}
+    assert names == ({f"blocks.{index}/activations" for index in range(3)} if activations == "host" else set())
     for link, stats in after.items():
         said = sum(event.bytes for event in events if event.kind is EventKind.COPY and event.track == link)
         assert said == stats.bytes - (before[link].bytes if link in before else 0)

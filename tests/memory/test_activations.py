@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.activations import HostBuffers, Mover, Where
+from lightning_ptm.memory.links import LinkStats
 from lightning_ptm.memory.streams import CopyStreams, HostCopies, Pair
 
 CPU = torch.device("cpu")
@@ -26,11 +28,13 @@ class HandCompletion:
 
     pairs: Sequence[Pair]
     orders: int = 0
+    times: HandTimer = field(default_factory=lambda: HandTimer())
 
     def run(self) -> None:
         for pair in self.pairs:
             pair.target.copy_(pair.source)
         self.pairs = ()
+        self.times.ended = True
 
     def done(self) -> bool:
         return not self.pairs
@@ -42,8 +46,22 @@ class HandCompletion:
         self.orders += 1
         self.run()
 
+    def timer(self) -> HandTimer:
+        return self.times
+
+
+@dataclass
+class HandTimer:
+    """Every copy takes a quarter of a second."""
+
+    ended: bool = False
+
+    def done(self) -> bool:
+        return self.ended
+
     def seconds(self) -> float:
-        return 0.0
+        assert self.ended
+        return 0.25
 
 
 @dataclass
@@ -65,7 +83,8 @@ class Bench:
         self.to_host, self.to_device = HandStream(), HandStream()
         self.buffers = HostBuffers(pin=False, free_bytes=lambda: free_bytes)
         streams = CopyStreams(self.to_device, self.to_host, HostCopies(), HostCopies())
-        self.mover = Mover(CPU, streams, self.buffers)
+        self.events = Events()
+        self.mover = Mover(CPU, streams, self.buffers, self.events)
 
 
 class Memory(bytearray):
@@ -140,6 +159,28 @@ def test_buffers_are_used_again_and_never_under_a_copy() -> None:
     assert third.region is region and bench.buffers.total_bytes == 4096
     bench.mover.settle(third)
     assert floats(bench.mover.storage(third)) == [3.0] * 1000
+
+
+def test_copies_are_counted_and_told_when_they_have_ended_and_hold_no_memory() -> None:
+    bench = Bench()
+    told: list[Event] = []
+    source, alive = storage_of([1.0] * 256)
+    with bench.events.heard_by(told.append):
+        away = bench.mover.send(source, "blocks.0/activations")
+        del source
+        assert bench.mover.links()["activations_to_host"] == LinkStats(0, 0, 0.0)  # it runs
+        assert told == []
+        bench.mover.settle(away)
+        assert alive() is None  # whoever counts holds nothing
+        assert bench.mover.links()["activations_to_host"] == LinkStats(1024, 1, 0.25)
+        bench.mover.bring(away)
+        bench.mover.storage(away)
+        assert bench.mover.links()["activations_to_device"] == LinkStats(1024, 1, 0.25)
+    assert [(event.kind, event.track, event.name, event.bytes) for event in told] == [
+        (EventKind.COPY, "activations_to_host", "blocks.0/activations", 1024),
+        (EventKind.COPY, "activations_to_device", "blocks.0/activations", 1024),
+    ]
+    assert all(event.end_s - event.begin_s == pytest.approx(0.25) for event in told)
 
 
 def test_the_table_of_where_a_storage_may_be() -> None:

@@ -164,6 +164,19 @@ def test_busy_seconds_come_from_the_events(bench: Bench) -> None:
     assert (link.bytes, link.transfers, link.busy_s) == (2 * PAGE, 2, 0.5)
 
 
+def test_a_copy_is_counted_when_it_has_ended(bench: Bench) -> None:
+    """Its time is known then; until then neither its bytes nor the time since its launch are the link's."""
+    for _ in range(2):
+        bench.copy(bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0))
+    counted = []
+    for completion in (None, *bench.to_device.launched):
+        if completion is not None:
+            completion.complete()
+        link = bench.copier.stats()[Tier.HOST, Tier.DEVICE]
+        counted.append((link.bytes, link.transfers, link.busy_s))
+    assert counted == [(0, 0, 0.0), (PAGE, 1, 0.25), (2 * PAGE, 2, 0.5)]
+
+
 def test_closing_waits_for_every_copy(bench: Bench) -> None:
     transfers = [bench.copy(bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0)) for _ in range(2)]
     bench.copier.finish_streamed()

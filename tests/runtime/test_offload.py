@@ -46,7 +46,7 @@ def taking() -> Any:
 
 
 def call(taken: Offload, *tensors: Tensor) -> list[Any]:
-    taken.begin()
+    taken.begin("unit")
     packed = [taken.pack(tensor) for tensor in tensors]
     taken.end()
     return packed
@@ -84,7 +84,7 @@ def test_views_of_one_storage_are_one_copy_and_keep_their_strides(taking: Offloa
 
 def test_what_is_saved_again_after_a_change_goes_again(taking: Offload) -> None:
     value = torch.ones(64)
-    taking.begin()
+    taking.begin("unit")
     first = taking.pack(value)
     value.add_(1.0)
     second = taking.pack(value)
