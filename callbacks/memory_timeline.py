@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy, Event, EventKind
 from lightning_ptm.config import format_bytes
 from lightning_ptm.drawing import BLUE, ORANGE, BytesPanel, Layer, Line, draw
 from lightning_ptm.errors import ConfigError
 
+from .outside_fit import OutsideFit
 from .recorder import Batch, Recorder
-from .where import boards_of, folder_of, pages_of
+from .where import boards_of, folder_of, own_name, pages_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 TIERS = ("device", "host", "disk")
 WIDTH, HEIGHT = 1000, 200
@@ -41,25 +44,28 @@ class Curve:
     budget: int
 
 
-class MemoryTimeline(Recorder):
+class MemoryTimeline(Recorder, OutsideFit):
     """Shows the bytes of pages in each tier at each tick of one batch, planned against measured:
 
     - TensorBoard's picture `memory/timeline`, and curves `memory_timeline/<tier>_planned_MB`, `..._measured_MB`, whose
       axis of steps is that of ticks;
-    - `memory_timeline.csv` in the logger's folder;
-    - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs (training only).
+    - `memory_timeline.csv` and the same picture, `memory_timeline.png`, in the logger's folder;
+    - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
+      batch, as `memory/<tier>_MB/<loop>`.
 
     Planned is what a tier holds at the worst moment of a tick: homes, staging, and gathered units. Measured is the larger
     of the tick's begin and end; it may be more than planned where there is room: gradients keep their pages until they have
-    reached the disk. Activations and what else is no page are in neither. Numbers are of rank 0. Does nothing
-    with other strategies.
+    reached the disk. Activations and what else is no page are in neither. Where a batch goes through the plan several
+    times, a tick shows the most. Numbers are of rank 0. Does nothing with other strategies. A Trainer's second one adds
+    `_2` to what it names.
 
     Args:
         batch: the one that is recorded, counted from 0; the first two are traced and planned anew.
     """
 
     def __init__(self, batch: int = 2) -> None:
-        super().__init__(batch, 1)
+        OutsideFit.__init__(self)
+        Recorder.__init__(self, batch, 1)
         self.curves: tuple[Curve, ...] = ()
         """What the last run has recorded."""
 
@@ -73,6 +79,12 @@ class MemoryTimeline(Recorder):
             rooms = strategy.tier_rooms()
             pl_module.log_dict({f"memory/{room.tier}_MB": room.used_bytes / 1e6 for room in rooms}, batch_size=1)
 
+    def loop_batch(self, trainer: Trainer, batch: Any) -> None:
+        """Logs as often as in training."""
+        strategy = pages_of(trainer)
+        if strategy is not None and self.batches % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.log_loop(trainer, {f"memory/{room.tier}_MB": room.used_bytes / 1e6 for room in strategy.tier_rooms()})
+
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
         """Writes the tables and draws the picture."""
         strategy = pages_of(trainer)
@@ -82,20 +94,27 @@ class MemoryTimeline(Recorder):
         self.curves = _curves(strategy, ticks)
         self._write(trainer, ticks)
         boards = boards_of(trainer)
+        group = own_name(trainer, self, "memory_timeline")
         for logger in boards:
             for curve in self.curves:
                 for name, values in (("planned", curve.planned), ("measured", curve.measured)):
                     for tick, value in enumerate(values):
-                        logger.experiment.add_scalar(f"memory_timeline/{curve.tier}_{name}_MB", value / 1e6, tick)
-        image = picture(self.curves) if boards else None
-        if image is not None:
-            for logger in boards:
-                logger.experiment.add_image("memory/timeline", image, trainer.global_step, dataformats="HWC")
+                        logger.experiment.add_scalar(f"{group}/{curve.tier}_{name}_MB", value / 1e6, tick)
+        image = picture(self.curves)
+        if image is None:
+            return
+        image.save(folder_of(trainer) / own_name(trainer, self, "memory_timeline.png"), format="PNG")
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
+        for logger in boards:
+            tag = own_name(trainer, self, "memory/timeline")
+            logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
 
     def _write(self, trainer: Trainer, ticks: list[Event]) -> None:
-        names = {event.index: event.name for event in ticks}
+        names: dict[int, str] = {}
+        for event in ticks:
+            names.setdefault(event.index, event.name)
         count = max(len(values) for curve in self.curves for values in (curve.planned, curve.measured))
-        with (folder_of(trainer) / "memory_timeline.csv").open("w", newline="") as file:
+        with (folder_of(trainer) / own_name(trainer, self, "memory_timeline.csv")).open("w", newline="") as file:
             writer = csv.writer(file)
             columns = [f"{curve.tier}_{what}_bytes" for curve in self.curves for what in ("planned", "measured")]
             writer.writerow(["tick", "name", *columns])
@@ -107,12 +126,16 @@ class MemoryTimeline(Recorder):
 
 def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]:
     planned = {each.tier: each for each in strategy.planned_bytes()}
-    measured = sorted(ticks, key=lambda event: event.index)
+    most: dict[int, tuple[int, ...]] = {}
+    for event in ticks:
+        before = most.get(event.index, event.tier_bytes)
+        most[event.index] = tuple(max(pair) for pair in zip(before, event.tier_bytes, strict=True))
+    measured = [most[index] for index in sorted(most)]
     return tuple(
         Curve(
             room.tier,
             planned[room.tier].per_tick if room.tier in planned else (),
-            tuple(event.tier_bytes[TIERS.index(room.tier)] for event in measured),
+            tuple(sizes[TIERS.index(room.tier)] for sizes in measured),
             room.bytes,
             planned[room.tier].budget if room.tier in planned else room.bytes,
         )
@@ -120,8 +143,8 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
     )
 
 
-def picture(curves: tuple[Curve, ...]) -> Tensor | None:
-    """A picture of (height, width, 3) bytes: for each tier, measured bytes filled, planned ones as a line, over ticks, with
+def picture(curves: tuple[Curve, ...]) -> Image | None:
+    """A picture: for each tier, measured bytes filled, planned ones as a line, over ticks, with
     what pages may take; what is over it is red. None, with a warning, without Pillow."""
     panels = [
         BytesPanel(
@@ -139,8 +162,7 @@ def picture(curves: tuple[Curve, ...]) -> Tensor | None:
         for curve in curves
     ]
     try:
-        image = draw("", panels, WIDTH, HEIGHT * len(curves))
+        return draw("", panels, WIDTH, HEIGHT * len(curves))
     except ConfigError as error:
         rank_zero_warn(f"MemoryTimeline: {error}; memory_timeline.csv has its numbers")
         return None
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)

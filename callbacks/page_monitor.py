@@ -1,23 +1,37 @@
 """What the pages do, in the logs: traffic and bandwidth of each link, stalls of compute, updates and their staleness.
 
 Owns the numbers of the last log, to log differences. I1: it reads counters; it waits for nothing and never communicates.
+I2: what a validation inside fit does is no training's: it is taken out of the differences, but for its first batch, behind
+which the last step's updates are.
 """
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import dataclasses
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptm import Statistics
 
+from .outside_fit import OutsideFit
 from .where import pages_of
 
 
-class _Monitor(Callback):
-    """Logs, whenever the Trainer logs (`log_every_n_steps`), what has changed in `AngelPTMStrategy.statistics()`."""
+class _Monitor(OutsideFit):
+    """Logs, whenever the Trainer logs (`log_every_n_steps`), what has changed in `AngelPTMStrategy.statistics()`; in
+    validate, test and predict a batch counts as a step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._last: Statistics | None = None
         self._last_step = 0
+        self._paused: Statistics | None = None
+        self._trains = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new run."""
+        self._last = self._paused = None
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
         """What to log of the last `steps` optimizer steps. A class that combines monitors adds up theirs."""
@@ -27,6 +41,7 @@ class _Monitor(Callback):
         """Starts to count."""
         self._last = self._now(trainer)
         self._last_step = trainer.global_step
+        self._trains = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: object) -> None:
         """Logs what has happened since the last log."""
@@ -38,10 +53,70 @@ class _Monitor(Callback):
         if now is not None:
             pl_module.log_dict(self.numbers(now, before, steps), batch_size=1)
 
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        """Training pauses; its updates have been brought in by now."""
+        super().on_validation_batch_end(trainer, pl_module, *rest)
+        if trainer.state.fn == "fit" and self._last is not None and self._paused is None:
+            self._paused = self._now(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training goes on; what has happened meanwhile does not count."""
+        super().on_validation_end(trainer, pl_module)
+        before, self._paused = self._paused, None
+        now = self._now(trainer) if before is not None else None
+        if before is not None and now is not None and self._last is not None:
+            self._last = _moved_on(self._last, before, now)
+
+    def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts to count."""
+        self._last, self._last_step = self._now(trainer), 0
+        self._trains = False
+
+    def loop_batch(self, trainer: Trainer, batch: Any) -> None:
+        """Logs as often as in training."""
+        if self.batches - self._last_step >= trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self.loop_ends(trainer)
+
+    def loop_ends(self, trainer: Trainer) -> None:
+        """Logs what is left."""
+        batches = self.batches - self._last_step
+        if self._last is not None and batches:
+            before, self._last, self._last_step = self._last, self._now(trainer), self.batches
+            if self._last is not None:
+                self.log_loop(trainer, self.numbers(self._last, before, batches))
+
     @staticmethod
     def _now(trainer: Trainer) -> Statistics | None:
         strategy = pages_of(trainer)
         return None if strategy is None else strategy.statistics()
+
+
+def _moved_on(last: Statistics, before: Statistics, now: Statistics) -> Statistics:
+    """`last`, as if what happened between `before` and `now` had happened before it."""
+    links = dict(last.links)
+    for name, link in now.links.items():
+        old, mine = before.links.get(name), last.links.get(name)
+        links[name] = dataclasses.replace(
+            link,
+            bytes=link.bytes - (old.bytes if old else 0) + (mine.bytes if mine else 0),
+            transfers=link.transfers - (old.transfers if old else 0) + (mine.transfers if mine else 0),
+            busy_s=link.busy_s - (old.busy_s if old else 0.0) + (mine.busy_s if mine else 0.0),
+        )
+    return dataclasses.replace(
+        last,
+        links=links,
+        stall_s={
+            cause: now.stall_s[cause] - before.stall_s[cause] + seconds for cause, seconds in last.stall_s.items()
+        },
+        busy_s=last.busy_s + now.busy_s - before.busy_s,
+        uses=dataclasses.replace(
+            last.uses,
+            kept=last.uses.kept + now.uses.kept - before.uses.kept,
+            ahead=last.uses.ahead + now.uses.ahead - before.uses.ahead,
+            late=last.uses.late + now.uses.late - before.uses.late,
+        ),
+        update_arithmetic_s=last.update_arithmetic_s + now.update_arithmetic_s - before.update_arithmetic_s,
+    )
 
 
 class TransferMonitor(_Monitor):
@@ -50,8 +125,14 @@ class TransferMonitor(_Monitor):
     - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
       step, and their bandwidth while the link was busy; activations that `activations="host"` takes to RAM are links of
       their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
+    - `links/overlap`: the share of the time in which links were busy that compute did not wait, at least: waiting for
+      other ranks and for the arithmetic of updates counts against it, too.
+    - `links/cache_hits`: the share of the uses of units whose parameters were still on the device (from their last use, or
+      for good); `links/fetched_ahead`: the share that was fetched before compute asked.
     - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds a step that compute waited for
       parameters, for an update of them (with lock-free updates: because `max_staleness` was reached), or for checkpoints.
+
+    In validate, test and predict a step is a batch, and names end in the loop's: `links/overlap/test`.
 
     Does nothing with other strategies.
     """
@@ -66,15 +147,23 @@ class TransferMonitor(_Monitor):
             numbers[f"links/{name}_MB_per_step"] = moved / steps / 1e6
             if busy_s > 0:
                 numbers[f"links/{name}_GB_per_s"] = moved / busy_s / 1e9
+        busy_s = now.busy_s - before.busy_s
+        if busy_s > 0:
+            waited_s = sum(now.stall_s[cause] - before.stall_s[cause] for cause in ("fetch", "update"))
+            numbers["links/overlap"] = max(0.0, 1.0 - waited_s / busy_s)
+        kept, ahead = now.uses.kept - before.uses.kept, now.uses.ahead - before.uses.ahead
+        uses = kept + ahead + now.uses.late - before.uses.late
+        if uses:
+            numbers |= {"links/cache_hits": kept / uses, "links/fetched_ahead": ahead / uses}
         for cause, seconds in now.stall_s.items():
             numbers[f"stall/{cause}_s_per_step"] = (seconds - before.stall_s[cause]) / steps
         return numbers
 
 
 class StalenessMonitor(_Monitor):
-    """Logs, whenever the Trainer logs, for rank 0: `update/arithmetic_s_per_step`, seconds of optimizer arithmetic; and with
-    lock-free updates `update/updates_per_step`, and in steps `update/staleness_mean` (since the last log) and
-    `update/staleness_max` (since the run began).
+    """Logs, whenever the Trainer logs in fit, for rank 0: `update/arithmetic_s_per_step`, seconds of optimizer arithmetic;
+    and with lock-free updates `update/updates_per_step`, and in steps `update/staleness_mean` (since the last log) and
+    `update/staleness_max` (since the run began). In other loops nothing is updated.
 
     Does nothing with other strategies.
     """
@@ -82,6 +171,8 @@ class StalenessMonitor(_Monitor):
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
         """Updates and their staleness."""
         numbers = super().numbers(now, before, steps)
+        if not self._trains:
+            return numbers
         numbers["update/arithmetic_s_per_step"] = (now.update_arithmetic_s - before.update_arithmetic_s) / steps
         if now.staleness is not None and before.staleness is not None:
             reads = now.staleness.reads - before.staleness.reads

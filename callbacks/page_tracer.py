@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptm import Trace
 
-from .where import folder_of, pages_of, show_text
+from .where import folder_of, own_name, pages_of, show_text
 
 COLUMNS = ("tensor_id", "first_id", "end_id", "cpu_time", "gpu_time", "name")
 
@@ -61,7 +61,7 @@ class PageTracer(Callback):
             return
         self._written = trace
         rows = [[getattr(use, column) for column in COLUMNS] for use in trace.tensors]
-        with (folder_of(trainer) / "page_trace.csv").open("w", newline="") as file:
+        with (folder_of(trainer) / own_name(trainer, self, "page_trace.csv")).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(rows)
@@ -69,4 +69,4 @@ class PageTracer(Callback):
         lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(COLUMNS)]
         for number, first, end, cpu_s, gpu_s, name in rows:
             lines.append(f"| {number} | {first} | {end} | {cpu_s:.6f} | {gpu_s:.6f} | `{name}` |")
-        show_text(trainer, "pages/trace", "\n".join(lines))
+        show_text(trainer, own_name(trainer, self, "pages/trace"), "\n".join(lines))

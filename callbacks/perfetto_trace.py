@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_ptm import Event, EventKind
 
 from .recorder import Batch, Recorder
-from .where import folder_of
+from .where import folder_of, own_name
 
 TITLES = {
     EventKind.TICK: "compute",
@@ -34,7 +34,7 @@ class PerfettoTrace(Recorder):
 
     The events are those of rank 0 (`AngelPTMStrategy.trace_events` says what each begin and end means; on CUDA, compute and
     updates are shown while they are launched). Copies of one link that overlap are shown on several tracks. Does nothing
-    with other strategies, and nothing outside those batches.
+    with other strategies, and nothing outside those batches. A Trainer's second one writes `perfetto_trace_2.json`.
 
     Args:
         start: the first batch, counted from 0; the first two are traced and planned anew.
@@ -46,7 +46,7 @@ class PerfettoTrace(Recorder):
 
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
         """Writes the file."""
-        path = folder_of(trainer) / "perfetto_trace.json"
+        path = folder_of(trainer) / own_name(trainer, self, "perfetto_trace.json")
         path.write_text(json.dumps(chrome_trace(events, batches)))
 
 
@@ -57,8 +57,9 @@ def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
     def us(moment_s: float) -> float:
         return round((moment_s - origin_s) * 1e6, 3)
 
-    rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]
-    threads = 0
+    # Process and thread 0 are the idle one to Perfetto.
+    rows: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "rank 0"}}]
+    threads = 1
 
     def track(title: str, spans: list[tuple[float, float, str, dict[str, Any]]]) -> None:
         """Spans on as few threads as keep those of each apart: a viewer takes what overlaps for nested."""
@@ -68,13 +69,13 @@ def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
             lane = next((lane for lane, free_s in enumerate(free_from_s) if free_s <= begin_s), len(free_from_s))
             if lane == len(free_from_s):
                 free_from_s.append(end_s)
-                number = {"ph": "M", "pid": 0, "tid": threads + lane}
+                number = {"ph": "M", "pid": 1, "tid": threads + lane}
                 rows.append(
                     number | {"name": "thread_name", "args": {"name": title if lane == 0 else f"{title} ({lane + 1})"}}
                 )
                 rows.append(number | {"name": "thread_sort_index", "args": {"sort_index": threads + lane}})
             free_from_s[lane] = end_s
-            place = {"ph": "X", "pid": 0, "tid": threads + lane, "name": name, "args": details}
+            place = {"ph": "X", "pid": 1, "tid": threads + lane, "name": name, "args": details}
             rows.append(place | {"ts": us(begin_s), "dur": round((end_s - begin_s) * 1e6, 3)})
         threads += len(free_from_s)
 
@@ -86,7 +87,7 @@ def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
             track(f"{title} {name}", spans)
     for event in events:
         for tier, used in zip(TIERS, event.tier_bytes, strict=False):
-            counter = {"ph": "C", "pid": 0, "name": f"{tier} pages, MB", "ts": us(event.begin_s)}
+            counter = {"ph": "C", "pid": 1, "name": f"{tier} pages, MB", "ts": us(event.begin_s)}
             rows.append(counter | {"args": {"MB": used / 1e6}})
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 

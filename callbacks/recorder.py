@@ -71,6 +71,7 @@ class Recorder(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
         """As in training, for a validation outside fit."""
+        super().on_validation_batch_end(trainer, *rest)
         if trainer.state.fn == "validate":
             self._end(trainer)
 
@@ -80,6 +81,7 @@ class Recorder(Callback):
 
     def on_test_batch_end(self, trainer: Trainer, *rest: Any) -> None:
         """As in training."""
+        super().on_test_batch_end(trainer, *rest)
         self._end(trainer)
 
     def on_predict_batch_start(self, trainer: Trainer, *rest: Any) -> None:
@@ -88,6 +90,7 @@ class Recorder(Callback):
 
     def on_predict_batch_end(self, trainer: Trainer, *rest: Any) -> None:
         """As in training."""
+        super().on_predict_batch_end(trainer, *rest)
         self._end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,15 +99,18 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training, outside fit."""
+        super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == "validate":
             self._give(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training."""
+        super().on_test_end(trainer, pl_module)
         self._give(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training."""
+        super().on_predict_end(trainer, pl_module)
         self._give(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

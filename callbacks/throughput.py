@@ -12,12 +12,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+import yaml  # type: ignore[import-untyped,unused-ignore]
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_ptm import ConfigError
+
+from .outside_fit import OutsideFit
+
+_DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
 LOG_INTERVAL_S = 0.5
 """Least time between two looks at the speed: logging costs a few hundred microseconds, too much for steps of a few
 milliseconds. In between, Lightning goes on showing and logging the last value."""
@@ -32,49 +39,63 @@ class _End:
     samples: int
 
 
-class Throughput(Callback):
+class Throughput(OutsideFit):
     """Logs `speed/tokens_per_s` and `speed/samples_per_s`, over all ranks, and shows the former in the progress bar as
-    `ktokens/s`.
+    `ktokens/s`. In validate, test and predict they are logged as `speed/tokens_per_s/<loop>`...
 
     The tokens of a batch are the elements of its first tensor, its samples that tensor's first dimension, and every rank is
     taken to have as many. For a model of images or tables the number of tokens reads as elements per second.
 
     Given what the machine can do (`matrix_flops_per_s`), it also logs `speed/model_TFLOP_per_s`, by the rule of 6 x
-    parameters x tokens (2 forward, 4 backward; attention's products and recomputation not counted), and that divided by
-    what all ranks can do as `speed/utilisation`. The rule is for dense models of tokens: where a token passes only some of
-    the parameters (experts), both are too high.
+    parameters x tokens (2 forward, 4 backward, which only training has; attention's products and recomputation not
+    counted), and that divided by what all ranks can do as `speed/utilisation`. The rule is for dense models of tokens:
+    where a token passes only some of the parameters (experts), both are too high.
 
     Args:
         window: Batches that the speed is averaged over. On CUDA, batches are launched ahead of the device, so a window
             of less than a few batches would measure launching.
-        matrix_flops_per_s: floating-point operations per second that one rank's device does in matrix products; "measured"
-            multiplies two matrices in bf16 (32-bit floats with a precision of 32 bits) for about a second at the start of
-            fit; None logs no utilisation.
+        matrix_flops_per_s: floating-point operations per second that one rank's device does in matrix products, in the
+            dtype that `precision` computes in; or the path of a hardware file that has it (`lightning-ptm probe > my.yaml`);
+            "measured" multiplies two matrices for about half a second at the start; None logs no utilisation.
     """
 
-    def __init__(self, window: int = 20, matrix_flops_per_s: float | Literal["measured"] | None = None) -> None:
+    def __init__(self, window: int = 20, matrix_flops_per_s: float | str | None = None) -> None:
+        super().__init__()
         if window < 1:
             raise ValueError(f"Throughput got window={window}; it averages over at least 1 batch")
         if isinstance(matrix_flops_per_s, (int, float)) and not matrix_flops_per_s > 0:
             raise ValueError(
                 f"Throughput got matrix_flops_per_s={matrix_flops_per_s}; utilisation is a share of that rate, so give one "
-                f"above 0, or 'measured'"
+                f"above 0, the path of a hardware file, or 'measured'"
             )
         self.matrix_flops_per_s = matrix_flops_per_s
         # The first entry only starts the clock.
         self._ends: deque[_End] = deque(maxlen=window + 1)
         self._logged_at_s = -math.inf
         self._rate: float | None = None
+        self._rate_of: torch.dtype | None = None
         self._parameters = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts parameters and, if asked to, measures the rate."""
-        self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        if self.matrix_flops_per_s == "measured":
-            dtype = torch.float32 if str(trainer.precision).startswith("32") else torch.bfloat16
-            self._rate = measured_matrix_flops_per_s(trainer.strategy.root_device, dtype)
-        else:
-            self._rate = self.matrix_flops_per_s
+        self._start(trainer, pl_module)
+
+    def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As in training."""
+        self._start(trainer, pl_module)
+        self._ends.clear()
+        # Its first batch has no end of another before it.
+        self._logged_at_s = time.monotonic()
+        self._ends.append(_End(self._logged_at_s, 0, 0))
+
+    def loop_batch(self, trainer: Trainer, batch: Any) -> None:
+        """As in training."""
+        self.log_loop(trainer, self._numbers(trainer, batch, operations=2))
+
+    def loop_ends(self, trainer: Trainer) -> None:
+        """The last batches; all of them, if they took no longer than the time between two looks."""
+        if self._ends and self._ends[-1].at_s > self._logged_at_s:
+            self.log_loop(trainer, self._speed(trainer, operations=2))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts a new window; Lightning has dropped the last epoch's value."""
@@ -83,38 +104,74 @@ class Throughput(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts a new window: the validation was no training time."""
+        super().on_validation_end(trainer, pl_module)
         self._ends.clear()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes the batch, and now and then logs the speed, from the second batch of a window on."""
+        numbers = self._numbers(trainer, batch, operations=6)
+        if numbers:
+            pl_module.log_dict(numbers, batch_size=1)
+            # The bar is narrow: three digits, in thousands, or it would show 2.16e+4.
+            speed = float(f"{numbers['speed/tokens_per_s'] / 1000:.3g}")
+            pl_module.log("ktokens/s", speed, prog_bar=True, logger=False, batch_size=1)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        given, dtype = self.matrix_flops_per_s, _DTYPES.get(str(trainer.precision).partition("-")[0], torch.bfloat16)
+        if not isinstance(given, str):
+            self._rate = given
+        elif self._rate is None or self._rate_of is not dtype:
+            device = trainer.strategy.root_device
+            self._rate = measured_matrix_flops_per_s(device, dtype) if given == "measured" else _rate_in(given, dtype)
+            self._rate_of = dtype
+
+    def _numbers(self, trainer: Trainer, batch: Any, operations: int) -> dict[str, float]:
+        """Notes the end of a batch; what to log now: often nothing."""
         first = _first_tensor(batch)
         if first is None:
-            return
+            return {}
         now_s = time.monotonic()
         ranks = trainer.world_size
         self._ends.append(_End(now_s, first.numel() * ranks, (first.shape[0] if first.ndim else 1) * ranks))
-        if len(self._ends) < 2 or now_s - self._logged_at_s < LOG_INTERVAL_S:
-            return
-        seconds = self._ends[-1].at_s - self._ends[0].at_s
-        window_tokens = sum(end.tokens for end in self._ends) - self._ends[0].tokens
-        window_samples = sum(end.samples for end in self._ends) - self._ends[0].samples
-        if seconds > 0:
+        if now_s - self._logged_at_s < LOG_INTERVAL_S:
+            return {}
+        numbers = self._speed(trainer, operations)
+        if numbers:
             self._logged_at_s = now_s
-            speed = window_tokens / seconds
-            numbers = {"speed/tokens_per_s": speed, "speed/samples_per_s": window_samples / seconds}
-            if self._rate is not None:
-                flops_per_s = 6 * self._parameters * speed
-                numbers["speed/model_TFLOP_per_s"] = flops_per_s / 1e12
-                numbers["speed/utilisation"] = flops_per_s / (self._rate * ranks)
-            pl_module.log_dict(numbers, batch_size=1)
-            # The bar is narrow: three digits, in thousands, or it would show 2.16e+4.
-            pl_module.log("ktokens/s", float(f"{speed / 1000:.3g}"), prog_bar=True, logger=False, batch_size=1)
+        return numbers
+
+    def _speed(self, trainer: Trainer, operations: int) -> dict[str, float]:
+        """Over the window.
+
+        Args:
+            operations: of a parameter and token.
+        """
+        seconds = self._ends[-1].at_s - self._ends[0].at_s if self._ends else 0.0
+        if seconds <= 0:
+            return {}
+        speed = (sum(end.tokens for end in self._ends) - self._ends[0].tokens) / seconds
+        samples = (sum(end.samples for end in self._ends) - self._ends[0].samples) / seconds
+        numbers = {"speed/tokens_per_s": speed, "speed/samples_per_s": samples}
+        if self._rate is not None:
+            flops_per_s = operations * self._parameters * speed
+            numbers["speed/model_TFLOP_per_s"] = flops_per_s / 1e12
+            numbers["speed/utilisation"] = flops_per_s / (self._rate * trainer.world_size)
+        return numbers
+
+
+class ThroughputMonitor(Throughput):
+    """`Throughput` that measures at the start what the device does in matrix products, and so logs utilisation without
+    arguments."""
+
+    def __init__(self, window: int = 20, matrix_flops_per_s: float | str | None = "measured") -> None:
+        super().__init__(window, matrix_flops_per_s)
 
 
 def measured_matrix_flops_per_s(
-    device: torch.device, dtype: torch.dtype, size: int = 2048, for_s: float = 1.0
+    device: torch.device, dtype: torch.dtype, size: int = 2048, for_s: float = 0.5
 ) -> float:
     """The best of a few products of two square matrices, two operations an element and column, in
     `for_s` seconds."""
@@ -129,6 +186,33 @@ def measured_matrix_flops_per_s(
     return 2 * size**3 / best_s
 
 
+def _rate_in(path: str, dtype: torch.dtype) -> float:
+    """The rate of one rank in a hardware file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    try:
+        rates = yaml.safe_load(Path(path).read_text())["compute_flops_per_s"]
+        rate = float(rates[name])  # 1e12 is a text to YAML
+    except OSError as error:
+        raise ConfigError(
+            f"Throughput: matrix_flops_per_s={path!r} is no hardware file that can be read ({error}), so there is no rate "
+            f"that utilisation is a share of; write one with `lightning-ptm probe > mine.yaml`, or give 'measured'"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Throughput: {path} has no number compute_flops_per_s: {name}, in which this run computes, so there is no rate "
+            f"that utilisation is a share of; add it, or give matrix_flops_per_s: measured"
+        ) from error
+    if not 0 < rate < math.inf:
+        raise ConfigError(
+            f"Throughput: {path} has compute_flops_per_s: {name}: {rate}, and utilisation is a share of it; give one above 0"
+        )
+    return rate
+
+
 def _first_tensor(batch: Any) -> Tensor | None:
     """The first tensor in a batch of nested mappings and sequences; None when there is none."""
     if isinstance(batch, Tensor):
@@ -140,7 +224,3 @@ def _first_tensor(batch: Any) -> Tensor | None:
     else:
         return None
     return next((first for part in parts if (first := _first_tensor(part)) is not None), None)
-
-
-ThroughputMonitor = Throughput
-"""Another name for it, as those of the other monitors."""

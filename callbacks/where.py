@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ptm import AngelPTMStrategy
@@ -29,6 +29,14 @@ def folder_of(trainer: Trainer) -> Path:
     folder = Path(named or trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def own_name(trainer: Trainer, callback: Callback, name: str) -> str:
+    """`name` for the Trainer's first callback of a class; `name_2`, before a file's ending, for its second..."""
+    of_kind = [each for each in trainer.callbacks if type(each) is type(callback)]  # type: ignore[attr-defined]
+    place = next((number for number, each in enumerate(of_kind) if each is callback), 0)
+    stem, dot, ending = name.partition(".")
+    return name if place == 0 else f"{stem}_{place + 1}{dot}{ending}"
 
 
 def show_text(trainer: Trainer, tag: str, markdown: str) -> None:

@@ -360,7 +360,9 @@ def _nice_steps(most: float, count: int) -> list[float]:
         return [0.0]
     rough = most / max(1, count)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(times * power for times in (1, 2, 5, 10) if times * power >= rough * 0.999)
+    steps = [times * power for times in (1, 2, 5, 10)]
+    # A scale with nothing but its 0 tells nothing.
+    step = next((step for step in steps if rough * 0.999 <= step <= most), max(step for step in steps if step <= most))
     return [float(f"{number * step:.12g}") for number in range(int(most / step * 1.0001) + 1)]
 
 

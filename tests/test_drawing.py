@@ -55,6 +55,13 @@ def test_what_exceeds_the_limit_is_red_and_nothing_else() -> None:
     assert count(line, OVER) > 0
 
 
+@pytest.mark.parametrize("most", [0.3, 1.0, 4.4, 4.9, 9.99, 1024.0])
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_an_axis_has_more_than_its_zero(most: float, count: int) -> None:
+    steps = drawing._nice_steps(most, count)
+    assert steps[0] == 0.0 and len(steps) >= 2 and steps[-1] <= most
+
+
 def test_one_full_tick_among_many_still_shows() -> None:
     values = [0.0] * 20_000
     values[7_777] = 5 * MIB

@@ -144,6 +144,11 @@ class Allocator:
         with self._lock:
             return self._copier.stats()
 
+    def busy_s(self) -> float:
+        """Seconds in which at least one copy was under way, on whatever link; copies on CUDA streams add up."""
+        with self._lock:
+            return self._copier.all_stats().busy_s
+
     def disk_stats(self) -> LinkStats:
         """Totals of reads and writes of the disk together: `busy_s` counts time in which both go on once."""
         with self._lock:

@@ -80,6 +80,8 @@ class Copier:
         self._links: dict[Link, LinkMeter] = {}
         self._disk = LinkMeter()
         """Reads and writes of the disk together."""
+        self._any = LinkMeter()
+        """All links together."""
         self._streamed: list[StreamTransfer] = []
 
     def begin(self, copy: CopyRange, settle: Settle | None = None) -> StartedCopy:
@@ -94,6 +96,7 @@ class Copier:
         now_s = time.perf_counter()
         if not self._machine.on_stream(copy.source.tier, copy.target.tier):
             meter.begin(copy.length_bytes, now_s)
+            self._any.begin(copy.length_bytes, now_s)
         if Tier.DISK in (copy.source.tier, copy.target.tier):
             self._disk.begin(copy.length_bytes, now_s)
         return StartedCopy(copy, holds, meter, settle, now_s)
@@ -107,6 +110,7 @@ class Copier:
                 now_s = time.perf_counter()
                 if not machine.on_stream(copy.source.tier, copy.target.tier):
                     started.meter.end(now_s)
+                    self._any.end(now_s)
                 if Tier.DISK in (copy.source.tier, copy.target.tier):
                     self._disk.end(now_s)
                 self._tell(started, now_s)  # before its end: a tensor that is moved still has its old tier
@@ -156,6 +160,11 @@ class Copier:
         """Totals of the disk, reads and writes together (lock held)."""
         return self._disk.stats(time.perf_counter())
 
+    def all_stats(self) -> LinkStats:
+        """Totals of all links together (lock held)."""
+        self._reap()
+        return self._any.stats(time.perf_counter())
+
     def finish_streamed(self) -> None:
         """Wait for every copy on a stream."""
         with self._lock:
@@ -189,6 +198,7 @@ class Copier:
             seconds_s = completion.seconds()
             if error is None:
                 started.meter.add(started.copy.length_bytes, seconds_s)
+                self._any.add(started.copy.length_bytes, seconds_s)
             self._tell(started, started.began_s + seconds_s)
             self._finish(started, error)
 

@@ -57,6 +57,21 @@ class _OpenTick:
     tier_bytes: tuple[int, ...]
 
 
+@dataclasses.dataclass(slots=True)
+class Uses:
+    """How often compute asked for a unit's parameters, by where it found them.
+
+    Attributes:
+        kept: on the device, since their last use or for good.
+        ahead: there, or on their way, fetched before compute asked for them.
+        late: elsewhere: their fetch began then.
+    """
+
+    kept: int = 0
+    ahead: int = 0
+    late: int = 0
+
+
 class Executor:
     """The event loop of one rank, driven by hooks.
 
@@ -111,6 +126,7 @@ class Executor:
         self._expected: deque[int] = deque()
         self._open_tick: _OpenTick | None = None
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
+        self.uses = Uses()
         self.fetch_misses = 0
         self.replans = 0
 
@@ -293,8 +309,12 @@ class Executor:
         store = self._stores[unit]
         self._tell_stall("update", store, started, after_update)
         if store.live:
+            self.uses.kept += bool(store.flats)
             return
-        if not store.fetched:
+        if store.fetched:
+            self.uses.ahead += 1
+        else:
+            self.uses.late += 1
             self.fetch_misses += 1
             self._make_room_and_start(store)
         store.finish_fetch()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lightning_ptm.memory.links import LinkStats
+from lightning_ptm.runtime.executor import Uses
 from lightning_ptm.runtime.experts import TokenStats
 from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
 
@@ -23,6 +24,9 @@ class Statistics:
             `activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own.
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
             checkpoints.
+        busy_s: seconds with a copy between tiers under way, on whatever link (on CUDA, copies between RAM and the device
+            count each for itself).
+        uses: of units' parameters, by where compute found them.
         update_arithmetic_s: seconds of optimizer arithmetic.
         staleness: of the parameters that training read; None for synchronous updates.
         tokens: that travelled to experts and back; None where ranks do not divide them.
@@ -31,6 +35,8 @@ class Statistics:
 
     links: Mapping[str, LinkStats]
     stall_s: Mapping[str, float]
+    busy_s: float
+    uses: Uses
     update_arithmetic_s: float
     staleness: StalenessStats | None
     updates_per_step: float
@@ -51,6 +57,8 @@ def collect(engine: Engine) -> Statistics:
     return Statistics(
         links=links,
         stall_s={**engine.executor.stall_s, "save": save_s},
+        busy_s=engine.allocator.busy_s(),
+        uses=dataclasses.replace(engine.executor.uses),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,

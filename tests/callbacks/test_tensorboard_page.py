@@ -100,7 +100,7 @@ def browser(tmp_path: Path) -> Iterator[Any]:
         _lack("selenium")
     options = webdriver.ChromeOptions()
     options.binary_location = str(chromium)
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,2000"):
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,3000"):
         options.add_argument(f"--{argument}")
     options.add_argument(f"--user-data-dir={tmp_path / 'chromium'}")
     window = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(driver)))

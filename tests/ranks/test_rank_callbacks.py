@@ -79,7 +79,8 @@ def test_two_ranks(tier: str, disk: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack(several[0][1]), torch.stack(ranks.norms), rtol=1e-5, atol=0)
     assert torch.equal(torch.stack(several[0][1]), torch.stack(several[1][1]))
     assert [curves > 0 for _, _, curves in several] == [True, False]
-    assert {path.name for path in root.iterdir()} == {"page_trace.csv", "memory_timeline.csv", "perfetto_trace.json"}
+    written = {path.name for path in root.iterdir()}
+    assert written == {"page_trace.csv", "memory_timeline.csv", "memory_timeline.png", "perfetto_trace.json"}
     text = (root / "perfetto_trace.json").read_text()
     shown = {"compute", "update", "collective", *(["copy"] if tier == "three_tiers" else [])}
     assert {title for title in TITLES.values() if f'"{title} ' in text} - {"stall"} == shown
