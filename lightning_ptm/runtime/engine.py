@@ -404,7 +404,7 @@ class Engine:
 
     def _update_ready(self, unit: int) -> None:
         # A pass of the user's own, such as autograd.grad in the step, is none that the optimizer's step was armed for.
-        if self.updates.armed and self.reduction.unanimous and self._of_the_loss:
+        if self.updates.armed and self.reduction.complete(unit) and self._of_the_loss:
             self.updates.unit_ready(unit)
 
     def _take_part(self, decision: Decision) -> None:
@@ -429,7 +429,7 @@ class Engine:
 
     def arm(self, optimizer: Optimizer) -> None:
         """The next backward pass may update units as they end."""
-        self.reduction.unanimous = True
+        self.reduction.begin_step()
         self.updates.arm(optimizer)
 
     def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool:

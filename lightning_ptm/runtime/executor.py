@@ -81,7 +81,7 @@ class Executor:
         agreement: ranks agree on all-gathers through it; None on one rank.
         update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
         finish_update: blocks until it has.
-        replan: makes a plan from a trace.
+        replan: makes a plan from a trace, and tells what trace the plan is for.
         read: brings a paged tensor to memory of its own.
         reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
         events: told of ticks and stalls.
@@ -96,7 +96,7 @@ class Executor:
         agreement: Agreement | None,
         update_pending: Callable[[int], bool],
         finish_update: Callable[[int], None],
-        replan: Callable[[Mode, Trace], Plan | None],
+        replan: Callable[[Mode, Trace], tuple[Plan, Trace] | None],
         read: Callable[[PagedTensor], Tensor],
         reclaim: Callable[[bool], bool],
         events: Events,
@@ -118,6 +118,7 @@ class Executor:
         self._mode: Mode | None = None
         self._tick = 0
         self._following = False
+        self._repeating = False
         self._tracing = False
         self._plans: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
@@ -152,9 +153,9 @@ class Executor:
 
     def wants_trace(self, mode: Mode) -> bool:
         """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
-        and after one that did not follow it."""
+        and after one that neither followed it nor was like the last one traced here (the plan is for the first rank's)."""
         if mode is self._mode:
-            return not self._tracing and not self._followed
+            return not self._tracing and not self._followed and not self._repeated
         return mode not in self._traced
 
     @property
@@ -163,12 +164,19 @@ class Executor:
         made = None if self._mode is None else self._plans.get(self._mode)
         return self._following and made is not None and self._tick == made[0].tick_count
 
+    @property
+    def _repeated(self) -> bool:
+        """Whether the iteration in progress has gone through the ticks of this rank's newest trace, to the end."""
+        traced = None if self._mode is None else self._traced.get(self._mode)
+        return self._repeating and traced is not None and self._tick == len(traced.ticks)
+
     def begin(self, mode: Mode, *, trace: bool) -> None:
         """An iteration starts. The one before, if open, ends here."""
         self.end()
         self._mode = mode
         self._tick = 0
         self._following = mode in self._plans
+        self._repeating = mode in self._traced
         self._tracing = trace
         self._called.clear()
         if self._tracing:
@@ -179,7 +187,7 @@ class Executor:
         if self._mode is None:
             return
         self.rest()
-        followed = self._followed
+        followed, repeated = self._followed, self._repeated
         mode, self._mode = self._mode, None
         self._waiting = []
         self._expected.clear()
@@ -192,11 +200,11 @@ class Executor:
             if mode is Mode.FORWARD:
                 trace = one_pass(trace)
             self._traced[mode] = trace
-            plan = self._replan(mode, trace)
-            if plan is not None:
-                self._plans[mode] = (plan, trace)
+            made = self._replan(mode, trace)
+            if made is not None:
+                self._plans[mode] = made
                 self.replans += 1
-        elif not followed:
+        elif not followed and not repeated:
             self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
 
     def abandon(self) -> None:
@@ -228,10 +236,12 @@ class Executor:
         self._tick += 1
         if self._following and self._mode is not None:
             plan, trace = self._plans[self._mode]
-            if index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase):
+            if _is_at(trace, index, unit, phase):
                 self._perform(plan, index)
             else:
                 self._following = False
+        if self._repeating and self._mode is not None:
+            self._repeating = _is_at(self._traced[self._mode], index, unit, phase)
         self.require(unit)
         if self._tracing:
             live = (s.unit.index for s in self._stores if s.users or s.held)
@@ -438,3 +448,8 @@ class Executor:
             if unit in ticks[index].live:
                 return index
         return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))
+
+
+def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
+    """Whether a trace has this tick at this place."""
+    return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)

@@ -70,12 +70,13 @@ class Planner:
         self._same_on_all_ranks(plan)
         return plan
 
-    def replan(self, mode: Mode, trace: Trace) -> Plan | None:
-        """The plan for what the first rank has traced; None when none fits, so that fetch on use goes on."""
+    def replan(self, mode: Mode, trace: Trace) -> tuple[Plan, Trace] | None:
+        """A plan, and the trace that it is for: the first rank's, also where this one has gone through its units in another
+        order. None when no plan fits, so that fetch on use goes on."""
         if self._communicator.world_size > 1:
             trace = self._communicator.broadcast_object(trace)
         try:
-            return self.plan(mode, trace)
+            return self.plan(mode, trace), trace
         except CapacityError:
             return None
 

@@ -5,6 +5,8 @@ Owns which units hold gradients that the ranks have not reduced yet. The pages a
 I1: every reduction is agreed on by all ranks, in the same order; a rank without gradients gives zeros, and one that does
     not hold the unit nothing.
 I2: what was left unreduced is reduced with the unit's next gradients, or at the latest when the step needs it.
+I3: a unit whose holders have all asked for its reduction gets no more gradients in this pass; for one that some only took
+    part in, those may still come.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Reduction:
         self._agreement = agreement
         self._give_units_up = give_units_up
 
-        self.unanimous = True
-        """Whether all ranks have asked for every reduction since this was last set."""
+        self._scattered: set[int] = set()
+        """Units of which some reduction of this step was not asked for by all their holders."""
         self._postponing = False
         self._postponed: list[int] = []
         """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks, but
@@ -105,9 +107,18 @@ class Reduction:
         self._left = [flat for flat in self._left if flat.gradient.on_its_way]
         return any(freed)
 
+    def begin_step(self) -> None:
+        """From here on, gradients are of the step to come."""
+        self._scattered.clear()
+
+    def complete(self, unit: int) -> bool:
+        """Whether a unit whose gradients were reduced gets no more of them in this pass (I3). The same on all its holders."""
+        return unit not in self._scattered
+
     def forget(self) -> None:
         """The iteration failed."""
         self._postponed = []
+        self._scattered.clear()
 
     def _reduce(self, unit: int, decision: Decision) -> None:
         """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
@@ -117,7 +128,7 @@ class Reduction:
             return  # other ranks' expert
         present: list[list[bool]] | None = None
         if not decision.unanimous:
-            self.unanimous = False
+            self._scattered.add(unit)
         if decision.flags or not decision.unanimous:
             here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
             used = flats[0].store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()

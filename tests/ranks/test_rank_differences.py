@@ -6,6 +6,7 @@ the order of additions shows, and the difference is bounded.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from rank_training import (
     plain,
     tokens,
 )
+
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Phase
 
 DIFFERENT = [
     SkipsABlock,
@@ -153,3 +157,65 @@ def test_weights_are_read_while_one_rank_has_skipped_its_backward(tier: str, dis
         assert torch.equal(read[-1], ours.weights["blocks.2.up.weight"])
         assert torch.equal(read[2], read[1])
         assert not torch.equal(read[3], read[2])
+
+
+class Seen(L.Callback):
+    """What the parts of the engine made of it.
+
+    Attributes:
+        at_steps: by step, the units that are updated when the optimizer's step begins.
+        order: of units and phases, in the trace that the plan followed last was made for.
+        digest: of that plan.
+        plans_made: how often.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.at_steps: list[set[str]] = []
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.look(trainer.strategy.engine))
+
+    def look(self, engine: Any) -> None:
+        updated = {unit for unit, flats in enumerate(engine.flats) if any(flat.done_this_step for flat in flats)}
+        self.at_steps.append({engine.blueprint.units[unit].name for unit in updated})
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        plan, trace = trainer.strategy.engine.executor.planned(Mode.TRAIN)
+        self.order = [(tick.unit, tick.phase) for tick in trace.ticks]
+        self.digest = plan.digest()
+        self.plans_made = trainer.strategy.plans_made
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    outcome: Outcome
+    at_steps: list[set[str]]
+    order: list[tuple[int, Phase]]
+    digest: str
+    plans_made: int
+
+
+def seen(training: Training, folder: Path, tier: str, **settings: Any) -> Report:
+    torch.manual_seed(0)
+    module, watch = training.build(), Seen()
+    trainer = make_trainer(training, make_strategy(folder, tier, **settings), 2, callbacks=[watch])
+    trainer.fit(module, loader(tokens(training, 2), 2))
+    return Report(outcome_of(module), watch.at_steps, watch.order, watch.digest, watch.plans_made)
+
+
+@pytest.mark.parametrize("tier", ["masters_on_disk", "lock_free"])
+def test_only_the_unit_that_some_ranks_leave_out_is_updated_late(tier: str, disk: Path) -> None:
+    training = Training(SkipsABlock, batches=4)
+    theirs = plain(training, 2)
+    everything = {"", "blocks.0", "blocks.1", "blocks.2"}
+    for rank, ours in enumerate(run_ranks(seen, 2, training, disk, tier)):
+        assert ours.at_steps == 2 * [everything, everything - {"blocks.1"}]
+        ours.outcome.assert_equal(theirs[rank])
+
+
+def test_the_plan_is_for_one_trace_on_all_ranks(disk: Path) -> None:
+    """Also on the rank that goes through its blocks in another order, and is not traced again and again for it."""
+    training = Training(Reversed, batches=6)
+    first, second = run_ranks(seen, 2, training, disk, "all_on_disk")
+    assert first.digest == second.digest
+    assert first.order == second.order
+    assert [unit for unit, phase in first.order if phase is Phase.FORWARD] == [0, 1, 2, 3]
+    assert first.plans_made == second.plans_made == 1
