@@ -19,7 +19,8 @@ from .where import boards_of, pages_of
 
 class HyperParameters(Callback):
     """Gives the run a row in TensorBoard's HPARAMS: what the LightningModule and the LightningDataModule have kept with
-    `save_hyperparameters()`, with AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
+    `save_hyperparameters()` (the latter's as `data/...` where both have one of that name and they differ), with
+    AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
     and the last values of the metrics. The row is written after the first validation, or at the end of a fit without one.
 
     The logger needs `default_hp_metric=False`: with its default it has written a row with one metric before, and
@@ -71,8 +72,12 @@ class HyperParameters(Callback):
 
 def _values(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     data = getattr(trainer, "datamodule", None)
-    given: dict[str, Any] = {**pl_module.hparams_initial, **(data.hparams_initial if data is not None else {})}
-    values = {name: value for name, value in given.items() if not name.startswith("_")}  # LightningCLI's own
+    values: dict[str, Any] = dict(pl_module.hparams_initial)
+    for name, value in (data.hparams_initial if data is not None else {}).items():
+        values[name if str(values.get(name, value)) == str(value) else f"data/{name}"] = value
+    values = {
+        name: value for name, value in values.items() if not name.startswith(("_", "data/_"))
+    }  # LightningCLI's own
     values |= {"ranks": trainer.world_size, "precision": str(trainer.precision)}
     strategy = pages_of(trainer)
     if strategy is not None:

@@ -28,13 +28,16 @@ from lightning_ptm.commands.plan import plan
 from lightning_ptm.commands.probe import probe
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import AngelPTMError, ConfigError
+from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError
 from lightning_ptm.strategy import AngelPTMStrategy
 
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
 """Where configs/ is: inside the installed package, or beside it in a checkout."""
 
 CONFIG_OPTIONS = ("--config", "-c")
+
+REFUSALS = (ConfigError, CapacityError, CheckpointError)
+"""Errors that are about what was given, not about where in the code it was found."""
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
@@ -72,7 +75,11 @@ class PTMCommandLine(LightningCLI):
             super()._parse_ckpt_path()
 
     def instantiate_classes(self) -> None:
-        """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error."""
+        """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error.
+
+        Raises:
+            ConfigError: a setting of the model or of the data that cannot work.
+        """
         strategy = self._get(self.config, "trainer.strategy")
         names = {field.name for field in dataclasses.fields(Settings)}
         if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
@@ -82,7 +89,16 @@ class PTMCommandLine(LightningCLI):
             except ConfigError as error:
                 # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
                 self.parser.error(str(error))
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # The same for those of models and data, whose own words are at the bottom of what jsonargparse makes of them.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, ConfigError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
 
     @rank_zero_only
     def after_fit(self) -> None:
@@ -94,19 +110,15 @@ class PTMCommandLine(LightningCLI):
 
     def _print_losses(self) -> None:
         metrics = self.trainer.callback_metrics
+        text = self.datamodule if isinstance(self.datamodule, TextBytes) else None
+        unit = f" {text.loss_unit}" if text is not None else ""
         if "train_loss" in metrics:
-            print(f"training loss of the last batch: {float(metrics['train_loss']):.9g} nats/token")
+            print(f"training loss of the last batch: {float(metrics['train_loss']):.9g}{unit}")
         if "val_loss" not in metrics:
             print(f"no validation in {self.trainer.global_step} steps; see trainer.val_check_interval")
             return
-        if not isinstance(self.datamodule, TextBytes):
-            print(f"validation loss: {float(metrics['val_loss']):.9g}")
-            return
-        unit = self.datamodule.loss_unit
-        print(
-            f"validation loss: {float(metrics['val_loss']):.9g} {unit}; "
-            f"unigram model of the same text: {self.datamodule.unigram_loss:.4f} {unit}"
-        )
+        unigram = f"; unigram model of the same text: {text.unigram_loss:.4f}{unit}" if text is not None else ""
+        print(f"validation loss: {float(metrics['val_loss']):.9g}{unit}{unigram}")
 
 
 def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
@@ -212,10 +224,17 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
+    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1.
+
+    Of a subcommand's errors REFUSALS say all there is to say; others come with their traceback, as code of the user's may
+    be in it.
+    """
     arguments = list(sys.argv[1:] if args is None else args)
     if not arguments or arguments[0] not in COMMANDS:
-        command_line(None if args is None else arguments)
+        try:
+            command_line(None if args is None else arguments)
+        except REFUSALS as error:
+            sys.exit(f"lightning-ptm {' '.join(arguments[:1])}: {error}")
         return
     name, *rest = arguments
     try:

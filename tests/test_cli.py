@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from lightning_ptm.cli import CONFIG_FOLDERS, command_line, main, resolve_config_names
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT
+from lightning_ptm.models.base import Batch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -71,6 +76,84 @@ def test_a_misspelt_setting_is_refused_by_name(capsys: pytest.CaptureFixture[str
     assert "max_stepz" in capsys.readouterr().err
 
 
+def quiet(text: Path, *options: str) -> list[str]:
+    """A run of the main config on another text, of three steps."""
+    return [
+        *("--config=gpt.yaml", f"--data.init_args.path={text}", "--trainer.accelerator=cpu", "--trainer.max_steps=3"),
+        *(f"--trainer.default_root_dir={text.parent}", f"--trainer.logger.init_args.save_dir={text.parent}"),
+        *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+        *("--model.init_args.width=24", "--model.init_args.layers=1"),
+        *options,
+    ]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is not UTF-8."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 200)
+    return tmp_path / "text.txt"
+
+
+REFUSED = {
+    "--model.init_args.width=25": r"width=25 and heads=6: .* multiple of 6",
+    "--model.init_args.layers=0": "layers=0",
+    "--model.init_args.dropout=1.5": r"dropout=1\.5.* give a probability",
+    "--model.init_args.warmup_steps=-1": "warmup_steps=-1",
+    "--model=T5MoE --model.init_args.experts=1": r"experts=1 and choices=1: .* use T5",
+    "--model=T5MoE --model.init_args.capacity_factor=0": r"capacity_factor=0\.0",
+    "--model=T5MoE --model.init_args.balance_weight=-1": r"balance_weight=-1\.0",
+    "--data.init_args.batch_size=0": "batch_size=0",
+    "--model.init_args.vocab_size=100": "TextBytes has 256 tokens and GPT knows 100",
+    "--data=SpanCorruption": "SpanCorruption has 358 tokens and GPT knows 256",
+    "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
+    "--data.init_args.path=/no/such/text": "/no/such/text is no folder and no file",
+    "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
+    "--trainer.strategy.init_args.host_memory=64KiB": r"non-model data take .* more than the device tier has.*host_memory",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_cannot_work_is_said_in_a_sentence(text: Path, options: str) -> None:
+    """And not in the fifty lines of jsonargparse and Lightning around it."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *quiet(text), *options.split()])
+    assert re.match(f"lightning-ptm fit: .*{REFUSED[options]}", str(stop.value.code))
+    assert "\n" not in str(stop.value.code)
+
+
+def test_errors_of_ones_own_code_keep_their_traceback(text: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main(["fit", *quiet(text, f"--model={__name__}.Faulty")])
+
+
+class Faulty(GPT):
+    """Fails in mid-training."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_may_read_more_than_the_data_gives_and_predict_reads_the_same_data(text: Path) -> None:
+    options = quiet(text, "--data.init_args.sequence_length=32")
+    run = command_line(["fit", *options])
+    assert run.trainer.global_step == 3
+    assert (run.model.hparams["sequence_length"], run.datamodule.hparams["sequence_length"]) == (256, 32)
+    loader = run.datamodule.predict_dataloader()
+    predictions = command_line(["predict", *options, "--return_predictions=true"])
+    assert sum(map(len, predictions.trainer.predict_loop.predictions)) == len(loader.dataset)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_config_runs_with_lightnings_own_strategy(text: Path) -> None:
+    """`meta: true` asks for building late, which a strategy that puts whole models on a device cannot use."""
+    run = command_line(["fit", *quiet(text, "--trainer.strategy=auto")])
+    assert isinstance(run.trainer.strategy, SingleDeviceStrategy)
+    assert run.trainer.global_step == 3
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_bytes(b"to be or not to be, that is the question. " * 200)
@@ -98,7 +181,7 @@ def test_fit_prints_the_losses_and_saves_its_config(tmp_path: Path, capsys: pyte
         run = command_line(["fit", "--config", str(tmp_path / "tiny.yaml"), "--trainer.val_check_interval=4"])
         printed = capsys.readouterr().out
     metrics = run.trainer.callback_metrics
-    assert f"training loss of the last batch: {metrics['train_loss'].item():.9g} nats/token" in printed
+    assert f"training loss of the last batch: {metrics['train_loss'].item():.9g} nats/byte" in printed
     assert f"validation loss: {metrics['val_loss'].item():.9g} nats/byte" in printed
     saves = run.trainer.checkpoint_callback
     assert isinstance(saves, ModelCheckpoint) and Path(saves.best_model_path).is_file()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
@@ -28,7 +29,7 @@ from lightning_ptm import models
 from lightning_ptm.commands.params import read_config
 from lightning_ptm.config import Settings
 from lightning_ptm.data.text import TEXT_END, decode, encode
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError
 from lightning_ptm.models import GPT, Sampling
 from lightning_ptm.storage.source import Source
 from lightning_ptm.strategy import AngelPTMStrategy
@@ -204,17 +205,24 @@ def _trainer(
     settings = {**_settings(trainer.get("strategy")), **changed}
     # The checkpoint has the weights; and what they are afterwards nobody asks.
     settings |= {"weights": None, "restore_weights": False}
-    with _quiet():
-        return Trainer(
-            accelerator=accelerator or trainer.get("accelerator") or "auto",
-            devices=1,
-            strategy=AngelPTMStrategy(**settings),
-            precision=precision or trainer.get("precision") or "bf16-mixed",  # type: ignore[arg-type]
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+    strategy = AngelPTMStrategy(**settings)
+    try:
+        with _quiet():
+            return Trainer(
+                accelerator=accelerator or trainer.get("accelerator") or "auto",
+                devices=1,
+                strategy=strategy,
+                precision=precision or trainer.get("precision") or "bf16-mixed",  # type: ignore[arg-type]
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    except (ValueError, MisconfigurationException) as error:
+        if isinstance(error, AngelPTMError):
+            raise
+        # Lightning's words name the setting, and what it may be.
+        raise ConfigError(f"there is no such Trainer, so nothing was generated: {error}") from error
 
 
 def _settings(strategy: object) -> dict[str, Any]:

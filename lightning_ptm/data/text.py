@@ -90,6 +90,9 @@ class TextBytes(LightningDataModule):
         ConfigError: in `setup`, when there is no text, or not enough for one batch; here, for sizes below 1.
     """
 
+    vocab_size: int = 256
+    """Number of tokens; a model has to have as many, or more."""
+
     loss_unit = "nats/byte"
     """What a model's loss on these samples is measured in."""
 
@@ -109,7 +112,9 @@ class TextBytes(LightningDataModule):
             )
         if not 0.0 < validation_fraction < 1.0:
             raise ConfigError(f"TextBytes got validation_fraction={validation_fraction}; it lies between 0 and 1")
-        self.save_hyperparameters()
+        # Not merged with the model's for loggers: Lightning refuses those that have a name in common and differ, such as a
+        # sequence_length below the model's. The callback HyperParameters shows both.
+        self.save_hyperparameters(logger=False)
         self.path = Path(path).expanduser() if path is not None else None
         self.suffixes = (".py",) if path is None else tuple(suffixes)
         self.sequence_length = sequence_length
@@ -157,12 +162,15 @@ class TextBytes(LightningDataModule):
                 f"{self._root()} has {len(windows)} windows of {self.sequence_length} bytes to train on, a batch takes "
                 f"{self.batch_size}; give more text, or lower batch_size or sequence_length"
             )
-        return DataLoader(windows, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+        return DataLoader(
+            windows, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
+        )
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Windows of the validation text, in order."""
         windows = self.windows(self.validation_text, training=False)
-        return DataLoader(windows, self.batch_size, num_workers=self.num_workers)
+        # By name: Lightning makes predict's loader anew and would give the size twice.
+        return DataLoader(windows, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The validation text."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
@@ -38,8 +39,19 @@ class LanguageModel(LightningModule):
         betas: AdamW's.
         weight_decay: AdamW's, on matrices only: biases and norms have none.
         meta: `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at a
-            time and fills it with `init_weights`.
+            time and fills it with `init_weights`. Under Lightning's strategies that put whole models on each device
+            (single device, DDP) it builds in memory all the same, since they materialise nothing.
+
+    Raises:
+        ConfigError: a rate, a number of steps or a probability that makes no sense; in `setup`, a data module whose tokens
+            or lengths the model does not know.
     """
+
+    vocab_size: int
+    """Number of tokens."""
+
+    longest: int | None = None
+    """Tokens of the longest sequence that can be read; None: any."""
 
     def __init__(
         self,
@@ -52,6 +64,17 @@ class LanguageModel(LightningModule):
         meta: bool,
     ) -> None:
         super().__init__()
+        if not learning_rate >= 0 or warmup_steps < 0 or not 0 <= final_learning_rate_fraction <= 1:
+            raise ConfigError(
+                f"{type(self).__name__} got learning_rate={learning_rate}, warmup_steps={warmup_steps}, "
+                f"final_learning_rate_fraction={final_learning_rate_fraction}, with which the rate would be negative or rise "
+                f"to its end; the first two start at 0, the third lies between 0 and 1"
+            )
+        if not (all(0 <= beta < 1 for beta in betas) and weight_decay >= 0):
+            raise ConfigError(
+                f"{type(self).__name__} got betas={betas}, weight_decay={weight_decay}, with which AdamW cannot work; betas "
+                f"are in [0, 1) and weight_decay starts at 0"
+            )
         self.learning_rate = learning_rate
         self.warmup_steps = warmup_steps
         self.final_learning_rate_fraction = final_learning_rate_fraction
@@ -88,11 +111,30 @@ class LanguageModel(LightningModule):
         """Creates the parameters, once; Lightning calls this before each of fit, validate, test and predict."""
         if self._built:
             return
-        with torch.device("meta" if self.meta else torch.get_default_device()):
+        strategy = None if self._trainer is None else self._trainer.strategy
+        meta = self.meta and not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        with torch.device("meta" if meta else torch.get_default_device()):
             self.build()
         self._built = True
-        if not self.meta:
+        if not meta:
             self.apply(self.init_weights)
+
+    def setup(self, stage: str) -> None:
+        """Compares the model with the data module, if the Trainer has one that says what its samples are."""
+        data = getattr(self.trainer, "datamodule", None)
+        vocab_size, length = getattr(data, "vocab_size", None), getattr(data, "sequence_length", None)
+        name, other = type(self).__name__, type(data).__name__
+        if isinstance(vocab_size, int) and vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"{other} has {vocab_size} tokens and {name} knows {self.vocab_size}, so there is no vector for the others; "
+                f"give the model vocab_size={vocab_size} or more (--model.init_args.vocab_size), or other data"
+            )
+        if isinstance(length, int) and self.longest is not None and length > self.longest:
+            raise ConfigError(
+                f"{other} gives sequences of {length} tokens and {name} reads {self.longest} at most, so there is no "
+                f"position for the others; raise the model's sequence_length or lower the data's (--model.init_args.sequence_length, "
+                f"--data.init_args.sequence_length)"
+            )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Builds meta parameters again, in memory, in `load_from_checkpoint`: no strategy is there to do it."""
@@ -148,6 +190,18 @@ class LanguageModel(LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def check_dropout(name: str, dropout: float) -> None:
+    """
+    Raises:
+        ConfigError: no probability, or one with which nothing would be left.
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(
+            f"{name} got dropout={dropout}, with which no activation or none in scale would be left; give a probability in "
+            f"[0, 1)"
+        )
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float) -> float:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.models.base import Batch, LanguageModel
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
 from lightning_ptm.models.kernels import is_norm, layer_norm
 from lightning_ptm.models.sampling import Sampler, Sampling
 
@@ -131,6 +131,7 @@ class GPT(LanguageModel):
                 f"GPT got vocab_size={vocab_size}, width={width}, layers={layers}, heads={heads}, "
                 f"sequence_length={sequence_length}; none of them can be built from less than 1"
             )
+        check_dropout("GPT", dropout)
         if min(head_width or 1, feed_forward_width or 1) < 1:
             raise ConfigError(
                 f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; neither can be built from less "
@@ -148,7 +149,7 @@ class GPT(LanguageModel):
         self.heads = heads
         self.head_width = head_width or width // heads
         self.feed_forward_width = feed_forward_width or 4 * width
-        self.sequence_length = sequence_length
+        self.sequence_length = self.longest = sequence_length
         self.dropout = dropout
         self.tie_head = tie_head
         self.sampling = Sampling()
@@ -217,7 +218,16 @@ class GPT(LanguageModel):
     # ---- computing ----
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, sequence, vocab_size) for tokens of shape (batch, sequence)."""
+        """Logits of shape (batch, sequence, vocab_size) for tokens of shape (batch, sequence).
+
+        Raises:
+            UsageError: sequences longer than `sequence_length`.
+        """
+        if tokens.shape[1] > self.sequence_length:
+            raise UsageError(
+                f"GPT got sequences of {tokens.shape[1]} tokens and has positions for {self.sequence_length}, so it cannot "
+                f"read the others; cut the sequences, or build it with a longer sequence_length"
+            )
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.base import Batch, LanguageModel
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
 from lightning_ptm.models.kernels import is_norm, rms_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 
@@ -246,6 +246,7 @@ class T5(LanguageModel):
                 f"head_width={head_width}, feed_forward_width={feed_forward_width}; none of them can be built from less "
                 f"than 1"
             )
+        check_dropout(name, dropout)
         if head_width is None and width % heads:
             raise ConfigError(
                 f"{name} got width={width} and heads={heads}: heads of equal width are impossible; "

@@ -52,11 +52,16 @@ class T5MoE(T5):
                 f"T5MoE got experts={experts} and choices={choices}: a token goes to 1 or 2 of at least 2 experts; for one "
                 f"feed-forward use T5"
             )
-        if min(capacity_factor, eval_capacity_factor) <= 0 or not 0 <= jitter < 1:
+        if not min(capacity_factor, eval_capacity_factor) > 0 or not 0 <= jitter < 1:
             raise ConfigError(
                 f"T5MoE got capacity_factor={capacity_factor}, eval_capacity_factor={eval_capacity_factor}, jitter={jitter}: "
                 f"experts would compute nothing, or inputs of a router change sign; factors are above 0 and jitter is in "
                 f"[0, 1)"
+            )
+        if not balance_weight >= 0:
+            raise ConfigError(
+                f"T5MoE got balance_weight={balance_weight}: training would drive all tokens to one expert; give 0, which "
+                f"leaves them alone, or more"
             )
         if self.layers < 2:
             raise ConfigError(

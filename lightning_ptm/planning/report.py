@@ -25,7 +25,7 @@ def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
     if tick >= len(trace.ticks):
         return "after the last tick"
     at = trace.ticks[tick]
-    return f"tick {tick} ({layout.units[at.unit].name} {at.phase.value})"
+    return f"tick {tick} ({layout.units[at.unit].name or 'the root'} {at.phase.value})"
 
 
 def device_refusal(
@@ -49,8 +49,14 @@ def device_refusal(
         reserved_bytes: device bytes that are taken already: homes, staging, non-model data.
         setting: what to raise; where the device tier is RAM, that is another one.
     """
-    have_pages = max(have_pages, 0)
     label = tick_label(layout, trace, tick)
+    if need_pages == 0:
+        return CapacityError(
+            f"homes, staging and non-model data take {format_bytes(reserved_bytes)} at {label}, which is "
+            f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; raise "
+            f"{setting} or use smaller units"
+        )
+    have_pages = max(have_pages, 0)
     verb = "needs" if label.startswith("tick") else "the plan needs"
     return CapacityError(
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), the device tier "

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -280,6 +281,8 @@ def test_checkpoints_of_other_classes_are_said(saved: Saved, tmp_path: Path) -> 
     words = named(tmp_path / "words.ckpt", saved, **{**SIZES, "vocab_size": 500})
     assert "has 500 tokens, and generate reads and writes bytes" in refusal(f"--ckpt={words}")
     assert "temperature is -1" in refusal(f"--ckpt={saved.full}", "--temperature=-1")
+    assert "top_k is 0, so there is no token to draw" in refusal(f"--ckpt={saved.full}", "--top-k=0")
+    assert re.search("no such Trainer.*bf17.*bf16-mixed", refusal(f"--ckpt={saved.full}", "--precision=bf17"))
 
 
 def test_a_reader_that_has_seen_enough_ends_it(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:

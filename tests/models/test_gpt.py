@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models import GPT
 from lightning_ptm.models.base import warmup_cosine
 from lightning_ptm.models.gpt import INIT_STD
@@ -207,3 +207,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         GPT(head_width=-1)
     with pytest.raises(ConfigError, match="layers=0"):
         GPT(layers=0)
+    with pytest.raises(ConfigError, match="learning_rate=-1"):
+        GPT(learning_rate=-1)
+    with pytest.raises(ConfigError, match=r"betas=\(0\.9, 1\.0\)"):
+        GPT(betas=(0.9, 1.0))
+
+
+def test_a_sequence_longer_than_the_positions_is_refused() -> None:
+    with pytest.raises(UsageError, match="sequences of 9 tokens and has positions for 8"):
+        build()(torch.zeros(1, 9, dtype=torch.long))
