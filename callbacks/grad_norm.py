@@ -8,14 +8,14 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from .where import pages_of
+from .where import own_name, pages_of
 
 
 class GradNormMonitor(Callback):
     """Logs `gradients/norm`, the global norm over all parameters and ranks; with several optimizers `gradients/norm_0`,
-    `gradients/norm_1`... (`gradients/norm_of_inf`..., if the norm is another one than 2). The gradients are those of the
-    whole step (all its micro-batches), before clipping, without the loss scale; inf or NaN where a loss scale was too high
-    and the step is skipped.
+    `gradients/norm_1`... The gradients are those of the whole step (all its micro-batches), before clipping, without the
+    loss scale; inf or NaN where a loss scale was too high and the step is skipped. A Trainer's second one, for another
+    norm, logs `gradients_2/norm`.
 
     Does nothing with other strategies. Costs a pass over the gradients each time; besides, every gradient must be
     complete before the first is used, so units are not updated while the backward pass goes on (`update_in_backward`), as
@@ -53,6 +53,6 @@ class GradNormMonitor(Callback):
         if (self._steps[index] - 1) % self.every_n_steps:
             return
         norm = strategy.gradient_norm(optimizer, self.norm_type)
-        name = "gradients/norm" if self.norm_type == 2 else f"gradients/norm_of_{self.norm_type:g}"
-        name = name if len(self._steps) == 1 else f"{name}_{index}"
+        group = own_name(trainer, self, "gradients")
+        name = f"{group}/norm" if len(self._steps) == 1 else f"{group}/norm_{index}"
         pl_module.log(name, norm.detach().float(), on_step=True, on_epoch=False, batch_size=1)

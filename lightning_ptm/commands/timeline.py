@@ -11,31 +11,34 @@ from lightning_ptm.planning.timing import Activity, Link
 
 
 def write_timeline(path: Path, activities: Sequence[Activity], units: Sequence[str]) -> None:
-    """Writes Trace Event Format; microseconds from the start of the step. What began before it has negative times.
+    """Writes Trace Event Format, in microseconds. Times count from the step's start, or from what began before it for this
+    step: Perfetto drops what has negative times. Where they differ, an instant marks the start.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     rows: list[Link | None] = [None, *Link]
+    first_s = min([0.0, *(done.start_s for done in activities)])
+    # Process and thread 0 are the idle one to Perfetto.
     events: list[dict[str, object]] = [
-        {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 0,
-            "tid": row,
-            "args": {"name": "compute" if link is None else link.value},
-        }
-        for row, link in enumerate(rows)
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "one rank, planned"}}
     ]
+    for row, link in enumerate(rows, start=1):
+        thread: dict[str, object] = {"ph": "M", "pid": 1, "tid": row}
+        name = "compute" if link is None else link.value.replace("_", " ")
+        events.append(thread | {"name": "thread_name", "args": {"name": name}})
+        events.append(thread | {"name": "thread_sort_index", "args": {"sort_index": row}})
+    if first_s < 0:
+        events.append({"ph": "i", "s": "p", "name": "the step begins", "pid": 1, "tid": 1, "ts": -first_s * 1e6})
     for done in activities:
         events.append(
             {
                 "ph": "X",
                 "name": f"{done.operation.value} {units[done.unit]}",
                 "cat": done.operation.value,
-                "pid": 0,
-                "tid": rows.index(done.link),
-                "ts": done.start_s * 1e6,
+                "pid": 1,
+                "tid": rows.index(done.link) + 1,
+                "ts": (done.start_s - first_s) * 1e6,
                 "dur": done.seconds * 1e6,
                 "args": {"bytes": done.bytes},
             }

@@ -177,7 +177,7 @@ def test_two_of_a_kind_keep_out_of_each_others_way(strategy_at, board_trainer, m
     assert "memory_timeline_2/disk_planned_MB" in tags["scalars"]
     assert all(
         one.value > other.value > 0
-        for one, other in zip(board().Scalars("gradients/norm"), board().Scalars("gradients/norm_of_inf"), strict=True)
+        for one, other in zip(board().Scalars("gradients/norm"), board().Scalars("gradients_2/norm"), strict=True)
     )
 
 

@@ -23,11 +23,13 @@ from lightning_ptm.commands.picture import ACTIVATIONS, HELD, HOMES, OPERATIONS
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
+from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.models import GPT, T5MoE
 from lightning_ptm.planning import Link, Tick, Trace
+from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
@@ -246,9 +248,19 @@ def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["tokens_per_s"] == pytest.approx(256 * found["samples_per_s"])
     assert found["seconds_per_step"] == pytest.approx(found["compute_s"] + sum(found["stalls_s"].values()))
     events = json.loads(timeline.read_text())["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert all(event["tid"] > 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
     computed = sum(event["dur"] for event in events if event["ph"] == "X" and rows[event["tid"]] == "compute")
     assert computed == pytest.approx(found["compute_s"] * 1e6)
+
+
+def test_what_begins_before_the_step_is_shown_and_the_start_is_marked(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    reads = Activity(Link.DISK_READ, Operation.FETCH, 0, -0.5, 1.0, 4096)
+    write_timeline(path, [reads, Activity(None, Operation.COMPUTE, 0, 0.0, 2.0, 0)], ["root"])
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"] == [(0.0, 1e6), (0.5e6, 2e6)]
+    assert [event["ts"] for event in events if event["ph"] == "i"] == [0.5e6]
 
 
 def colours_of(path: Path) -> set[str]:
