@@ -25,6 +25,10 @@ FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).pa
 """Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+_LEAST_RATE = 1e6
+"""Of bytes or operations per second. Nothing that computes is slower; what is below was written in GB/s or TFLOP/s."""
+_LEAST_RAM_BYTES = 1 << 20
+"""Likewise, for a size that was written without its unit."""
 _NEVER = 1e-9
 """Bytes per second of a link that is not there; nothing crosses it in a plan for that machine."""
 
@@ -232,9 +236,13 @@ def read(path: Path) -> Node:
             near = difflib.get_close_matches(str(name), FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
             raise ConfigError(f"{path}: there is no field {name!r}; {hint}")
-    for name in FIELDS:
-        if name not in document and name not in _MAY_BE_ABSENT:
-            raise ConfigError(f"{path}: {name} is missing, so nothing can be planned for this machine; add it")
+    missing = [name for name in FIELDS if name not in document and name not in _MAY_BE_ABSENT]
+    if missing:
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} {are} missing, so nothing can be planned for this machine; add {them} (null where "
+            f"there is no such link; the installed {find('a100_40gb_x8')} has all fields)"
+        )
     return _Reader(path, document).node()
 
 
@@ -297,6 +305,10 @@ class _Reader:
             raise ConfigError(f"{self._path}: {error}") from error
         if not size and name not in _MAY_BE_ZERO:
             raise self._wrong(name, "more than 0")
+        if 0 < size < _LEAST_RAM_BYTES:
+            raise ConfigError(
+                f"{self._path}: {name} is {given!r}, which is {size} bytes and holds nothing; write its unit, as in {size}GiB"
+            )
         return size
 
     def _count(self, name: str) -> int:
@@ -316,6 +328,14 @@ class _Reader:
         if not (0 < rate < math.inf):
             null = f" (or null {_MAY_BE_NULL[name]})" if name in _MAY_BE_NULL else ""
             raise self._wrong(name, f"a number above 0{null}", given)
+        if rate < _LEAST_RATE and ("_bytes_per_" in name or "_flops_per_s" in name):
+            unit, prefix, factor = ("operations", "T", "e12") if "flops" in name else ("bytes", "G", "e9")
+            raise self._wrong(
+                name,
+                f"in {unit} per second, and no machine is as slow as {rate:g} of them; write {rate:g}{factor} if you mean "
+                f"{rate:g} {prefix}{'FLOP' if prefix == 'T' else 'B'}/s",
+                given,
+            )
         return rate
 
     def _page_size(self) -> int | None:
@@ -344,4 +364,4 @@ class _Reader:
 
     def _wrong(self, name: str, wanted: str, given: object = dataclasses.MISSING) -> ConfigError:
         shown = self._document.get(name) if given is dataclasses.MISSING else given
-        return ConfigError(f"{self._path}: {name} is {shown!r}; it has to be {wanted}")
+        return ConfigError(f"{self._path}: {name} is {'null' if shown is None else repr(shown)}; it has to be {wanted}")

@@ -56,7 +56,26 @@ def changed(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"host_memory": "left out"}, r"mine\.yaml: host_memory is missing"),
+        (
+            {"host_memory": "left out"},
+            r"mine\.yaml: host_memory is missing, so nothing .* add it \(null .*a100_40gb_x8\.yaml",
+        ),
+        (
+            {"host_memory": "left out", "device": "left out"},
+            r"mine\.yaml: device, host_memory are missing, .* add them",
+        ),
+        (
+            {"host_memory": 128},
+            r"host_memory is 128, which is 128 bytes and holds nothing; write its unit, as in 128GiB",
+        ),
+        (
+            {"host_to_device_bytes_per_s": 32},
+            r"is 32; it has to be in bytes .* as slow as 32 .* 32e9 if you mean 32 GB/s",
+        ),
+        (
+            {"compute_flops_per_s": {"bfloat16": 312}},
+            r"bfloat16 is 312; .* operations .* 312e12 if you mean 312 TFLOP/s",
+        ),
         ({"host_memory": 0}, r"mine\.yaml: host_memory is 0; .* more than 0"),
         ({"host_memory": -5}, r"mine\.yaml: host_memory=-5 is not a size"),
         ({"host_memory": "much"}, r"mine\.yaml: host_memory='much' is not a size"),
@@ -67,17 +86,20 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"ranks_per_node": 0}, r"ranks_per_node is 0; .* from 1 up"),
         ({"ranks_per_node": True}, r"ranks_per_node is True"),
         ({"disk_read_bytes_per_s": -1}, r"disk_read_bytes_per_s is -1; .* above 0 \(or null without a disk\)"),
-        ({"disk_read_bytes_per_s": None}, r"disk_read_bytes_per_s is None; .* disk_memory is"),
-        ({"host_memory_bytes_per_s": None}, r"host_memory_bytes_per_s is None; it has to be a number above 0$"),
+        ({"disk_read_bytes_per_s": None}, r"disk_read_bytes_per_s is null; .* disk_memory is"),
+        ({"host_memory_bytes_per_s": None}, r"host_memory_bytes_per_s is null; it has to be a number above 0$"),
         ({"host_memory_bytes_per_s": "nan"}, r"host_memory_bytes_per_s is 'nan'"),
-        ({"host_to_device_bytes_per_s": None}, r"host_to_device_bytes_per_s is None; .* device is cuda"),
+        ({"host_to_device_bytes_per_s": None}, r"host_to_device_bytes_per_s is null; .* device is cuda"),
         ({"compute_flops_per_s": {}}, r"compute_flops_per_s is \{\}; .* a rate for each dtype"),
         ({"compute_flops_per_s": {"bf16": 1}}, r"unknown dtype 'bf16'; it may have bfloat16"),
         ({"compute_flops_per_s": {"bfloat16": 0}}, r"compute_flops_per_s\.bfloat16 is 0"),
         ({"compute_efficiency": 1.5}, r"compute_efficiency is 1\.5; .* at most 1"),
         ({"page_size": "auto"}, r"page_size is 'auto'; it has to be a number of bytes"),
         ({"page_size": 5000}, r"mine\.yaml: page_size=5000 is 5000 bytes; a page is a multiple of 4096"),
-        ({"attention_flops_per_s": {"bfloat16": 1}}, r"attention_flops_per_s is .* each dtype of compute_flops_per_s"),
+        (
+            {"attention_flops_per_s": {"bfloat16": 1e12}},
+            r"attention_flops_per_s is .* each dtype of compute_flops_per_s",
+        ),
         ({"curved_numel_per_s": 5}, r"curved_numel_per_s is 5; .* a rate for each dtype"),
         ({"unit_s": 0}, r"unit_s is 0; .* above 0 \(or null where it is not known\)"),
         ({"disk_both_bytes_per_s": -1}, r"disk_both_bytes_per_s is -1"),

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from rank_harness import run_ranks
 from rank_models import Tower
 from rank_training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 
 from lightning_ptm.callbacks import (
     GradNormMonitor,
+    HyperParameters,
     MemoryTimeline,
     PageMonitor,
     PageTracer,
     PerfettoTrace,
     PlanPrinter,
     Throughput,
+    ThroughputMonitor,
 )
 from lightning_ptm.callbacks.perfetto_trace import TITLES
 
@@ -85,3 +90,51 @@ def test_two_ranks(tier: str, disk: Path, tmp_path: Path) -> None:
     shown = {"compute", "update", "collective", *(["copy"] if tier == "three_tiers" else [])}
     assert {title for title in TITLES.values() if f'"{title} ' in text} - {"stall"} == shown
     assert "all_gather" in text and "reduce_scatter" in text
+
+
+class InAllLoops(Tower):
+    def test_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validation_step(batch, index)
+
+    def predict_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validation_step(batch, index)
+
+
+def all_loops_watched(folder: Path, root: Path) -> list[str]:
+    """Each rank's own folder: what it has written, and (rank 0) the names of what it has logged."""
+    torch.manual_seed(0)
+    mine = root / os.environ["RANK"]
+    callbacks = [
+        PlanPrinter(),
+        PageTracer(),
+        MemoryTimeline(batch=0),
+        PageMonitor(),
+        PerfettoTrace(start=0, count=1),
+        PerfettoTrace(start=1, count=1),
+        ThroughputMonitor(matrix_flops_per_s=1e9),
+        GradNormMonitor(),
+        HyperParameters(),
+    ]
+    training = Training(InAllLoops, accumulate=2)
+    strategy = make_strategy(folder, "three_tiers", lock_free=True, max_staleness=1)
+    logger = CSVLogger(mine, name="", version="logs")
+    trainer = make_trainer(training, strategy, 2, callbacks=callbacks, logger=logger, log_every_n_steps=1)
+    rows = loader(tokens(training, 2), 2)
+    module = training.build()
+    trainer.validate(module, rows, verbose=False)
+    trainer.fit(module, rows, rows)
+    trainer.test(module, rows, verbose=False)
+    trainer.predict(module, rows)
+    return sorted(path.name for path in mine.rglob("*") if path.is_file())
+
+
+def test_all_loops_with_late_updates(disk: Path, tmp_path: Path) -> None:
+    written, nothing = run_ranks(all_loops_watched, 2, disk, tmp_path)
+    assert nothing == []
+    traces = ["perfetto_trace.json", "perfetto_trace_2.json"]
+    assert written == ["memory_timeline.csv", "memory_timeline.png", "metrics.csv", "page_trace.csv", *traces]
+    with (tmp_path / "0" / "logs" / "metrics.csv").open(newline="") as file:
+        logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
+    for loop in ("", "/validate", "/test", "/predict"):
+        assert {f"links/overlap{loop}", f"memory/host_MB{loop}", f"speed/utilisation{loop}"} <= logged
+    assert {"gradients/norm", "update/staleness_max", "stall/update_s_per_step"} <= logged
