@@ -5,6 +5,7 @@ Owns nothing. Public names of lightning_ptm only.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
@@ -25,8 +26,10 @@ def boards_of(trainer: Trainer) -> list[TensorBoardLogger]:
 
 def folder_of(trainer: Trainer) -> Path:
     """The first logger's folder, or the Trainer's root folder; made if need be. Rank 0 only."""
-    named = next((logger.log_dir for logger in trainer.loggers if getattr(logger, "log_dir", None)), None)
-    folder = Path(named or trainer.default_root_dir)
+    # Lightning's DummyLogger (fast_dev_run, the Tuner) answers to any name, with a method.
+    named = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+    found = next((each for each in named if isinstance(each, (str, os.PathLike)) and each), None)
+    folder = Path(found or trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

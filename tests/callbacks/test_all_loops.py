@@ -148,6 +148,16 @@ def test_without_a_logger_files_go_to_the_root_folder(strategy_at, board_trainer
     assert names(tmp_path / "root") == FILES
 
 
+def test_a_run_that_only_tries(strategy_at, board_trainer, model, data, tmp_path) -> None:
+    """fast_dev_run has a logger that answers to everything and logs nothing."""
+    trainer = board_trainer(
+        strategy_at("three_tiers"), everything(), default_root_dir=tmp_path / "root", fast_dev_run=3
+    )
+    trainer.fit(model, data, data)
+    trainer.predict(model, data)
+    assert names(tmp_path / "root") == FILES
+
+
 def test_two_of_a_kind_keep_out_of_each_others_way(strategy_at, board_trainer, model, data, board, tmp_path) -> None:
     callbacks = [
         MemoryTimeline(batch=1),

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ptm.callbacks import Throughput
+from lightning_ptm import ConfigError
+from lightning_ptm.callbacks import Throughput, ThroughputMonitor
 from lightning_ptm.callbacks.throughput import _first_tensor, measured_matrix_flops_per_s
 
 
@@ -55,6 +56,60 @@ def test_samples_and_utilisation(strategy_at, board_trainer, model, data, board)
     assert tokens == pytest.approx(64 * samples, rel=1e-5)  # rows of 64 elements
     assert flops == pytest.approx(6 * parameters * tokens / 1e12, rel=1e-5)
     assert share == pytest.approx(flops * 1e12 / 1e9, rel=1e-5)
+
+
+def test_utilisation_needs_no_arguments(strategy_at, board_trainer, model, data, board) -> None:
+    monitor = ThroughputMonitor()
+    trainer = board_trainer(strategy_at("ram"), [monitor])
+    trainer.fit(model, data)
+    measured = monitor._rate
+    trainer.test(model, data, verbose=False)
+    assert measured is not None and monitor._rate == measured  # once is enough
+    for loop, operations in (("", 6), ("/test", 2)):
+        tokens, share = (board().Scalars(f"speed/{name}{loop}")[-1].value for name in ("tokens_per_s", "utilisation"))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert share == pytest.approx(operations * parameters * tokens / measured, rel=1e-5)
+
+
+def hardware(folder: Path, text: str) -> str:
+    path = folder / "my.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_rate_of_a_hardware_file_is_that_of_the_precision(
+    strategy_at, board_trainer, model, data, tmp_path
+) -> None:
+    path = hardware(tmp_path, "compute_flops_per_s:\n  bfloat16: 4e12\n  float32: 1.0e+12\n")
+    for precision, rate in (("bf16-mixed", 4e12), ("32-true", 1e12)):
+        monitor = Throughput(matrix_flops_per_s=path)
+        board_trainer(strategy_at("ram"), [monitor], precision=precision, max_steps=1).fit(model, data)
+        assert monitor._rate == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("device: cpu", r"my\.yaml has no number compute_flops_per_s: bfloat16"),
+        ("- 1", r"my\.yaml has no number compute_flops_per_s: bfloat16"),
+        (
+            "compute_flops_per_s: {float32: 1}",
+            r"has no number compute_flops_per_s: bfloat16, in which this run computes",
+        ),
+        ("compute_flops_per_s: {bfloat16: much}", r"has no number compute_flops_per_s: bfloat16"),
+        ("compute_flops_per_s: {bfloat16: -1}", r"bfloat16: -1\.0, and utilisation is a share of it; give one above 0"),
+    ],
+)
+def test_a_hardware_file_without_the_rate_is_refused(
+    strategy_at, board_trainer, model, data, tmp_path, text, words
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        board_trainer(strategy_at("ram"), [Throughput(matrix_flops_per_s=hardware(tmp_path, text))]).fit(model, data)
+
+
+def test_a_hardware_file_that_is_not_there_is_refused(strategy_at, board_trainer, model, data) -> None:
+    with pytest.raises(ConfigError, match=r"matrix_flops_per_s='nowhere\.yaml' is no hardware file .* probe"):
+        board_trainer(strategy_at("ram"), [Throughput(matrix_flops_per_s="nowhere.yaml")]).fit(model, data)
 
 
 def test_the_measured_rate_is_that_of_a_product() -> None:
