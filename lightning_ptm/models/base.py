@@ -132,8 +132,8 @@ class LanguageModel(LightningModule):
         if isinstance(length, int) and self.longest is not None and length > self.longest:
             raise ConfigError(
                 f"{other} gives sequences of {length} tokens and {name} reads {self.longest} at most, so there is no "
-                f"position for the others; raise the model's sequence_length or lower the data's (--model.init_args.sequence_length, "
-                f"--data.init_args.sequence_length)"
+                f"position for the others; raise the model's sequence_length or lower the data's "
+                f"(--model.init_args.sequence_length, --data.init_args.sequence_length)"
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from lightning_ptm.cli import main
 from lightning_ptm.commands.params import Count, count
+from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT, T5MoE
 
@@ -68,6 +69,18 @@ def test_a_row_of_table_4_has_the_papers_dimensions(name: str) -> None:
     inner = arguments.get("feed_forward_width", 4 * arguments["width"])
     row = (arguments["layers"], arguments["heads"], arguments["width"], inner, arguments.get("experts"))
     assert row == TABLE_4[name]
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_the_config_says_what_it_comes_to(name: str) -> None:
+    """In its first lines: parameters, how far they are from the row's name where that is far, and bytes."""
+    said = (CONFIGS / f"{name}.yaml").read_text().split("seed_everything")[0]
+    found = counted(name)
+    size = f"{found.numel / 1e12:.4g}T" if found.numel > 1e12 else f"{found.numel / 1e9:.2f}B"
+    odd = f", {found.numel / 1e6 / NAMED[name]:.2f} of what its name says" if name in EXCEPTIONS else ""
+    assert f"It comes to {size} parameters{odd}." in said
+    assert f"Model states take {format_bytes(found.states.total)}," in said
+    assert f"params {name} " in said
 
 
 def test_parts_and_states_of_a_trillion_parameters() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptm.models.moe import MixtureOfExperts, dispatch
 
@@ -173,12 +175,59 @@ def test_dispatch(data: st.DataObject, choices: int, experts: int, capacity: int
     assert plan.load.tolist() == torch.bincount(chosen.flatten(), minlength=experts).tolist()
 
 
-def test_memory_of_dispatch_grows_with_tokens_alone() -> None:
-    """Nothing in it has a size of tokens times experts times capacity: twice the experts, as many elements."""
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to compute, and the elements that come of it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        self.elements += sum(value.numel() for value in made if isinstance(value, Tensor))
+        return out
+
+
+def trained(tokens: int, experts: int, **changes: object) -> Operations:
+    """A forward and a backward pass whose tokens fall on all experts in turn."""
+    made = MixtureOfExperts(
+        experts,
+        8,
+        experts=experts,
+        **{"choices": 1, "capacity_factor": 1.0, "eval_capacity_factor": 1.0} | changes,  # type: ignore[arg-type]
+        jitter=0.01,
+        gated=False,
+        dropout=0.0,
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(0.1)
+        made.router.weight.copy_(torch.eye(experts))
+    x = (4 * torch.eye(experts)).repeat(tokens // experts, 1).requires_grad_()
+    with Operations() as operations:
+        out, routing = made(x)
+        (out.sum() + routing.balance_loss).backward()
+    assert routing.load.count_nonzero() >= experts / 2
+    return operations
+
+
+@pytest.mark.parametrize("settings", [{}, {"capacity_factor": 0.5}, {"choices": 2}])
+def test_work_does_not_loop_over_tokens_and_memory_is_linear_in_them(settings: dict[str, object]) -> None:
+    """As many operations for 16 times the tokens; and as many more elements for each further 512 tokens."""
+    few, twice, thrice, many = (trained(count, 8, **settings) for count in (512, 1024, 1536, 8192))
+    assert few.count == twice.count == many.count
+    assert twice.elements - few.elements == thrice.elements - twice.elements
+    assert many.elements - few.elements == 15 * (twice.elements - few.elements)
+
+
+def test_memory_of_dispatch_grows_with_tokens_and_not_with_tokens_times_experts() -> None:
     def elements(experts: int) -> int:
         chosen = (torch.arange(4096) * 7 % experts).view(1, -1)
-        plan = dispatch(chosen, experts, 4096 // experts)
-        return plan.rows.numel() + plan.choices.numel() + plan.slots.numel()
+        with Operations() as operations:
+            plan = dispatch(chosen, experts, 4096 // experts)
+        assert plan.rows.numel() + plan.choices.numel() + plan.slots.numel() == 3 * 4096
+        return operations.elements
 
-    assert elements(8) == elements(512) == 3 * 4096
+    assert elements(512) - elements(8) <= 2 * 512  # their loads
