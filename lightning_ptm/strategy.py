@@ -51,7 +51,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
 from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom, planned_bytes, rooms, states_at_home
@@ -340,6 +340,24 @@ class AngelPTMStrategy(ParallelStrategy):
         with self.engine.iteration(Mode.FORWARD):
             return super().predict_step(*args, **kwargs)
 
+    # After evaluation ranks may have had different numbers of batches, and Lightning's next collective is not called here.
+
+    @override
+    def on_validation_end(self) -> None:
+        self._evaluation_has_ended()
+
+    @override
+    def on_test_end(self) -> None:
+        self._evaluation_has_ended()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation_has_ended()
+
+    def _evaluation_has_ended(self) -> None:
+        if not self._is_alone():
+            self._meet(Together.END_OF_EVALUATION)
+
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -622,9 +640,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._settle()
         return bool(self._unsaved) or not _distributed_is_initialized()
 
-    def _meet(self) -> None:
+    def _meet(self, what: Together = Together.COLLECTIVE) -> None:
         if self._engine is not None:
-            self._engine.meet()
+            self._engine.meet(what)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -651,6 +669,13 @@ class AngelPTMStrategy(ParallelStrategy):
             self._meet()
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._is_alone():
+            return tensor
+        self._meet()
+        return super().all_gather(tensor, group, sync_grads)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ whatever failed before.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Agreement, Boundary, Communicator, Teams
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
@@ -53,8 +54,32 @@ from lightning_ptm.update import LossScale, Updater
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
 
-_AFTER_STEP = 2 * _STEP_ENDS - 1
-"""Position of what is done by hand between iterations: weights read or edited, a checkpoint."""
+_ALL_TOGETHER = 1 << 62
+"""Position of what all ranks do at once, whatever the iterations that each of them has had before."""
+
+_TRACES = 1
+"""Flag of a boundary: the iteration is to be traced."""
+
+
+class Together(enum.IntEnum):
+    """What ranks do all at once; a flag of the boundary at which they wait for each other."""
+
+    COLLECTIVE = 2
+    TRAINING_STEP = 4
+    BY_HAND = 8
+    END_OF_EVALUATION = 16
+
+    def __str__(self) -> str:
+        return _DOING[self]
+
+
+_DOING = {
+    Together.COLLECTIVE: "is in a collective (a barrier, a reduction)",
+    Together.TRAINING_STEP: "begins a training step",
+    Together.BY_HAND: "reads, edits or saves weights",
+    Together.END_OF_EVALUATION: "has ended its evaluation",
+}
+_ANY_TOGETHER = sum(Together)
 
 _REASON_CHARACTERS = 500
 """Of an error's text, what other ranks are told."""
@@ -103,6 +128,8 @@ class Engine:
         self._optimizers = tuple(optimizers)
         self._closed = False
         self._iteration = 0
+        self._since = 0
+        """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
         self._backwards = 0
         self._inside = False
         self._of_the_loss = False
@@ -300,6 +327,7 @@ class Engine:
         """
         self._check_open()
         self._iteration += 1
+        self._since += 1
         self._backwards = 0
         for store in self.stores:
             for flat in store.flats:
@@ -311,12 +339,17 @@ class Engine:
         if self._heap is not None:
             self._heap.between_steps()
         self.updates.begin_iteration(training=mode is Mode.TRAIN)
-        # All ranks are here at once, so they may end the iteration before, and plan anew, together (executor I3).
-        trace = self.executor.wants_trace(mode)
         if mode is Mode.TRAIN and self._read_ahead:
             # Behind the forward: what the first updates of the backward will need.
             self.updater.prefetch(self._read_ahead)
-        self.executor.begin(mode, trace=bool(self._reach(0, flag=trace)))
+        trace = _TRACES if self.executor.wants_trace(mode) else 0
+        if mode is Mode.TRAIN:
+            seen, together = self._come_together(Together.TRAINING_STEP, trace), True
+        else:
+            seen = self._reach(0, trace)
+            together = not seen & _ANY_TOGETHER  # else some ranks have no such batch any more
+        # All ranks that are here end the iteration before, and plan anew, together (executor I3).
+        self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
         self._forward_root()
         self._inside = True
@@ -413,17 +446,38 @@ class Engine:
         else:
             self.reduction.take_part(decision)
 
-    def meet(self) -> None:
-        """Before a collective that is none of ours, on all ranks: in an iteration, another rank may still gather a unit that
-        this one has, since ranks with different experts have different plans."""
-        if self._inside and self.blueprint.experts is not None:
-            self._reach(_STEP_ENDS - 1)
+    def meet(self, what: Together = Together.COLLECTIVE) -> None:
+        """Before a collective that is none of ours, on all ranks: others may still gather units, in this iteration (ranks
+        with different experts have different plans) or in batches that this rank has not."""
+        if not self.failed:
+            self._come_together(what)
 
-    def _reach(self, position: int, *, flag: bool = False) -> int:
-        """Waits for the other ranks at a point of this iteration; returns whether any came with `flag`."""
+    def _come_together(self, what: Together, trace: int = 0) -> int:
+        """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
+
+        Raises:
+            RankError: other ranks have come for something else.
+        """
         if self._agreement is None:
-            return int(flag)
-        return self._agreement.reach(Boundary(self._iteration * 2 * _STEP_ENDS + position, int(flag)))
+            return trace
+        seen = self._agreement.reach(Boundary(_ALL_TOGETHER, what | trace))
+        self._since = 0
+        self._check_nobody_else(seen, what, str(what))
+        return seen
+
+    def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
+        others = [each for each in Together if seen & each & ~mine]
+        if others:
+            raise RankError(
+                f"rank {self.communicator.rank} {doing} and another rank {others[0]}, so they would wait for each other for "
+                f"ever; call collectives on all ranks, as often, and give all of them as many training batches"
+            )
+
+    def _reach(self, position: int, flags: int = 0) -> int:
+        """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
+        if self._agreement is None:
+            return flags
+        return self._agreement.reach(Boundary(self._since * 2 * _STEP_ENDS + position, flags))
 
     # -- optimizer step -----------------------------------------------------------------------------------------------
 
@@ -455,7 +509,7 @@ class Engine:
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
-        self._reach(position)
+        self._check_nobody_else(self._reach(position), 0, "is in an optimizer step")
         self.reduction.collect_postponed()
         if self.blueprint.experts is not None:
             self._reach(position)  # others may have more experts to reduce: what follows may be collective
@@ -509,7 +563,7 @@ class Engine:
     def drain(self) -> None:
         """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective."""
         self.updates.finish_all()
-        self._reach(_AFTER_STEP)
+        self._come_together(Together.BY_HAND)
 
     def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""

@@ -5,7 +5,8 @@ Owns the logical clock and which units hold device pages. It has no policy but o
 farthest away (Belady). Never wrong, only slower; the next iteration is then planned anew from its trace.
 
 I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
-I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`.
+I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
+    tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
 I4: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
     somebody expects or calls them, and are the first to be given up.
 """
@@ -122,6 +123,7 @@ class Executor:
         self._tracing = False
         self._plans: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
+        self._to_plan: list[tuple[Mode, Trace]] = []
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._called: set[int] = set()
         self._expected: deque[int] = deque()
@@ -170,9 +172,11 @@ class Executor:
         traced = None if self._mode is None else self._traced.get(self._mode)
         return self._repeating and traced is not None and self._tick == len(traced.ticks)
 
-    def begin(self, mode: Mode, *, trace: bool) -> None:
+    def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
         """An iteration starts. The one before, if open, ends here."""
-        self.end()
+        if together:
+            self._plan_anew()
+        self.end(together=together)
         self._mode = mode
         self._tick = 0
         self._following = mode in self._plans
@@ -182,7 +186,7 @@ class Executor:
         if self._tracing:
             self._tracer.start()
 
-    def end(self) -> None:
+    def end(self, *, together: bool = True) -> None:
         """The iteration is over: run the plan's last tasks and learn from the trace."""
         if self._mode is None:
             return
@@ -200,12 +204,20 @@ class Executor:
             if mode is Mode.FORWARD:
                 trace = one_pass(trace)
             self._traced[mode] = trace
+            self._to_plan.append((mode, trace))
+            if together:
+                self._plan_anew()
+        elif not followed and not repeated:
+            self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
+
+    def _plan_anew(self) -> None:
+        """Collective: makes the plans for what was traced."""
+        to_plan, self._to_plan = self._to_plan, []
+        for mode, trace in to_plan:
             made = self._replan(mode, trace)
             if made is not None:
                 self._plans[mode] = made
                 self.replans += 1
-        elif not followed and not repeated:
-            self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
 
     def abandon(self) -> None:
         """The iteration failed: forget it, and let go of what its calls held."""
