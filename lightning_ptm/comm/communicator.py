@@ -92,8 +92,12 @@ class Communicator(Protocol):
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
-        """Sum over ranks of `full` (padded_numel,), over `mean_over` -> this rank's pieces in `shard` (shard_numel,)."""
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
+        """Sum over ranks of `full` (padded_numel,), over `mean_over` -> this rank's pieces in `shard` (shard_numel,).
+
+        Args:
+            divided_by: `full` has been divided by this already.
+        """
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The first `sent[0]` of `rows` (n, ...) to rank 0, and so on; returns the rows of rank 0, rank 1..., of which
@@ -136,7 +140,7 @@ class SoloCommunicator:
             full.copy_(shard)
         return Work()
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
         if shard.data_ptr() != full.data_ptr():
             shard.copy_(full)
         return Work()
@@ -265,7 +269,7 @@ class ProcessGroupCommunicator:
             handles = self._issue(start)
         return Work(handles, [shard, full], self._join, self._guard, told)
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
         if self._device.type == "cuda":
 
             def start() -> list[Any]:
@@ -276,16 +280,16 @@ class ProcessGroupCommunicator:
 
             def finish() -> None:
                 self._join()
-                if self.mean_over != self.world_size:
-                    shard.mul_(self.world_size / self.mean_over)
+                if self.mean_over != self.world_size * divided_by:
+                    shard.mul_(self.world_size * divided_by / self.mean_over)
 
             told = self._told("reduce_scatter", full)
             with self._on_stream():
                 handles = self._issue(start)
             return Work(handles, [full, shard], finish, self._guard, told)
-        return self._exchange_and_add(full, shard, flat)
+        return self._exchange_and_add(full, shard, flat, divided_by)
 
-    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout) -> Work:
+    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int) -> Work:
         # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
         # once, and we add in fp32, in rank order (I3).
         received = torch.empty_like(full)
@@ -303,7 +307,7 @@ class ProcessGroupCommunicator:
                 total = parts[0].to(torch.promote_types(piece.dtype, torch.float32), copy=True)
                 for rank in range(1, self.world_size):
                     total.add_(parts[rank])
-                piece.copy_(total.div_(self.mean_over))
+                piece.copy_(total.div_(self.mean_over / divided_by))
 
         told = self._told("reduce_scatter", full)
         return Work(self._issue(start), [full, received, shard], add, self._guard, told)

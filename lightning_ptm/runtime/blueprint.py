@@ -346,7 +346,8 @@ def _units(request: Request, world_size: int) -> tuple[tuple[Unit, ...], Divided
     split = ExpertSplit(world_size, size)
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts)
-    return units, divide(request.module, units, split)
+    scaled_to_overflow = request.mixed and request.compute is torch.float16
+    return units, divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
 
 
 def _without_units(trace: Trace, units: Collection[int]) -> Trace:

@@ -83,17 +83,23 @@ class DividedExperts:
         layers: modules with experts, with their names.
         units: by layer and expert, the units that an expert consists of, its own first.
         members: by unit the member of a group that holds it; other units are everybody's.
+        gradient_divisor: of gradients while experts compute them, where tokens of several ranks add up in 16 bits.
     """
 
     split: ExpertSplit
     layers: tuple[tuple[str, nn.Module], ...]
     units: tuple[tuple[tuple[int, ...], ...], ...]
     members: Mapping[int, int]
+    gradient_divisor: int = 1
 
     def absent(self, rank: int) -> frozenset[int]:
         """Units that a rank does not hold."""
         ours = self.split.member(rank)
         return frozenset(unit for unit, member in self.members.items() if member != ours)
+
+    def divisor(self, unit: int) -> int:
+        """What gradients of a unit are over before they are reduced."""
+        return self.gradient_divisor if unit in self.members else 1
 
     def source(self, unit: int) -> int | None:
         """The first rank that holds a unit; None for one that all ranks hold."""
@@ -145,8 +151,13 @@ def experts_of(layer: nn.Module) -> nn.ModuleList:
     return experts
 
 
-def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> DividedExperts:
+def divide(
+    root: nn.Module, units: Sequence[Unit], split: ExpertSplit, *, scaled_to_overflow: bool = False
+) -> DividedExperts:
     """Finds the experts among the units.
+
+    Args:
+        scaled_to_overflow: gradients are 16-bit numbers that a dynamic loss scale keeps just below their largest value.
 
     Raises:
         ConfigError: there are none, or some cannot be divided.
@@ -206,7 +217,11 @@ def divide(root: nn.Module, units: Sequence[Unit], split: ExpertSplit) -> Divide
         tuple(tuple(consists_of[_title(name, index)]) for index in range(len(experts_of(layer))))
         for name, layer in layers
     )
-    return DividedExperts(split, layers, by_layer, members)
+    # An expert's gradient is a sum over its group's tokens and would overflow before the gradients of others, which are of
+    # one rank's tokens. Without a loss scale, small gradients are nearer to being lost than large ones to overflow. A power
+    # of two costs no bits.
+    divisor = 1 << (split.size - 1).bit_length() if scaled_to_overflow else 1
+    return DividedExperts(split, layers, by_layer, members, divisor)
 
 
 def _title(layer: str, expert: int) -> str:
@@ -261,6 +276,20 @@ class _Reorder(torch.autograd.Function):
         return gradient.index_select(0, places), None, None
 
 
+class _GradientTimes(torch.autograd.Function):
+    """The same rows. Their gradients are multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
 class ExpertGroup:
     """What a layer finds in `expert_group`: its experts, wherever in the group they are.
 
@@ -269,6 +298,7 @@ class ExpertGroup:
         agreement: ranks agree on each exchange through it.
         units: by expert of the layer.
         expect: is told which units will be called next, in order.
+        gradient_divisor: experts compute gradients over this number.
     """
 
     def __init__(
@@ -280,6 +310,7 @@ class ExpertGroup:
         expect: Callable[[Sequence[int]], None],
         stats: TokenStats,
         clock: Iterator[int],
+        gradient_divisor: int,
     ) -> None:
         self._place = place
         self._communicator = ranks.group
@@ -290,6 +321,7 @@ class ExpertGroup:
         self._first = sum(self._counts[: ranks.group.rank])
         self._stats = stats
         self._clock = clock
+        self._gradient_divisor = gradient_divisor
 
     @torch.compiler.disable
     def compute(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
@@ -323,9 +355,9 @@ class ExpertGroup:
         called = [unit for index, count in enumerate(per_expert) if count for unit in self._units[first + index]]
         self._expect(called)
         order, places = _by_expert(table, rows.device)
-        here = _Reorder.apply(came, order, places)
+        here = self._gradient_times(self._gradient_divisor, _Reorder.apply(came, order, places))
         others = (len(counts) - first - own) * [0]
-        results = call(here, [0] * first + per_expert + others)
+        results = self._gradient_times(1 / self._gradient_divisor, call(here, [0] * first + per_expert + others))
         if results.shape != here.shape:
             raise UsageError(
                 f"experts gave results of shape {tuple(results.shape)} for rows of shape {tuple(here.shape)}, and results "
@@ -334,6 +366,12 @@ class ExpertGroup:
         # Ranks whose experts had no rows, and so no dtype to go by, send the same.
         results = _Reorder.apply(results.to(_result_dtype(rows)), places, order)
         out: Tensor = _Exchange.apply(results, anchor, self, 1, received, sent)
+        return out
+
+    def _gradient_times(self, factor: float, rows: Tensor) -> Tensor:
+        if factor == 1:
+            return rows
+        out: Tensor = _GradientTimes.apply(rows, factor)
         return out
 
     def move(self, step: int, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -389,7 +427,8 @@ class ExpertGroups:
         self._layers = [layer for _, layer in divided.layers]
         clock = itertools.count()
         for place, layer in enumerate(self._layers):
-            group = ExpertGroup(place, ranks, agreement, divided.units[place], expect, self.stats, clock)
+            units, divisor = divided.units[place], divided.gradient_divisor
+            group = ExpertGroup(place, ranks, agreement, units, expect, self.stats, clock, divisor)
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class FlatGradient:
         home: tier of the gradient pages.
         passing: the pages are taken when gradients come and given back when the update has used them.
         supply: where pages come from that are given away with the gradient (`detach`, `duplicate`).
+        divided_by: what autograd's gradients are over; the reduced ones are not.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class FlatGradient:
         *,
         passing: bool,
         supply: GradientPages | None = None,
+        divided_by: int = 1,
     ) -> None:
+        self._divided_by = divided_by
         self._passing = passing
         self._supply = supply
         self.store = store
@@ -131,11 +134,11 @@ class FlatGradient:
         self._present = [a or b for a, b in zip(self._present, present, strict=True)]
         if layout.world_size == 1:
             if self._communicator.mean_over > 1:  # this rank's expert; other ranks' tokens are in its gradient already
-                full.tensor().div_(self._communicator.mean_over)
+                full.tensor().div_(self._communicator.mean_over / self._divided_by)
             self._add(full, other)
             return
         assert other is not None
-        work = self._communicator.reduce_scatter(full.tensor(), other.tensor(), layout)
+        work = self._communicator.reduce_scatter(full.tensor(), other.tensor(), layout, self._divided_by)
         self._arriving = _Arriving(work, full, other)
 
     def _take(self, what: str, numel: int) -> PagedTensor:

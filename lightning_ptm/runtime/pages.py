@@ -97,7 +97,13 @@ class Pages:
             )
             passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
             gradient = FlatGradient(
-                flat, gradient_home, self._allocator, communicator, passing=passing, supply=self.gradient_pages
+                flat,
+                gradient_home,
+                self._allocator,
+                communicator,
+                passing=passing,
+                supply=self.gradient_pages,
+                divided_by=1 if drawn.experts is None else drawn.experts.divisor(unit),
             )
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)

@@ -142,6 +142,8 @@ def parts_of_four() -> None:
     shard = torch.empty(flat.shard_numel)
     holders.reduce_scatter(fulls[rank].clone(), shard, flat).wait()
     assert torch.equal(shard, shard_of((fulls[rank % 2] + fulls[rank % 2 + 2]) / 4, flat, holders.rank))
+    holders.reduce_scatter(fulls[rank] / 8, shard, flat, 8).wait()
+    assert torch.equal(shard, shard_of((fulls[rank % 2] + fulls[rank % 2 + 2]) / 4, flat, holders.rank))
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
         for sent in ([[2, 3], [0, 1]], [[0, 0], [4, 0]], [[0, 0], [0, 0]]):  # by sender, to each receiver

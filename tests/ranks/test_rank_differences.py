@@ -16,6 +16,7 @@ import torch
 from rank_harness import run_ranks
 from rank_models import (
     BonusOnOneRank,
+    ByHand,
     MomentumTower,
     NobodyUsesABlock,
     NothingOnAnyRank,
@@ -39,6 +40,7 @@ from rank_training import (
     tokens,
 )
 
+from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.terms import Phase
 
@@ -128,6 +130,28 @@ def test_three_ranks(build: Any, disk: Path) -> None:
     for rank, ours in enumerate(several):
         torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
         ours.assert_same_weights(several[0])
+
+
+class StepsInside(ByHand):
+    """Where gradients wait to be reduced."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        loss = self.loss(batch, self.trainer.global_rank, index)
+        assert loss is not None
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]
+
+
+def refused(training: Training, folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        fit(training, 2, folder, "masters_on_disk", reduce_gradients="each_step")
+    return str(caught.value)
+
+
+def test_a_step_where_gradients_wait_to_be_reduced_is_an_error_of_all(disk: Path) -> None:
+    for text in run_ranks(refused, 2, Training(StepsInside, batches=1), disk):
+        assert text.startswith("a step, clipping or gradient_norm inside `block_backward_sync`")
 
 
 class ReadEveryBatch(L.Callback):
