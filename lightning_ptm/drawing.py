@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Told apart by eyes of any kind, in print too: after Okabe and Ito.
 BLUE, SKY, GREEN, ORANGE, PURPLE, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#f0e442"
+VERMILION = "#d55e00"
 FREE = "#e4e7ea"
 OVER = "#d00000"
 _INK, _DIM, _GRID = "#1b1f24", "#5c6670", "#d5d9dd"

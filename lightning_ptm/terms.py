@@ -67,3 +67,5 @@ class Operation(enum.Enum):
     REDUCE = "reduce"
     OFFLOAD = "offload"
     UPDATE = "update"
+    EXCHANGE = "exchange"
+    """Tokens to experts of other ranks, or back; in no plan, for it follows the batch."""

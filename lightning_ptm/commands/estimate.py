@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
 
@@ -45,6 +46,7 @@ class Work:
         moved_bytes: that operations but attention read and write.
         saved_bytes: what autograd keeps of it until its backward.
         input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
+        row_bytes: of an expert that ranks divide, of all rows that come to it.
     """
 
     flops: int = 0
@@ -53,6 +55,7 @@ class Work:
     attention_flops: int = 0
     curved_numel: int = 0
     moved_bytes: int = 0
+    row_bytes: int = 0
 
 
 def example_batch(data: LightningDataModule) -> Any:
@@ -100,17 +103,61 @@ def token_count(batch: Any) -> int | None:
     return first.numel() if first is not None and tokens else None
 
 
-def estimate(model: LightningModule, units: Sequence[Unit], batch: Any, dtype: torch.dtype) -> tuple[Work, ...]:
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What is looked up in a model of many modules once, for batches of any size.
+
+    Attributes:
+        position: of units, by the id of their module.
+        storages: of parameters.
+        mixtures: modules whose routing depends on values.
+    """
+
+    position: dict[int, int]
+    storages: frozenset[int]
+    mixtures: tuple[MixtureOfExperts, ...]
+
+
+def anatomy(model: nn.Module, units: Sequence[Unit]) -> Anatomy:
+    """Looks it up, and puts the model into training mode."""
+    model.train()
+    return Anatomy(
+        {id(unit.module): unit.index for unit in units},
+        frozenset(parameter.untyped_storage()._cdata for parameter in model.parameters()),
+        tuple(module for module in model.modules() if isinstance(module, MixtureOfExperts)),
+    )
+
+
+def estimate(
+    model: LightningModule,
+    units: Sequence[Unit],
+    batch: Any,
+    dtype: torch.dtype,
+    experts: DividedExperts | None = None,
+    rank: int = 0,
+    known: Anatomy | None = None,
+) -> tuple[Work, ...]:
     """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
 
+    Args:
+        experts: that ranks divide: those of `rank` compute the tokens of its whole group, others nothing.
+        known: the model's anatomy, where somebody has it.
+
     Raises:
-        ConfigError: the model cannot compute on the meta device.
+        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers whose routing is not
+            known.
     """
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
     )
-    counter = _Counter(model, units)
-    model.train()
+    for name, layer in experts.layers if experts is not None else ():
+        if not isinstance(layer, MixtureOfExperts):
+            raise ConfigError(
+                f"{name} ({type(layer).__name__}) divides its experts over ranks, and how many tokens it sends to each is "
+                f"known of lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
+                f"expert_parallel_size=1, or use a MixtureOfExperts"
+            )
+    counter = _Counter(known or anatomy(model, units), units, experts, rank)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
@@ -124,7 +171,12 @@ def estimate(model: LightningModule, units: Sequence[Unit], batch: Any, dtype: t
 
 
 def activation_bytes(
-    works: Sequence[Work], recomputed: frozenset[int], trace: Trace, *, to_host: bool = False
+    works: Sequence[Work],
+    recomputed: frozenset[int],
+    trace: Trace,
+    *,
+    to_host: bool = False,
+    around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Bytes beside pages, on the device, at the worst moment of each tick of a training trace.
 
@@ -134,37 +186,58 @@ def activation_bytes(
     Args:
         to_host: what units keep waits in RAM (`activations="host"`): beside the unit that computes, the device holds what
             the one before it keeps, which leaves behind a forward and comes back ahead of a backward.
+        around: by unit, the recomputed unit that it is a part of, with which it is recomputed: all of that is there at once.
     """
-    kept = _kept_bytes(works, recomputed)
+    around = around or {}
+    kept = _kept_bytes(works, recomputed, around)
+    again = [work.saved_bytes if index in recomputed else 0 for index, work in enumerate(works)]
+    for unit, outer in around.items():
+        again[outer] += works[unit].saved_bytes
     held, found = list[int](), []
+    is_held = [False] * len(works)
+    held_bytes = 0
     for tick in trace.ticks:
         work = works[tick.unit]
         # In a backward this unit is among those that are held.
-        others = [unit for unit in held if unit != 0]
-        if to_host and tick.phase is Phase.FORWARD:
-            others = others[-1:]
-        elif to_host:
-            others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
-        before = sum(kept[unit] for unit in others) + (kept[0] if 0 in held else 0)
+        before = held_bytes
+        if to_host:
+            others = [unit for unit in held if unit != 0]
+            if tick.phase is Phase.FORWARD:
+                others = others[-1:]
+            else:
+                others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
+            before = sum(kept[unit] for unit in others) + (kept[0] if is_held[0] else 0)
         if tick.phase is Phase.FORWARD:
             found.append(before + max(kept[tick.unit], work.saved_bytes))
-            if tick.unit not in held:
+            if not is_held[tick.unit]:
                 held.append(tick.unit)
+                is_held[tick.unit] = True
+                held_bytes += kept[tick.unit]
         else:
-            own = work.saved_bytes if tick.unit in recomputed else 0
-            found.append(before + own + 2 * work.input_bytes)
-            if tick.unit in held:
-                held.remove(tick.unit)
+            found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes)
+            if is_held[tick.unit]:
+                # Most often the last one.
+                if held[-1] == tick.unit:
+                    held.pop()
+                else:
+                    held.remove(tick.unit)
+                is_held[tick.unit] = False
+                held_bytes -= kept[tick.unit]
     return tuple(found)
 
 
-def host_activation_bytes(works: Sequence[Work], recomputed: frozenset[int]) -> int:
+def host_activation_bytes(
+    works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int] | None = None
+) -> int:
     """Bytes that go to RAM in a forward, wait there, and come back in the backward (`activations="host"`)."""
-    return sum(_kept_bytes(works, recomputed)[1:])
+    return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 
-def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int]) -> list[int]:
-    return [work.input_bytes if index in recomputed else work.saved_bytes for index, work in enumerate(works)]
+def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:
+    return [
+        0 if index in around else work.input_bytes if index in recomputed else work.saved_bytes
+        for index, work in enumerate(works)
+    ]
 
 
 def forwards(phase: Phase, *, recomputed: bool) -> int:
@@ -175,12 +248,16 @@ def forwards(phase: Phase, *, recomputed: bool) -> int:
 class _Counter:
     """One forward: whose turn it is, and what was seen."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, known: Anatomy, units: Sequence[Unit], experts: DividedExperts | None = None, rank: int = 0
+    ) -> None:
         # Configuration.
-        self._model = model
+        self._known = known
         self._units = units
-        self._position = {id(unit.module): unit.index for unit in units}
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._experts = experts
+        self._absent = experts.absent(rank) if experts is not None else frozenset[int]()
+        self._position = known.position
+        self._parameters = known.storages
         # State.
         self._inside = [0]
         self._flops = [0] * len(units)
@@ -189,6 +266,7 @@ class _Counter:
         self._moved = [0] * len(units)
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
+        self._rows = [0] * len(units)
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
         self._like: dict[int, int] = {}
@@ -197,27 +275,29 @@ class _Counter:
     def works(self) -> tuple[Work, ...]:
         sources = [self._like.get(index, index) for index in range(len(self._units))]
         return tuple(
-            Work(
+            Work()
+            if index in self._absent
+            else Work(
                 flops=self._flops[at],
                 saved_bytes=self._saved[at],
                 input_bytes=self._inputs[at],
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
+                row_bytes=self._rows[index],
             )
-            for at in sources
+            for index, at in enumerate(sources)
         )
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         handles, changed = [], []
         try:
-            for module in self._model.modules():
-                if isinstance(module, MixtureOfExperts):
-                    module.forward = self._even(module)  # type: ignore[assignment,method-assign]
-                    changed.append(module)
+            for module in self._known.mixtures:
+                module.forward = self._even(module)  # type: ignore[assignment,method-assign]
+                changed.append(module)
             for unit in self._units[1:]:
-                if unit.index in self._like:
+                if unit.index in self._like or unit.index in self._absent:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
@@ -267,7 +347,14 @@ class _Counter:
 
     def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
         """Stands in for a mixture whose routing depends on values."""
-        experts = list(module.experts)
+        experts, of_group = list(module.experts), 1
+        first_units: list[int] = []
+        if self._experts is not None:
+            place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
+            units = self._experts.units[place]
+            held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
+            experts, of_group = [experts[index] for index in held], self._experts.split.size
+            first_units = [units[index][0] for index in held]
         own = [self._position.get(id(expert)) for expert in experts]
         if own[0] is not None:
             self._like.update({index: own[0] for index in own[1:] if index is not None})
@@ -275,12 +362,14 @@ class _Counter:
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)
-            rows = max(1, math.ceil(len(tokens) * module.choices / len(module.experts)))
+            rows = max(1, math.ceil(len(tokens) * module.choices * of_group / len(module.experts)))
             scores = F.linear(tokens, module.router.weight)
             part = tokens[:1].expand(rows, -1)
             out = tokens
             for expert in experts:
                 out = out + expert(part.clone()).sum(0)
+            for unit in first_units:
+                self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
             zero = scores.sum() * 0
             return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
 

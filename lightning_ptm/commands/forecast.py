@@ -47,7 +47,9 @@ class Forecast:
         seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
         binds: what the step waits for most.
         chosen: what was searched for: an argument of the model, device_memory in bytes.
-        plan: of one micro-batch; activation_ticks: bytes of activations at each of its ticks.
+        plan: of one micro-batch.
+        page_ticks: bytes of device pages at each tick and after the last; activation_ticks: of activations. Ticks of units
+            that are in no plan are among them.
         offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
     """
 
@@ -69,6 +71,7 @@ class Forecast:
     binds: str
     chosen: dict[str, int]
     plan: Plan
+    page_ticks: tuple[int, ...]
     activation_ticks: tuple[int, ...]
     offloaded_bytes: int = 0
 

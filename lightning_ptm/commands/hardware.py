@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,14 @@ class Node:
             ranks=self.ranks_per_node,
         )
 
-    def rates(self, nodes: int) -> Hardware:
+    def rates(self, nodes: int, expert_ranks: int = 1) -> Hardware:
         """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
         by nobody else.
+
+        Args:
+            expert_ranks: how many ranks divide experts among them. They send tokens to each other at the same time, those
+                of a node sharing its network; and ranks that hold the same experts make rings of their own, which share it,
+                too.
 
         Raises:
             ConfigError: several ranks or nodes, and no rate of what connects them.
@@ -131,7 +137,39 @@ class Node:
             update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=self.device == "cpu",
+            exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
+            holders_bytes_per_s=self._holders_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
         )
+
+    def _exchange_bytes_per_s(self, nodes: int, size: int) -> float:
+        """What one rank sends to others a second, as much to each of its group; counted by the group that is slowest.
+
+        Links inside a node and the network work at the same time.
+        """
+        ranks = self.ranks_per_node
+        slowest_s = 0.0  # of a byte to each other member
+        network: Counter[int] = Counter()  # such bytes that leave a node
+        for start in range(0, nodes * ranks, size):
+            on_node = Counter(rank // ranks for rank in range(start, start + size))
+            for node, members in on_node.items():
+                if members > 1:
+                    rate = self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node")
+                    slowest_s = max(slowest_s, (members - 1) / rate)
+                network[node] += members * (size - members)
+        if most := max(network.values()):
+            slowest_s = max(slowest_s, most / self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes"))
+        return (size - 1) / slowest_s
+
+    def _holders_bytes_per_s(self, nodes: int, size: int) -> float:
+        """Of a ring over ranks that hold the same experts, every `size`-th of all."""
+        ranks = self.ranks_per_node
+        holders = nodes * ranks // size
+        rates = [math.inf]
+        if holders > 1 and size < ranks:
+            rates.append(self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node"))
+        if holders > 1 and nodes > 1:
+            rates.append(self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") / min(size, ranks))
+        return min(rates)
 
     def seconds(self, work: Work, dtype: str) -> float:
         """What the forward of a unit takes one rank, if nothing keeps it waiting.

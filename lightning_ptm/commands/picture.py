@@ -16,6 +16,7 @@ from lightning_ptm.drawing import (
     ORANGE,
     PURPLE,
     SKY,
+    VERMILION,
     YELLOW,
     BusyPanel,
     BytesPanel,
@@ -42,6 +43,7 @@ OPERATIONS = {
     Operation.REDUCE: PURPLE,
     Operation.OFFLOAD: YELLOW,
     Operation.UPDATE: ORANGE,
+    Operation.EXCHANGE: VERMILION,
 }
 
 
@@ -62,19 +64,19 @@ def draw_plan(found: Forecast, drawn: Blueprint, record: Sequence[Activity]) -> 
 
 
 def _memory(found: Forecast, drawn: Blueprint) -> list[BytesPanel]:
-    simulation = simulate(drawn.layout, drawn.placement, found.plan, drawn.trace, drawn.budget)
+    per_tick = _bytes_per_tick(found, drawn)
     phases = [tick.phase for tick in drawn.trace.ticks]
     marks = [(0, "forward"), (phases.index(Phase.BACKWARD), "backward")] if Phase.BACKWARD in phases else []
     panels: list[BytesPanel] = []
     used = [tier for tier in Tier if found.tiers[tier.name.lower()].page_bytes]
     for tier in used:
         size = found.tiers[tier.name.lower()]
-        use = simulation.tier(tier)
-        count = len(use.bytes_per_tick)
+        use = per_tick[tier]
+        count = len(use)
         # At the end the gradients of the last tick are still there, activations are not.
         kept = (*found.activation_ticks, 0)[:count] if size.activation_bytes else ()
         home = drawn.placement.home_bytes(tier)
-        held = [max(0, there - home) for there in use.bytes_per_tick]
+        held = [max(0, there - home) for there in use]
         # The pool is taken as a whole: what no page is in is not there for activations.
         rest = [max(0, size.page_bytes - home - there) for there in held]
         if tier is Tier.DEVICE or drawn.unified:
@@ -100,6 +102,16 @@ def _memory(found: Forecast, drawn: Blueprint) -> list[BytesPanel]:
             )
         )
     return panels
+
+
+def _bytes_per_tick(found: Forecast, drawn: Blueprint) -> dict[Tier, Sequence[int]]:
+    """Of pages: the most that the plan may come to; where some units are in no plan, what the run comes to."""
+    if drawn.experts is None:
+        simulation = simulate(drawn.layout, drawn.placement, found.plan, drawn.trace, drawn.budget)
+        return {tier: simulation.tier(tier).bytes_per_tick for tier in Tier}
+    taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in Tier}
+    count = len(found.page_ticks)
+    return {tier: found.page_ticks if tier is Tier.DEVICE else (taken[tier],) * count for tier in Tier}
 
 
 def _rest_name(tier: Tier) -> str:

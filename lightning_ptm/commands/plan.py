@@ -22,7 +22,7 @@ from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
-from lightning_ptm.commands.step_seconds import StepTime, step_time, timed
+from lightning_ptm.commands.step_seconds import StepTime, exchanged_bytes, step_time, timed
 from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.drawing import check_target, save
@@ -32,7 +32,7 @@ from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.runtime.recompute import recomputed_units
+from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
 from lightning_ptm.terms import Tier
 
 _DEVICE_SHARES = 16
@@ -213,16 +213,12 @@ class _Question:
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = str(request.compute).removeprefix("torch.")
         node.flops_per_s(dtype)  # refused before the model is laid out
-        if request.settings.expert_parallel_size > 1:
-            raise ConfigError(
-                f"expert_parallel_size is {request.settings.expert_parallel_size}, and a plan does not know how many "
-                f"tokens travel between ranks; plan with expert_parallel_size=1, which takes more memory and other traffic"
-            )
         world_size = node.ranks_per_node * self._nodes
         drawn = decide(request, node.machine(), world_size)
-        made = make_plan(drawn, Mode.TRAIN, drawn.trace)
+        made = make_plan(drawn, Mode.TRAIN, drawn.planned(drawn.trace))
         recomputed = recomputed_units(len(drawn.units), request.settings.recompute_every)
-        takes = occupied(drawn, made, drawn.trace)
+        again = recomputed_around(drawn.units, recomputed)
+        takes = occupied(drawn, made, drawn.trace, again)
         room = activation_room(drawn, takes, node)
         ram_room = host_room(drawn, node)
         sizes = self._sizes = self._sizes or Sizes(run, drawn, recomputed)
@@ -235,9 +231,10 @@ class _Question:
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(drawn.trace, forward_s, recomputed, node.unit_s or 0.0)
-            rates = node.rates(self._nodes)
-            step = step_time(drawn, made, trace, node, rates, run.accumulate, offloaded, record)
+            trace = timed(drawn.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
+            rates = node.rates(self._nodes, request.settings.expert_parallel_size)
+            exchanged = exchanged_bytes(drawn, works, trace, again)
+            step = step_time(drawn, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
         reason = ""
         if not fits:
             lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
@@ -262,6 +259,7 @@ class _Question:
                 binds=step.binds,
                 chosen={},
                 plan=made,
+                page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
                 offloaded_bytes=offloaded,
             ),

@@ -7,6 +7,7 @@ import json
 
 from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.config import format_bytes
+from lightning_ptm.planning.timing import Link
 
 
 def as_json(found: Forecast) -> str:
@@ -71,7 +72,8 @@ def render(found: Forecast) -> str:
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
-            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, beside it")
+            when = "while nothing computes" if use.link is Link.EXCHANGE else "beside it"
+            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, {when}")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_ptm.commands import hardware as machines
-from lightning_ptm.commands.estimate import Work, activation_bytes, estimate, host_activation_bytes, resized
+from lightning_ptm.commands.estimate import Work, activation_bytes, anatomy, estimate, host_activation_bytes, resized
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import Occupied
+from lightning_ptm.runtime.recompute import recomputed_around
 from lightning_ptm.terms import Tier
 
 _LARGEST_BATCH = 1 << 20
@@ -23,22 +24,27 @@ class Sizes:
         self._run = run
         self._drawn = drawn
         self._recomputed = recomputed
+        # Where experts are undivided each stands for itself: of thousands, few have tokens.
+        self._around = recomputed_around(drawn.units, recomputed) if drawn.experts is not None else {}
         # State.
         self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
         run.model.to(run.request.compute)
+        self._anatomy = anatomy(run.model, drawn.units)
 
     def at(self, samples: int) -> tuple[tuple[int, ...], tuple[Work, ...]]:
         """Bytes of activations at each tick, and what units compute."""
         if samples not in self._known:
             run, drawn = self._run, self._drawn
-            works = estimate(run.model, drawn.units, resized(run.batch, samples), run.request.compute)
+            batch = resized(run.batch, samples)
+            works = estimate(run.model, drawn.units, batch, run.request.compute, drawn.experts, known=self._anatomy)
             to_host = drawn.activations_to_host
-            self._known[samples] = activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host), works
+            ticks = activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host, around=self._around)
+            self._known[samples] = ticks, works
         return self._known[samples]
 
     def offloaded(self, works: Sequence[Work]) -> int:
         """Of what units compute, the bytes that wait in RAM for the backward."""
-        return host_activation_bytes(works, self._recomputed) if self._drawn.activations_to_host else 0
+        return host_activation_bytes(works, self._recomputed, self._around) if self._drawn.activations_to_host else 0
 
     def largest(self, room: int, host_room: int) -> int:
         """The largest batch whose activations fit; 0: not even one sample."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.commands import hardware as machines
-from lightning_ptm.commands.estimate import forwards
+from lightning_ptm.commands.estimate import Work, forwards
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
@@ -38,6 +40,7 @@ def step_time(
     rates: Hardware,
     accumulate: int,
     offloaded: int,
+    exchanged: Mapping[int, int],
     record: list[Activity] | None,
 ) -> StepTime:
     """How long a step takes among many.
@@ -47,6 +50,7 @@ def step_time(
         rates: of a rank of `node`.
         accumulate: micro-batches in a step.
         offloaded: bytes of activations that go to RAM and back.
+        exchanged: by tick, bytes of tokens that a rank sends to others' experts before it (`exchanged_bytes`).
         record: as `steady` takes it.
     """
     lock_free = drawn.lock_free
@@ -61,6 +65,7 @@ def step_time(
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
         record=record,
+        exchanged_bytes=exchanged,
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None:
@@ -91,6 +96,29 @@ def _with_copies(
         if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
             found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
     return found
+
+
+def exchanged_bytes(drawn: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, int]:
+    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes.
+
+    A layer exchanges before its first expert and behind its last one, in the forward and in the backward; and where it is
+    computed again (its experts are in `again`), so often once more.
+    """
+    if drawn.experts is None:
+        return {}
+    layer_of = {unit: place for place, layer in enumerate(drawn.experts.units) for each in layer for unit in each}
+    size = drawn.experts.split.size
+    found: Counter[int] = Counter()
+    runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
+    for (layer, phase), run in runs:
+        if layer is None:
+            continue
+        places, units = zip(*((at, tick.unit) for at, tick in run), strict=True)
+        # What leaves a rank is as much as what comes to it from others; counted is what the busiest has.
+        rows = sum(works[unit].row_bytes for unit in units) * (size - 1) // size
+        found[places[0]] += rows * (3 if phase is Phase.BACKWARD and units[0] in again else 1)
+        found[places[-1] + 1] += rows
+    return dict(found)
 
 
 def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], unit_s: float) -> Trace:

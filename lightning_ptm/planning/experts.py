@@ -54,8 +54,8 @@ class ExpertSplit:
 
     def owner(self, expert: int, experts: int) -> int:
         """The member that holds one of a layer's experts."""
-        for member, count in enumerate(self.counts(experts)):
-            if expert < count:
-                return member
-            expert -= count
-        raise IndexError(f"there are {experts} experts")
+        if not 0 <= expert < experts:
+            raise IndexError(f"there are {experts} experts")
+        least, more = divmod(experts, self.size)
+        of_first = more * (least + 1)
+        return expert // (least + 1) if expert < of_first else more + (expert - of_first) // least

@@ -10,7 +10,7 @@ arithmetic is done between ticks, as its reads have come, or when compute waits 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_ptm.planning.homes import Budget, Placement
@@ -30,6 +30,7 @@ class Link(enum.Enum):
     COLLECTIVE = "collective"
     UPDATE_HOST = "update_host"
     UPDATE_DEVICE = "update_device"
+    EXCHANGE = "exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Hardware:
     Args:
         disk_both_bytes_per_s: of reads and writes of the disk that go on together; None: neither slows the other.
         shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
+        exchange_bytes_per_s: of tokens that one rank sends to others' experts; None: nobody divides experts.
+        holders_bytes_per_s: of collectives of ranks that hold the same experts; None: as of all ranks.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Hardware:
     update_device_bytes_per_s: float
     disk_both_bytes_per_s: float | None = None
     shared_cores: bool = False
+    exchange_bytes_per_s: float | None = None
+    holders_bytes_per_s: float | None = None
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""
@@ -65,6 +70,7 @@ class Hardware:
             Link.COLLECTIVE: self.collective_bytes_per_s,
             Link.UPDATE_HOST: self.update_host_bytes_per_s,
             Link.UPDATE_DEVICE: self.update_device_bytes_per_s,
+            Link.EXCHANGE: self.exchange_bytes_per_s or self.collective_bytes_per_s,
         }[link]
 
 
@@ -117,6 +123,8 @@ class _Arrival:
 class _Load:
     link: Link
     bytes: int
+    bytes_per_s: float | None = None
+    """None: the link's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +187,13 @@ class Clock:
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
                 source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(task.unit, self._shard_bytes[task.unit]))]
+                loads = [self._collective(task.unit, self._shard_bytes[task.unit])]
                 self._arrive(task, Kind.FULL, loads, max(self._now_s, source.at_s))
                 self._blame(
                     task.unit, Kind.FULL, source
                 )  # What compute then waits for is the copy, not the collective.
             case Operation.REDUCE:
-                loads = [_Load(Link.COLLECTIVE, self._others_bytes(task.unit, self._gradient_bytes[task.unit]))]
+                loads = [self._collective(task.unit, self._gradient_bytes[task.unit])]
                 self._arrive(task, Kind.GRADIENT, loads, self._now_s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
@@ -204,8 +212,8 @@ class Clock:
             case Operation.COMPUTE:
                 raise ValueError("a compute is told by its tick: use compute()")
 
-    def compute(self, tick: Tick) -> None:
-        """Wait for the tick's live units, then compute."""
+    def compute(self, tick: Tick, exchanged_bytes: int = 0) -> None:
+        """Wait for the tick's live units, exchange tokens, then compute."""
         self._pay()
         for unit in tick.live:
             self._pay_for(unit)
@@ -213,6 +221,9 @@ class Clock:
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
+        if exchanged_bytes:
+            # Nothing computes meanwhile: how many tokens come is not known before.
+            self._wait(_Arrival(self._exchange(tick.unit, exchanged_bytes), Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now_s, tick.seconds, 0))
         self._now_s += tick.seconds
@@ -273,12 +284,17 @@ class Clock:
         self._wait(_Arrival(end_s, Operation.UPDATE))
         self._written_s[owed.task.unit] = self._carry(owed.task, owed.writes, self._now_s)
 
+    def _exchange(self, unit: int, size: int) -> float:
+        return self._carry(
+            Task(Operation.EXCHANGE, unit, Kind.FULL, 0, 0, 0), [_Load(Link.EXCHANGE, size)], self._now_s
+        )
+
     def _carry(self, task: Task, loads: Iterable[_Load], ready_s: float) -> float:
         """Put loads on their links; returns when the last one is there."""
         end_s = ready_s
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
-            seconds = load.bytes / self._hardware.bytes_per_s(load.link)
+            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
                 self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
@@ -343,9 +359,10 @@ class Clock:
             ],
         )
 
-    def _others_bytes(self, unit: int, shard_bytes: int) -> int:
+    def _collective(self, unit: int, shard_bytes: int) -> _Load:
         sharing = max((flat.world_size for flat in self._layout.flats_of(unit)), default=1)
-        return shard_bytes * (sharing - 1)
+        rate = self._hardware.holders_bytes_per_s if sharing < self._layout.world_size else None
+        return _Load(Link.COLLECTIVE, shard_bytes * (sharing - 1), rate)
 
 
 _STEPS_BEFORE = 2
@@ -363,6 +380,7 @@ def steady(
     micro_batches: int = 1,
     wait_for_updates: bool = True,
     record: list[Activity] | None = None,
+    exchanged_bytes: Mapping[int, int] | None = None,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
 
@@ -371,10 +389,12 @@ def steady(
         micro_batches: in one optimizer step; updates belong to the last.
         wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
         record: takes what happened in the step that counts, its start at 0.
+        exchanged_bytes: by tick, tokens that one rank sends to others before it computes.
     """
     activities: list[Activity] | None = None if record is None else []
     clock = Clock(layout, placement, budget, hardware, record=activities)
     triggers = [plan.tasks_at(trigger) for trigger in range(plan.tick_count + 1)]
+    exchanged = exchanged_bytes or {}
     before = clock.so_far()
     for step in range(_STEPS_BEFORE + 1):
         if step == _STEPS_BEFORE:
@@ -386,7 +406,7 @@ def steady(
                     if task.operation is not Operation.COMPUTE and (last or task.operation is not Operation.UPDATE):
                         clock.issue(task)
                 if trigger < plan.tick_count:
-                    clock.compute(trace.ticks[trigger])
+                    clock.compute(trace.ticks[trigger], exchanged.get(trigger, 0))
         clock.end_step(wait_for_updates=wait_for_updates)
     after = clock.so_far()
     if record is not None and activities is not None:

@@ -224,16 +224,11 @@ def decide(
     units, experts = _units(request, world_size)
     specs = _specs(units, request)
     absent: frozenset[int] = frozenset()
-    whole_layout = layout = build_layout(specs, page_size=settings.page_bytes, world_size=world_size)
+    shared_by = dict.fromkeys(experts.members, experts.split.sharing) if experts is not None else {}
+    lay_out = partial(build_layout, page_size=settings.page_bytes, world_size=world_size, shared_by=shared_by)
+    whole_layout = layout = lay_out(specs)
     if experts is not None:
         absent = experts.absent(rank)
-        lay_out = partial(
-            build_layout,
-            page_size=settings.page_bytes,
-            world_size=world_size,
-            shared_by=dict.fromkeys(experts.members, experts.split.sharing),
-        )
-        whole_layout = lay_out(specs)
         layout = lay_out([UnitSpec(spec.name, ()) if at in absent else spec for at, spec in enumerate(specs)])
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     lock_free = settings.lock_free and bool(request.optimizers)

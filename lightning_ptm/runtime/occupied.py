@@ -1,28 +1,28 @@
 """Bytes of pages in use at each tick of a plan, as a run of a blueprint will have them; and of gradients beside the pages.
 
-Counts on paper what pages.py and the updater take at the start, and what stores and gradients take and give back at ticks.
+Counts on paper what pages.py and the updater take at the start; what stores and gradients take and give back at ticks
+is replay.py's.
 Decides and allocates nothing. The simulator's bytes (planning/simulate.py) are another thing: the most that the plan may
 come to, by which it is accepted; these are what it will come to.
 
 I1: homes and staging fill pages by the ledger's rule (memory/ledger.py): at most two tensors in a page.
-I2: a unit's gradients take device pages from the end of its last backward tick, which is when they are laid out there, to
-    the next trigger, when they have left. `.grad`, which autograd fills before that, is no page.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
 from lightning_ptm.planning.layout import FlatLayout, round_up
-from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.pieces import BUFFERS
-from lightning_ptm.terms import BLOCK_BYTES, Kind, Operation, Phase, Tier
+from lightning_ptm.runtime.replay import Replay
+from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,14 +31,16 @@ class Occupied:
 
     Attributes:
         fixed: by tier: pages that the run takes once and keeps.
-        device_per_tick: of device pages at the worst moment of each tick, the fixed ones included; the last entry is after
-            the last tick.
+        device_per_tick: of device pages at the worst moment of each tick of any iteration, the fixed ones included; the
+            last entry is after the last tick.
         gradients_beside: the most that gradients in `.grad` take outside of pages, where they wait there for the update.
+        plan: what is done in the iteration: the plan, and what is done for units that are in none.
     """
 
     fixed: dict[Tier, int]
     device_per_tick: tuple[int, ...]
     gradients_beside: int
+    plan: Plan
 
     def peak(self, tier: Tier) -> int:
         """The most bytes of pages at once."""
@@ -49,14 +51,25 @@ class Occupied:
         return self.device_per_tick if tier is Tier.DEVICE else (self.fixed[tier],) * len(self.device_per_tick)
 
 
-def occupied(drawn: Blueprint, plan: Plan, trace: Trace) -> Occupied:
-    """What a run takes that follows `plan`, which was made for `trace`."""
+def occupied(drawn: Blueprint, plan: Plan, trace: Trace, again: Collection[int] = ()) -> Occupied:
+    """What a run takes that follows `plan`.
+
+    Args:
+        plan: made for `drawn.planned(trace)`.
+        trace: one iteration, units that are in no plan included.
+        again: of these, those whose layer is computed again in the backward.
+    """
     page = drawn.layout.page_size
     fixed = _fixed_pages(drawn)
+    ticks, done = Replay(drawn, trace, fixed[Tier.DEVICE], again).run(plan)
+    if drawn.layout.world_size > 1:
+        first, _ = Replay(drawn, trace, fixed[Tier.DEVICE], again, follows=False).run(plan)
+        ticks = [max(pair) for pair in zip(ticks, first, strict=True)]
     return Occupied(
         fixed={tier: fixed[tier] * page for tier in Tier},
-        device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in _Ticks(drawn, trace).run(plan)),
+        device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
         gradients_beside=_gradients_beside(drawn),
+        plan=done,
     )
 
 
@@ -166,71 +179,3 @@ def _gradients_beside(drawn: Blueprint) -> int:
         return total
     most = in_place[0] + max(drawn.gradient_room_bytes, 2 * max(in_place[1:], default=0))
     return min(total, most)
-
-
-class _Ticks:
-    """Device pages at ticks, beside the fixed ones."""
-
-    def __init__(self, drawn: Blueprint, trace: Trace) -> None:
-        # Configuration.
-        self._drawn = drawn
-        self._one_rank = drawn.layout.world_size == 1
-        last = {unit: at for at, tick in enumerate(trace.ticks) if tick.phase is Phase.BACKWARD for unit in tick.live}
-        self._complete: list[list[int]] = [[] for _ in trace.ticks]
-        """Units whose gradients are complete at the end of a tick."""
-        for unit, at in last.items():
-            self._complete[at].append(unit)
-        # State.
-        self._used = 0
-        self._peak = 0
-        self._gradients: dict[int, int] = {}
-
-    def run(self, plan: Plan) -> list[int]:
-        """Pages at the worst moment of each tick, and after the last."""
-        triggers: list[list[Task]] = [[] for _ in range(plan.tick_count + 1)]
-        for task in plan.tasks:
-            triggers[task.trigger].append(task)
-        found = []
-        for trigger, tasks in enumerate(triggers):
-            if self._one_rank:  # what the tick before has laid out has left
-                self._used -= sum(self._gradients.values())
-                self._gradients.clear()
-            self._peak = self._used
-            for task in tasks:
-                self._take(task)
-            for unit in self._complete[trigger] if trigger < plan.tick_count else ():
-                self._lay_out_gradients(unit)
-            found.append(self._peak)
-        return found
-
-    def _take(self, task: Task) -> None:
-        layout, unit = self._drawn.layout, task.unit
-        match task.operation:
-            case Operation.FETCH | Operation.GATHER:
-                full = task.kind is Kind.FULL
-                self._hold(layout.full_pages(unit) if full else task.last_page - task.first_page)
-            case Operation.RELEASE:
-                self._used -= layout.full_pages(unit)
-            case Operation.EVICT:
-                self._used -= task.last_page - task.first_page
-            case Operation.REDUCE:
-                stays = layout.trainable_pages(unit) if self._passing(unit) else 0
-                self._hold(layout.trainable_pages(unit))
-                self._used -= self._gradients.pop(unit, 0) + layout.trainable_pages(unit) - stays
-                self._gradients[unit] = stays
-            case Operation.OFFLOAD | Operation.UPDATE:  # of several ranks
-                self._used -= self._gradients.pop(unit, 0)
-
-    def _lay_out_gradients(self, unit: int) -> None:
-        flats: Sequence[FlatLayout] = [flat for flat in self._drawn.layout.flats_of(unit) if flat.trainable]
-        if self._one_rank and all(_gradient_pages_tier(self._drawn, flat) is None for flat in flats):
-            return
-        self._gradients[unit] = self._drawn.layout.full_gradient_pages(unit)
-        self._hold(self._gradients[unit])
-
-    def _passing(self, unit: int) -> bool:
-        return not self._drawn.keep_gradients and self._drawn.gradient_home(unit) is Tier.DEVICE
-
-    def _hold(self, pages: int) -> None:
-        self._used += pages
-        self._peak = max(self._peak, self._used)

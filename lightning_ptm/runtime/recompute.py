@@ -8,7 +8,7 @@ I2: a forward that does not repeat itself is refused with the name of its unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -141,3 +141,21 @@ class Recompute:
 def recomputed_units(count: int, every: int) -> frozenset[int]:
     """Of `count` units, those whose activations are recomputed: every so-many-th behind the root; 0: none."""
     return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0)
+
+
+def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
+    """Of units that are parts of recomputed units, the outermost of these, with which they are recomputed.
+
+    Args:
+        units: all of a model, in their order: a unit before those inside of it.
+    """
+    found: dict[int, int] = {}
+    outer: Unit | None = None
+    for unit in units[1:]:
+        if outer is not None and unit.name.startswith(f"{outer.name}."):
+            found[unit.index] = outer.index
+        elif unit.index in recomputed:
+            outer = unit
+        else:
+            outer = None
+    return found

@@ -44,6 +44,29 @@ def test_the_slowest_part_of_a_ring_counts(tmp_path: Path) -> None:
     assert node.rates(2).collective_bytes_per_s == 25e9
 
 
+def test_tokens_take_the_links_between_the_ranks_that_exchange_them(tmp_path: Path) -> None:
+    node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=25e9))
+    assert node.rates(4).exchange_bytes_per_s is None
+    assert node.rates(4, 2).exchange_bytes_per_s == pytest.approx(100e9)  # inside of nodes
+    assert node.rates(4, 8).exchange_bytes_per_s == pytest.approx(100e9)
+    # Of what a rank sends to 15 others, 8 parts leave the node, as those of its 7 neighbours do.
+    assert node.rates(4, 16).exchange_bytes_per_s == pytest.approx(15 / (8 * 8 / 25e9))
+    fast = read(changed(tmp_path, intra_node_bytes_per_s=1e9, inter_node_bytes_per_s=25e9))
+    assert fast.rates(4, 16).exchange_bytes_per_s == pytest.approx(15 / (7 / 1e9))
+    # A group of three ranks lies across two nodes: of twelve such bytes between them, eight leave the middle one.
+    twelve = read(changed(tmp_path, ranks_per_node=4, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=1e9))
+    assert twelve.rates(3, 3).exchange_bytes_per_s == pytest.approx(2 / (4 / 1e9))
+
+
+def test_ranks_that_hold_the_same_experts_share_the_network_with_those_that_hold_others(tmp_path: Path) -> None:
+    node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=200e9))
+    assert node.rates(4, 8).holders_bytes_per_s == 200e9 / 8  # eight rings, each with a rank of each node
+    assert node.rates(4, 4).holders_bytes_per_s == 200e9 / 4
+    assert node.rates(4, 2).holders_bytes_per_s == 100e9  # two rings, which go through the nodes
+    assert node.rates(4, 16).holders_bytes_per_s == 200e9 / 8
+    assert node.rates(1, 2).holders_bytes_per_s == 100e9
+
+
 def changed(folder: Path, **values: Any) -> Path:
     """A file that comes along, with other values; `None` by the name of `drop` leaves a field out."""
     document = yaml.safe_load((FOLDER / "a100_40gb_x8.yaml").read_text())

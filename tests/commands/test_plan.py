@@ -400,7 +400,10 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
         ),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
         (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
-        (["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"], "expert_parallel_size is 2, and a plan"),
+        (
+            ["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"],
+            "does not divide the number of ranks, 1",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:
