@@ -90,10 +90,13 @@ class Settings:
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. Needs a `disk_path`.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
-            than exceed it. 0 gives the numbers of a synchronous run.
+            than exceed it. 0 gives the numbers of a synchronous run. With 8 or more on a CPU, updates are also held back
+            until three quarters of it are lacking, where the disk is fast enough: many steps' gradients are then applied
+            in one pass, and compute has the cores and the memory to itself meanwhile.
         forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
-            applied once, to the exact parameters. Staleness then costs next to nothing in loss.
+            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Not where
+            updates are held back.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and

@@ -154,14 +154,15 @@ def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: m
     """Seconds of a step whose updates go on beside it.
 
     Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
-    a pass at least. On a CPU the passes take their part of the cores.
+    a pass at least. On a CPU the passes take their part of the cores, and a generous bound makes them fewer.
     """
     a_pass = max(use.busy_s for use in timing.links)
     alone = seconds
     if node.device == "cpu":
         a_pass = max(a_pass, _update_core_s(timing, node) / lock_free.cores)
         for _ in range(20):  # slower steps leave more time to each pass: it settles at once
-            seconds = max(alone, _cores_s(timing, node, min(1.0, seconds / a_pass)))
+            part = min(1.0, seconds / a_pass, 1 / lock_free.paced_steps)
+            seconds = max(alone, _cores_s(timing, node, part))
     return max(seconds, a_pass / max(1, lock_free.max_staleness))
 
 

@@ -32,6 +32,7 @@ from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
+from lightning_ptm.update.pace import paced_steps
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SHARE = 0.8
@@ -81,8 +82,9 @@ class LockFree:
         gradients_stay: see Request.
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
-        cores: CPU cores that updates may use.
+        cores: CPU cores that updates may use; cores_in_all: that this rank has.
         forecast: parameters in use forecast the updates that they lack.
+        paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held back.
     """
 
     max_staleness: int
@@ -90,7 +92,9 @@ class LockFree:
     spares: tuple[Kind, ...]
     gradients: tuple[Kind, ...]
     cores: int
+    cores_in_all: int
     forecast: bool
+    paced_steps: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -464,14 +468,20 @@ def _lock_free(
         spares.append(Kind(numel, dtype, in_the_making))
         # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
         gradients.append(Kind(numel, dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
-    cores = max(1, machine.cores // 2 // machine.ranks)
+    cores = max(1, machine.cores // machine.ranks)
+    bound = request.settings.max_staleness
+    # Beside a GPU the cores are free, and gradients had better not wait.
+    paced = paced_steps(bound) if machine.device_type == "cpu" else 1
     return LockFree(
-        request.settings.max_staleness,
+        bound,
         request.gradients_stay,
         tuple(spares),
         () if in_place else tuple(gradients),
+        max(1, cores // 2),
         cores,
-        request.settings.forecast and request.settings.max_staleness > 0,
+        # A forecast reaches two steps: where more are lacking most of the time, it would come and go.
+        request.settings.forecast and bound > 0 and paced == 1,
+        paced,
     )
 
 

@@ -269,6 +269,8 @@ class Engine:
             room=drawn.staging_chunks,
             cores=drawn.lock_free.cores,
             forecast=drawn.lock_free.forecast,
+            paced=drawn.lock_free.paced_steps > 1,
+            adds=torch.get_num_threads() >= drawn.lock_free.cores_in_all,
         )
 
     def _offload(self) -> offload.Offload:

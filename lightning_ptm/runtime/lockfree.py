@@ -9,13 +9,14 @@ I1: a unit that is read for the first time in a micro-batch gets the newest vers
 I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
     Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
+I4: where updates are held back (update/pace.py), a gradient waits here or in the buffers; nobody waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages, Version
 from lightning_ptm.update.forecast import REACH, Forecast
+from lightning_ptm.update.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +86,17 @@ class _Clock:
     forecast: Forecast | None = None
     exact: bool = True
     """Whether nothing is forecast in it."""
+    held: Contribution | None = None
+    """Gradients that were not handed over yet (I4)."""
 
     @property
     def received(self) -> int:
-        """Contributions that were handed over."""
+        """Contributions that were handed over, or are held."""
         return self.produced - self.skipped
+
+    @property
+    def held_steps(self) -> int:
+        return len(self.held.origins) if self.held is not None else 0
 
     def adopt(self, version: Version) -> None:
         self.adopted, self.seen = version.applied, version.seen
@@ -112,6 +120,8 @@ class LockFreeUpdates(UpdateScheduler):
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
         forecast: parameters in use forecast the updates that they lack (update/forecast.py).
+        paced: updates are held back as far as the bound allows (update/pace.py).
+        adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
     """
 
     def __init__(
@@ -127,6 +137,8 @@ class LockFreeUpdates(UpdateScheduler):
         room: int,
         cores: int,
         forecast: bool,
+        paced: bool,
+        adds: bool,
     ) -> None:
         super().__init__(flats, optimizers)
         self._units = units
@@ -153,6 +165,9 @@ class LockFreeUpdates(UpdateScheduler):
             cores=cores,
             forecast=forecast,
         )
+        sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
+        self._pace = Pace(max_staleness, sizes) if paced else None
+        self._adds = adds
 
     # -- gradients go -------------------------------------------------------------------------------------------------
 
@@ -167,7 +182,44 @@ class LockFreeUpdates(UpdateScheduler):
         self._foresee(unit, place, contribution)
         self._clocks[place].produced += 1
         self._drained = False
-        self._buffering.offer(place, contribution)
+        if self._pace is None:
+            self._buffering.offer(place, contribution)
+            return
+        begin = self._pace.came(place, self._buffering.applied(place))
+        self._hold(place, contribution)
+        for each in begin:
+            self._hand_on(each, begin=True)
+
+    def _hold(self, place: int, contribution: Contribution) -> None:
+        """A gradient waits: here, or with those that wait in the buffers."""
+        clock = self._clocks[place]
+        held = clock.held
+        if held is not None and held.goes_with(contribution):
+            held.add(contribution)
+            return
+        if held is not None:
+            self._buffering.offer(place, held, begin=False)
+        clock.held = contribution
+        # A flat's gradients wait in one place, or they would take twice the memory.
+        if not self._adds or not clock.flat.gradient.in_place or self._buffering.waits(place):
+            self._hand_on(place, begin=False)
+
+    def _hand_on(self, place: int, *, begin: bool) -> None:
+        clock = self._clocks[place]
+        held, clock.held = clock.held, None
+        if held is not None:
+            self._buffering.offer(place, held, begin=begin)
+        elif begin:
+            self._buffering.begin(place)
+
+    def _begin_now(self, places: Iterable[int]) -> None:
+        """Nothing of these flats is held back any longer: somebody waits."""
+        if self._pace is None:
+            return
+        for place in places:
+            if self._pace.waiting(place):
+                self._pace.begin(place)
+                self._hand_on(place, begin=True)
 
     def _foresee(self, unit: int, place: int, contribution: Contribution) -> None:
         """Brings the parameters that compute has to where this contribution is expected to take them.
@@ -249,6 +301,7 @@ class LockFreeUpdates(UpdateScheduler):
             self._buffering.wait(partial(self._has_news, late))
 
     def _hurry(self, places: Sequence[int]) -> None:
+        self._begin_now(places)
         for place in places:
             clock = self._clocks[place]
             self._buffering.hurry(place, clock.received - self._max_staleness)
@@ -269,7 +322,10 @@ class LockFreeUpdates(UpdateScheduler):
                 f"updates of the last steps; with lock_free=True do this before the forward or after the backward"
             )
         self._read.clear()
+        self._begin_now(range(len(self._clocks)))
         self._buffering.drain(self._adopt_all)
+        if self._pace is not None:
+            self._pace.drained()
         self._drained = True
         self._check_audit()
 
@@ -299,7 +355,7 @@ class LockFreeUpdates(UpdateScheduler):
     def audit(self) -> tuple[UpdateAudit, ...]:
         """What became of each flat's gradients, this rank's shards of them, up to now. Waits for the buffering thread."""
         return tuple(
-            UpdateAudit(count.name, clock.produced, count.applied, count.pending, clock.skipped)
+            UpdateAudit(count.name, clock.produced, count.applied, count.pending + clock.held_steps, clock.skipped)
             for clock, count in zip(self._clocks, self._buffering.counts(), strict=True)
         )
 

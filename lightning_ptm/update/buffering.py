@@ -106,10 +106,14 @@ class Buffering:
         self._thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
         self._thread.start()
 
-    def offer(self, flat: int, contribution: Contribution) -> None:
-        """Hand over a reduced gradient; it is applied exactly once, some time later."""
+    def offer(self, flat: int, contribution: Contribution, *, begin: bool = True) -> None:
+        """Hand over a reduced gradient; it is applied exactly once, some time later: not before `begin` or `hurry`."""
         self.check()
-        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution))
+        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution, begin))
+
+    def begin(self, flat: int) -> None:
+        """What was handed over of a flat and held back may be applied."""
+        self._messages.put(partial(self._buffers.begin, self._flats[flat].buffer))
 
     def hurry(self, flat: int, needed: int) -> None:
         """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
@@ -132,6 +136,10 @@ class Buffering:
         """Whether there is a version of a flat to collect. Never blocks."""
         return self._flats[flat].buffer.slot.published
 
+    def waits(self, flat: int) -> bool:
+        """Whether gradients of a flat wait that were handed over, as far as the thread has come. Never blocks."""
+        return bool(self._flats[flat].buffer.waiting)
+
     def applied(self, flat: int) -> int:
         """Contributions that the newest version of a flat includes. Never blocks."""
         return self._flats[flat].buffer.slot.applied
@@ -149,7 +157,7 @@ class Buffering:
         self.check()
 
     def drain(self, collect: Callable[[], None]) -> None:
-        """Block until every contribution is in a version and at home. Raises as `wait` does.
+        """Block until every contribution is in a version and at home. Raises as `wait` does. None may be held back.
 
         Args:
             collect: collects versions and gives old pages back: without it updates would run out of spare pages.
@@ -239,8 +247,8 @@ class Buffering:
         if self._buffers.hurry(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
-    def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:
-        self._buffers.offer(buffer, contribution)
+    def _offer(self, buffer: FlatBuffer, contribution: Contribution, begin: bool) -> None:
+        self._buffers.offer(buffer, contribution, begin=begin)
         if buffer.slot.published:
             self._notify()  # compute may have waited for the forecast
 

@@ -12,6 +12,8 @@ I4: a version that is published forecasts what has been received and is not in i
 I5: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
     for, or soon will, and while compute waits it collects the versions of all flats that it is not using, and gives their
     old pages back.
+I6: what is held back is applied when its pass is asked for (pace.py), when compute waits for it, or when more comes that it
+    cannot be added to.
 """
 
 from __future__ import annotations
@@ -215,6 +217,8 @@ class FlatBuffer:
         """Pages that the job of `taken` writes."""
         self.received = 0
         self.applied = 0
+        self.due = 0
+        """Contributions that need not be held back, counted from the first (I6)."""
         self.urgent = False
         self.exact = True
         """Whether the newest version is."""
@@ -228,6 +232,13 @@ class FlatBuffer:
         """Contributions that no version includes."""
         held = [*self.waiting, *([self.taken] if self.taken is not None else [])]
         return sum(len(contribution.origins) for contribution in held)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a job may take what waits (I3, I6)."""
+        if not self.waiting or self.taken is not None:
+            return False
+        return self.urgent or self.applied < self.due or len(self.waiting) > 1 or not self.waiting[0].origins
 
     def hold(self, contribution: Contribution) -> None:
         """A new contribution waits, added to what waits already if that goes."""
@@ -309,9 +320,17 @@ class Buffers:
         self._room = room
         self._in_hand: list[FlatBuffer] = []
 
-    def offer(self, flat: FlatBuffer, contribution: Contribution) -> None:
-        """A reduced, eligible gradient has come."""
+    def offer(self, flat: FlatBuffer, contribution: Contribution, *, begin: bool = True) -> None:
+        """A reduced, eligible gradient has come; it is held back unless the flat's pass may `begin`."""
         flat.hold(contribution)
+        if begin:
+            self.begin(flat)
+        else:
+            self.feed()
+
+    def begin(self, flat: FlatBuffer) -> None:
+        """What has come for a flat is held back no longer."""
+        flat.due = flat.received
         self.feed()
 
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
@@ -355,7 +374,7 @@ class Buffers:
 
     def feed(self) -> None:
         """Start jobs as far as there is room: what compute waits for first, then the oldest gradients."""
-        ready = [flat for flat in self.flats if flat.waiting and flat.taken is None]
+        ready = [flat for flat in self.flats if flat.may_begin]
         ready.sort(key=lambda flat: (not flat.urgent, flat.waiting[0].step))
         for flat in ready:
             held = sum(map(self._size_of, self._in_hand))

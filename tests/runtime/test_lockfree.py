@@ -156,6 +156,75 @@ def test_compute_waits_rather_than_exceed_max_staleness(strategy_at, where) -> N
     assert_all_applied(audits, 12)
 
 
+WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
+"""Gradients that are held back are added up by compute where it has all cores, and they lie in `.grad`."""
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+def test_a_generous_bound_makes_updates_few(strategy_at, monkeypatch, where, cores) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)  # tests compute with one thread
+    strategy = strategy_at(where, max_staleness=16)
+    watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
+    module = built()
+    make_trainer(strategy, callbacks=[watch]).fit(module, tokens(44).loader())
+    assert all(torch.isfinite(loss) for loss in module.losses)
+    for steps, (statistics, audits) in enumerate(watch.seen[:44], start=1):
+        assert [audit.produced for audit in audits] == [steps] * len(audits)
+        assert all(audit.balanced for audit in audits)
+        assert statistics.staleness is not None and statistics.staleness.maximum <= 16
+    # Some flats have had an update after 5 steps, all after 25 and not together, and a drain applies all that waits.
+    applied = [[audit.applied for audit in audits] for _, audits in watch.seen]
+    assert 0 < sum(map(bool, applied[4])) < len(applied[4])
+    assert all(applied[24]) and len(set(applied[24])) > 1
+    assert all(count >= 30 for count in applied[30])
+    assert_all_applied(watch.seen[-1][1], 44)
+    assert watch.seen[29][0].updates_per_step < 0.2  # one in twelve, and those that are under way
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+def test_what_is_held_back_may_lack_all_that_the_bound_allows(strategy_at, monkeypatch, where, cores) -> None:
+    """Also what takes part in every other step only."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    gate = Gate()
+    strategy = strategy_at(where, max_staleness=8, poison=False)
+    strategy.file_ops = gate
+
+    def after(step: int) -> None:
+        if step == 1:
+            strategy.engine.drain()
+            gate.open_.clear()
+        if step == 10:
+            gate.open_.set()
+
+    watch = Watch(after)
+    run(strategy, built(SometimesUnused), watch)
+    before, at_the_bound = (watch.seen[step][0].staleness for step in (8, 9))
+    assert before is not None and at_the_bound is not None
+    assert (before.maximum, at_the_bound.maximum) == (7, 8)
+    assert sorted({audit.pending for audit in watch.seen[9][1]}) == [5, 9]
+    assert watch.seen[-1][0].staleness.maximum == 8  # type: ignore[union-attr]
+    assert all(audit.balanced and not audit.pending for audit in watch.seen[-1][1])
+
+
+class HalfUnused(ScheduledStack):
+    """In every other step block 1 uses half of its parameters."""
+
+    def middle(self, x: Tensor, index: int) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            x = x + block.up(x)[..., : x.shape[-1]] if place == 1 and index % 2 else block(x)
+        return x
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    watch = Watch()
+    run(strategy_at(where, max_staleness=16), built(HalfUnused), watch)
+    assert all(audit.balanced for _, audits in watch.seen for audit in audits)
+    assert_all_applied(watch.seen[-1][1], 12)
+
+
 def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) -> None:
     plain = PlainLoop(ScheduledStack).run(BATCHES)
     zero = run(strategy_at("lock_free", max_staleness=0), built())

@@ -1,0 +1,107 @@
+"""When waiting gradients are applied, where compute and updates share cores and memory (lock-free mode on a CPU).
+
+A pass over a flat's master states costs about the same whether it applies the gradients of one step or of ten, and while it
+runs compute is slower. So with a generous bound a flat waits until it lacks a good part of it, and no longer: each gradient
+that comes earns a part of a pass, and a pass begins when it has been earned. So the load is even from step to step, and some
+flats lack the gradients of one step, some of two, and so on: never all of many.
+
+Compute's. Counts in steps and elements: a slow disk shows by how many gradients come while a pass is made. No clock,
+threads or tensors.
+I1: a flat is never held back when a pass that began a gradient later might end beyond the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+PACED_FROM = 8
+"""The smallest bound that leaves room. Below it passes begin as soon as they can, and staleness is what the disk makes it."""
+
+_SHARE = 3 / 4
+"""Of the bound, between two passes over a flat. The rest is for passes that take longer than those before."""
+
+_MARGIN = 2
+"""Steps: the gradient that comes before a flat is looked at again, and one more."""
+
+
+def paced_steps(max_staleness: int) -> int:
+    """Steps between two passes over a flat under this bound, where the disk allows it; 1: updates are not held back."""
+    return int(max_staleness * _SHARE) if max_staleness >= PACED_FROM else 1
+
+
+@dataclasses.dataclass(slots=True)
+class _Flat:
+    size: int
+    received: int = 0
+    begun: int = 0
+    """Gradients that are in the last pass, or were in those before."""
+    passing: bool = False
+    """Whether that pass has not been seen to end."""
+    late: int = 0
+    """Gradients that came while it, or the one before, was made."""
+
+    @property
+    def waiting(self) -> int:
+        return self.received - self.begun
+
+
+class Pace:
+    """Which flats' passes begin now.
+
+    Args:
+        bound: steps whose gradients a flat may lack.
+        sizes: of the flats, in elements.
+    """
+
+    def __init__(self, bound: int, sizes: Sequence[int]) -> None:
+        self._bound = bound
+        self._longest = paced_steps(bound)
+        self._total = sum(sizes)
+
+        self._flats = [_Flat(size) for size in sizes]
+        self._earned = 0
+        """Elements of gradients that came, less what passes since have cost; at most those of one step."""
+
+    def came(self, place: int, applied: int) -> list[int]:
+        """A gradient of a flat has come, and its newest version includes so many.
+
+        Returns:
+            Flats whose passes begin with it.
+        """
+        flat = self._flats[place]
+        flat.received += 1
+        flat.begun = max(flat.begun, applied)  # a pass takes all that has come by the time that the disk is free for it
+        if flat.passing:
+            flat.late = flat.waiting
+            flat.passing = applied < flat.begun
+        self._earned = min(self._total, self._earned + flat.size)
+        begin = []
+        if flat.waiting + flat.late + _MARGIN > self._bound:
+            begin.append(place)
+            self.begin(place)
+        while self._earned > 0:
+            oldest = max(range(len(self._flats)), key=self.waiting)
+            if not self.waiting(oldest):
+                break
+            begin.append(oldest)
+            self.begin(oldest)
+        return begin
+
+    def waiting(self, place: int) -> int:
+        """Gradients of a flat that have come since its last pass began."""
+        return self._flats[place].waiting
+
+    def begin(self, place: int) -> None:
+        """A pass over a flat begins, whatever has been earned."""
+        flat = self._flats[place]
+        flat.begun, flat.passing = flat.received, True
+        slowest = max(flat.late for flat in self._flats)
+        steps = max(1, min(self._longest, self._bound - slowest - _MARGIN))
+        self._earned = max(-self._total * self._longest, self._earned - flat.size * steps)
+
+    def drained(self) -> None:
+        """Every gradient has been applied. What that took is forgotten."""
+        for flat in self._flats:
+            flat.begun, flat.passing = flat.received, False
+        self._earned = 0
