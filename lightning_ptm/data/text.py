@@ -29,8 +29,10 @@ TEXT_END = 0
 
 
 def encode(text: str | bytes) -> Tensor:
-    """A text as tokens, one a byte (UTF-8): int64 of shape (bytes,)."""
-    return _as_tensor(bytearray(text.encode() if isinstance(text, str) else text)).long()
+    """A text as tokens, one a byte (UTF-8): int64 of shape (bytes,). Bytes that Python has read from a command line as
+    surrogates, for they are no UTF-8, are these bytes again."""
+    given = text.encode(errors="surrogateescape") if isinstance(text, str) else text
+    return _as_tensor(bytearray(given)).long()
 
 
 def decode(tokens: Tensor) -> bytes:
@@ -116,7 +118,7 @@ class TextBytes(LightningDataModule):
         # sequence_length below the model's. The callback HyperParameters shows both.
         self.save_hyperparameters(logger=False)
         self.path = Path(path).expanduser() if path is not None else None
-        self.suffixes = (".py",) if path is None else tuple(suffixes)
+        self.suffixes = (".py",) if path is None else tuple([suffixes] if isinstance(suffixes, str) else suffixes)
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.validation_fraction = validation_fraction
@@ -138,6 +140,11 @@ class TextBytes(LightningDataModule):
                     "validation_fraction"
                 )
         self.train_text, self.validation_text = train_text, validation_text
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of a sample that the model reads."""
+        return self.sequence_length
 
     @property
     def unigram_loss(self) -> float:

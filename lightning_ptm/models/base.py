@@ -122,7 +122,7 @@ class LanguageModel(LightningModule):
     def setup(self, stage: str) -> None:
         """Compares the model with the data module, if the Trainer has one that says what its samples are."""
         data = getattr(self.trainer, "datamodule", None)
-        vocab_size, length = getattr(data, "vocab_size", None), getattr(data, "sequence_length", None)
+        vocab_size, length = getattr(data, "vocab_size", None), getattr(data, "input_length", None)
         name, other = type(self).__name__, type(data).__name__
         if isinstance(vocab_size, int) and vocab_size > self.vocab_size:
             raise ConfigError(

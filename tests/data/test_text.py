@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_ptm.data import TextBytes
-from lightning_ptm.data.text import Windows, find_files, split_files
+from lightning_ptm.data.text import Windows, decode, encode, find_files, split_files
 from lightning_ptm.errors import ConfigError
 
 
@@ -48,6 +48,18 @@ def test_text_is_each_file_of_its_split_once(folder: Path) -> None:
     assert counts.sum() == 40 * 101  # and a zero byte after each
     assert counts[ord("~")] == 0  # neither caches, nor installed packages, nor other suffixes
     assert not set(data.train_text.tolist()) & set(data.validation_text.tolist()) - {0}
+
+
+def test_one_suffix_is_not_taken_for_three_letters(folder: Path) -> None:
+    assert torch.equal(ready(folder, suffixes=".txt").train_text, ready(folder, suffixes=[".txt"]).train_text)
+
+
+def test_texts_are_their_bytes_whether_they_are_utf8_or_not() -> None:
+    given = "é\n".encode() + bytes(range(256))
+    as_arguments_are_read = given.decode(errors="surrogateescape")
+    for text in (given, as_arguments_are_read):
+        assert encode(text).tolist() == list(given)
+    assert decode(encode(given)) == given
 
 
 def test_the_split_depends_on_names_inside_the_folder_only(folder: Path, tmp_path: Path) -> None:

@@ -125,6 +125,24 @@ def test_same_bits_as_on_a_single_device(strategy_at, tmp_path, single_device, w
     assert_same(ours, single_device(name))
 
 
+@pytest.mark.slow  # nearly all of it is torch's tracing
+def test_compiled_blocks_with_experts_give_the_same_bits(strategy_at, tmp_path, single_device) -> None:
+    """Graphs are cut where the loads of experts become numbers."""
+
+    class Compiled(T5MoE):
+        def build(self) -> None:
+            super().build()
+            for block in [*self.encoder.blocks, *self.decoder.blocks]:
+                block.compile(backend="eager")
+
+    torch._dynamo.reset()
+    arguments = MODELS["t5_moe"].keywords
+    ours = train(Compiled(**arguments), tmp_path, strategy=strategy_at("all_on_disk", **SETTINGS["experts_recomputed"]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()
+    assert_same(ours, single_device("t5_moe"))
+
+
 def test_some_experts_had_no_token(single_device) -> None:
     """What the runs above are to survive does happen: an expert without a token in any step is as it was initialised."""
     torch.manual_seed(0)
