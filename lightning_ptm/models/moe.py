@@ -41,7 +41,7 @@ class Routing:
 
     Attributes:
         balance_loss: scalar with a gradient; 1 when tokens are spread evenly, the number of experts when one gets all
-            (equation 4 of Switch Transformers, without its factor).
+            (equation 4 of Switch Transformers, without its factor); 0 of no tokens.
         load: (experts,), float32: choices that fell on each expert, whether it had room or not.
         dropped: scalar, float32: choices that found no room.
     """
@@ -249,7 +249,7 @@ class MixtureOfExperts(nn.Module):
         group = self.expert_group
         parts = (
             self._parts(rows, plan.counts) if group is None else [group.compute(rows, plan.counts, self._compute_here)]
-        )
+        ) or [rows]  # no tokens at all
         y = torch.cat([*parts, parts[0].new_zeros(1, tokens.shape[1])])
         scale = weights.t().flatten().index_select(0, plan.choices)
         y = y * F.pad(scale, (0, 1)).to(y.dtype).unsqueeze(1)
@@ -273,6 +273,8 @@ class MixtureOfExperts(nn.Module):
         load = plan.load.to(probabilities.dtype)
         # Of first choices only, as in GShard; with one choice they are the load.
         first = load if self.choices == 1 else torch.bincount(chosen[:, 0], minlength=experts).to(load.dtype)
-        balance = experts * (first / len(chosen) * probabilities.mean(dim=0)).sum()
+        balance = (
+            experts * (first / len(chosen) * probabilities.mean(dim=0)).sum() if len(chosen) else probabilities.sum()
+        )
         dropped = load.sum() - len(plan.rows)
         return Routing(balance, load, dropped)

@@ -23,9 +23,10 @@ class ExpertSplit:
 
     def __post_init__(self) -> None:
         if self.world_size % self.size:
+            sizes = ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)
             raise ConfigError(
                 f"expert_parallel_size={self.size} does not divide the number of ranks, {self.world_size}, so the last group "
-                f"would lack experts; use a divisor of {self.world_size}, or another number of ranks"
+                f"would lack experts; use one of {sizes}, or another number of ranks"
             )
 
     @property

@@ -56,6 +56,18 @@ def test_each_token_is_its_experts_output_times_the_probability() -> None:
     assert routing.dropped == 0
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_batch_without_tokens_is_one(choices: int) -> None:
+    made = layer(choices=choices)
+    x = torch.zeros(3, 0, 2, requires_grad=True)
+    out, routing = made(x)
+    assert out.shape == x.shape
+    assert (routing.balance_loss, routing.dropped) == (0, 0)
+    (out.sum() + routing.balance_loss).backward()
+    assert made.router.weight.grad is not None and not made.router.weight.grad.any()
+    assert all(expert.expand.grad is None for expert in made.experts)
+
+
 def test_what_finds_no_room_adds_nothing_and_is_counted() -> None:
     """Eight tokens for four experts: two each. Expert 0 is wanted by six, expert 1 by two."""
     made = layer()

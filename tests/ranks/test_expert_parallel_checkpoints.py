@@ -113,6 +113,7 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
         (2, 2, "all_on_disk", "full"),
         (3, 3, "lock_free", "full"),
         (4, 2, "masters_on_disk", "sharded"),
+        (4, 4, "all_on_disk", "full"),
     ],
 )
 def test_any_division_loads_it(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
 from rank_harness import run_ranks
 from rank_models import WIDTH
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from rank_training import Outcome, Training, fit, loader, make_strategy, make_trainer, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -192,3 +192,34 @@ def talk(training: Training, folder: Path, size: int) -> list[Tensor]:
 def test_collectives_in_a_step_wait_for_ranks_that_gather(size: int, disk: Path) -> None:
     for losses in run_ranks(talk, 2, Training(Talks, "64-true", batches=4), disk, size, limit_s=45.0):
         assert len(losses) == 4
+
+
+# -- batches without tokens -----------------------------------------------------------------------------------------------
+
+
+class WithoutTokens(MoETower):
+    """Rank 1 has none at step 1, and nobody at step 2."""
+
+    optimizer_class = torch.optim.SGD
+    optimizer_options: ClassVar[dict[str, Any]] = {"lr": 0.1}
+
+    def loss(self, batch: Tensor, rank: int, step: int) -> Tensor:
+        if (step == 1 and rank == 1) or step == 2:
+            batch = batch[:0]
+        x, balance = self.embedding(batch % (3 + rank)), 0.0
+        for block in self.blocks:
+            out, routing = block(x)
+            x, balance = x + out, balance + routing.balance_loss
+        return self.norm(x).exp().sum() / 1000 + 0.01 * balance
+
+
+def without_tokens(training: Training, folder: Path) -> Outcome:
+    return fit(training, 2, folder, "lock_free", **EXPERTS)
+
+
+def test_ranks_without_tokens_compute_others(disk: Path) -> None:
+    training = Training(WithoutTokens, "64-true")
+    theirs = plain(training, 2)
+    for rank, ours in enumerate(run_ranks(without_tokens, 2, training, disk)):
+        torch.testing.assert_close(ours.losses, theirs[rank].losses, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-9)

@@ -71,8 +71,7 @@ def evaluate(
     [
         (Logs, (3, 1), "all_on_disk", False),
         (Logs, (1, 3), "lock_free", True),
-        (Tower, (0, 2), "all_on_disk", False),
-        (Tower, (2, 0), "three_tiers", True),
+        (Tower, (0, 2), "three_tiers", False),
     ],
 )
 def test_evaluation_goes_on_where_there_are_batches(
