@@ -516,9 +516,13 @@ def test_a_module_that_needs_values_is_refused(tmp_path: Path, in_forward: bool)
     ("arguments"),
     [
         ["gpt3_175b", "--nodes=96"],
-        pytest.param(["t5_moe_1.2t", "--nodes=64", "--strategy={page_size: 256KiB}"], marks=pytest.mark.slow),
+        pytest.param(["t5_moe_1.2t", "--nodes=32"], marks=pytest.mark.slow),
+        pytest.param(
+            ["t5_moe_1.2t", "--nodes=64", "--strategy={page_size: 256KiB, expert_parallel_size: 1}"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda arguments: arguments[0],
+    ids=["gpt3_175b", "t5_moe_1.2t", "t5_moe_1.2t_undivided"],
 )
 def test_the_largest_rows_of_table_4_take_little_memory_and_time(arguments: list[str]) -> None:
     """Seconds of a processor, not of the clock, which depends on who else computes."""
