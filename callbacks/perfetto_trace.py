@@ -7,6 +7,8 @@ microseconds) on a thread for each track, and counters ("C") of the bytes in eac
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning_ptm import Event, EventKind
 
 from .recorder import Batch, Recorder
-from .where import folder_of, own_name
+from .where import folder_of, own_name, pages_of
 
 TITLES = {
     EventKind.TICK: "compute",
@@ -26,6 +28,7 @@ TITLES = {
 """In the order in which tracks are shown."""
 
 TIERS = ("device", "host", "disk")
+_FLAT = re.compile(r"(?:flat |\d+/)(?P<flat>\d+)[ /](?P<what>.+)")
 
 
 class PerfettoTrace(Recorder):
@@ -46,12 +49,18 @@ class PerfettoTrace(Recorder):
 
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
         """Writes the file."""
+        strategy = pages_of(trainer)
+        names = strategy.flat_names() if strategy is not None else {}
         path = folder_of(trainer) / own_name(trainer, self, "perfetto_trace.json")
-        path.write_text(json.dumps(chrome_trace(events, batches)))
+        path.write_text(json.dumps(chrome_trace(events, batches, names)))
 
 
-def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
-    """The events in Chrome's format; times count from the first begin."""
+def chrome_trace(events: list[Event], batches: list[Batch], names: Mapping[int, str]) -> dict[str, Any]:
+    """The events in Chrome's format; times count from the first begin.
+
+    Args:
+        names: of units, by the numbers of their flats.
+    """
     origin_s = min([event.begin_s for event in events] + [batch.begin_s for batch in batches])
 
     def us(moment_s: float) -> float:
@@ -83,13 +92,21 @@ def chrome_trace(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
     for kind, title in TITLES.items():
         of_kind = [event for event in events if event.kind is kind]
         for name in sorted({event.track for event in of_kind}):
-            spans = [(e.begin_s, e.end_s, e.name, _details(e)) for e in of_kind if e.track == name]
+            spans = [(e.begin_s, e.end_s, _name(e, names), _details(e)) for e in of_kind if e.track == name]
             track(f"{title} {name}", spans)
     for event in events:
         for tier, used in zip(TIERS, event.tier_bytes, strict=False):
             counter = {"ph": "C", "pid": 1, "name": f"{tier} pages, MB", "ts": us(event.begin_s)}
             rows.append(counter | {"args": {"MB": used / 1e6}})
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _name(event: Event, names: Mapping[int, str]) -> str:
+    """What pages belong to in words: `blocks.3/master`, not `4/4/master`."""
+    found = _FLAT.match(event.name)
+    if found is None or int(found["flat"]) not in names:
+        return event.name
+    return f"{names[int(found['flat'])]}/{found['what']}"
 
 
 def _details(event: Event) -> dict[str, Any]:

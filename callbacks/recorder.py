@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm import Event
 
@@ -95,23 +96,23 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The run ends: what was heard so far is all."""
-        self._give(trainer)
+        self._finish(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training, outside fit."""
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == "validate":
-            self._give(trainer)
+            self._finish(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training."""
         super().on_test_end(trainer, pl_module)
-        self._give(trainer)
+        self._finish(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training."""
         super().on_predict_end(trainer, pl_module)
-        self._give(trainer)
+        self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keeps what led to the error."""
@@ -129,6 +130,16 @@ class Recorder(Callback):
         self._number += 1
         if self._number == self.start + self.count:
             self._give(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        self._give(trainer)
+        loop = trainer.state.fn
+        if self._number <= self.start and pages_of(trainer) is not None and loop is not None:
+            rank_zero_warn(
+                f"{type(self).__name__} records from batch {self.start} on (counted from 0; a fit traces the first two, and "
+                f"plans anew), and {loop.value} ended after {self._number}, so there is nothing to show; let it "
+                f"begin earlier, or run more batches"
+            )
 
     def _give(self, trainer: Trainer) -> None:
         self._listening.close()

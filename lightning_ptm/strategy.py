@@ -54,7 +54,15 @@ from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
-from lightning_ptm.runtime.inspection import PlannedBytes, StateBytes, TierRoom, planned_bytes, rooms, states_at_home
+from lightning_ptm.runtime.inspection import (
+    PlannedBytes,
+    StateBytes,
+    TierRoom,
+    flat_names,
+    planned_bytes,
+    rooms,
+    states_at_home,
+)
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect
@@ -423,6 +431,11 @@ class AngelPTMStrategy(ParallelStrategy):
         """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
         iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
         return self.engine.executor.trace(self._mode())
+
+    def flat_names(self) -> dict[int, str]:
+        """Names of units by the numbers of their flats, which events of copies and updates tell: `flat 4 ...`, `4/4/master`
+        (unit, flat, state)."""
+        return flat_names(self.engine)
 
     @contextmanager
     def trace_events(self, listener: Listener) -> Iterator[None]:

@@ -99,6 +99,15 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
     )
 
 
+def flat_names(engine: Engine) -> dict[int, str]:
+    """For each flat's number, by which pages are named, the name of its unit; `blocks.0 (2)` is a unit's second flat."""
+    return {
+        flat.layout.index: (store.unit.name or "root") + (f" ({number})" if number > 1 else "")
+        for store in engine.stores
+        for number, flat in enumerate(store.flats, start=1)
+    }
+
+
 def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
     """Bytes of pages at each tick of the plan that is followed; empty where there is no plan."""
     made = engine.executor.planned(mode)

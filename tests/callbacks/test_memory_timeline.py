@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
+import warnings
 
 import pytest
 from PIL import Image
@@ -76,8 +77,13 @@ def test_other_loops(strategy_at, board_trainer, model, data, loop) -> None:
 
 def test_a_run_that_is_too_short_and_other_strategies_record_nothing(strategy_at, board_trainer, model, data) -> None:
     watch = MemoryTimeline()
-    board_trainer(strategy_at("ram"), [watch], limit_train_batches=2).fit(model, data)
-    board_trainer("auto", [watch]).fit(model, data)
+    with pytest.warns(
+        UserWarning, match=r"MemoryTimeline records from batch 2 on .*, and fit ended after 2, so there is nothing"
+    ):
+        board_trainer(strategy_at("ram"), [watch], limit_train_batches=2).fit(model, data)
+    with warnings.catch_warnings(record=True) as caught:
+        board_trainer("auto", [watch]).fit(model, data)
+    assert not any("nothing to show" in str(each.message) for each in caught)
     assert watch.curves == ()
     with pytest.raises(ValueError, match="start=-1"):
         MemoryTimeline(batch=-1)

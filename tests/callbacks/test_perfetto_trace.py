@@ -60,6 +60,11 @@ def test_fit(strategy_at, board_trainer, model, data, trace, tier) -> None:
     from_disk = "disk_to_host" if tier == "three_tiers" else "disk_to_device"
     moved = [span for title, spans in found.items() if title.startswith(f"copy {from_disk}") for span in spans]
     assert moved and all(span["args"]["bytes"] > 0 and "/" in span["name"] for span in moved)
+    states = {"p16", "parameters", "master", "exp_avg", "exp_avg_sq", "gradient", "shard"}
+    assert {name.rpartition("/")[0] for name in (span["name"] for span in moved)} <= {f"blocks.{n}" for n in range(3)}
+    assert {span["name"].rpartition("/")[2] for span in moved} <= states
+    updated = {span["name"].partition("/")[0] for title in found if title.startswith("update") for span in found[title]}
+    assert updated == {f"blocks.{n}" for n in range(3)}
     if tier == "three_tiers":
         assert "copy host_to_device" in found
     counters = [row for row in trace()["traceEvents"] if row["ph"] == "C" and row["name"].startswith("disk")]
@@ -103,7 +108,7 @@ def test_what_overlaps_gets_a_track_of_its_own() -> None:
         Event(EventKind.COPY, "disk_to_host", name, begin_s, end_s, bytes=1)
         for name, begin_s, end_s in (("a", 5.0, 7.0), ("b", 6.0, 8.0), ("c", 7.0, 9.0))
     ]
-    found = tracks(chrome_trace(copies, [Batch(0, 4.0, 9.0)]))
+    found = tracks(chrome_trace(copies, [Batch(0, 4.0, 9.0)], {}))
     assert [span["name"] for span in found["copy disk_to_host"]] == ["a", "c"]
     assert [(span["name"], span["ts"], span["dur"]) for span in found["copy disk_to_host (2)"]] == [("b", 2e6, 2e6)]
 
