@@ -15,6 +15,7 @@ I3: the first iteration's backward follows no plan (the root's comes first there
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection
 
 from lightning_ptm.planning.plan import ISSUE_ORDER, Plan, Task
@@ -65,6 +66,10 @@ class Replay:
         """Units whose gradients were laid out and have not gone to the update."""
         self._leaving: list[int] = []
         """Units whose gradients leave behind the tick."""
+        self._spare: list[int] = []
+        self._others: list[int] = []
+        """Units that may be given up, and some that have been: those that are in no plan; others, where none is followed.
+        Heaps."""
         self._issued: list[Task] = []
 
     def run(self, plan: Plan) -> tuple[list[int], Plan]:
@@ -138,8 +143,7 @@ class Replay:
         match task.operation:
             case Operation.FETCH | Operation.GATHER if task.kind is Kind.FULL:
                 self._make_room(layout.full_pages(unit), (unit,))
-                self._full[unit] = layout.full_pages(unit)
-                self._hold(self._full[unit])
+                self._take_full(unit)
             case Operation.FETCH:
                 pages = task.last_page - task.first_page
                 self._make_room(pages, (unit,))
@@ -162,7 +166,7 @@ class Replay:
                 self._hold(full)
                 self._leaving.append(unit)
             return
-        if not reduced:
+        if not reduced or (drawn.accumulates_whole and self._trigger < len(self._ticks)):
             return
         passes = self._passes(unit)
         part = reduced if layout.gathers(unit) else 0
@@ -198,7 +202,11 @@ class Replay:
             self._give_up(unit, trigger)
 
     def _finish(self) -> None:
-        """The backward has ended, and the step is taken."""
+        """The backward has ended, and the step is taken. What is reduced once a step is reduced now; the first iteration has
+        no step then."""
+        if self._drawn.accumulates_whole and self._follows:
+            for unit in reversed(range(len(self._layout.units))):
+                self._lay_out_gradients(unit)
         for unit in self._behind:
             self._update(unit, self._trigger)
         self._behind.clear()
@@ -235,12 +243,20 @@ class Replay:
         pages = layout.full_pages(unit)
         shard = layout.shard_pages(unit) if gathers and away and unit not in self._shards else 0
         self._make_room(pages + shard, wanted)
-        self._full[unit] = pages
+        self._take_full(unit)
         if shard:
             self._shards[unit] = shard
+            self._hold(shard)
             self._issue(Operation.FETCH, unit, Kind.PARAMETER, self._trigger)
         self._issue(Operation.GATHER if gathers else Operation.FETCH, unit, Kind.FULL, self._trigger)
-        self._hold(pages + shard)
+
+    def _take_full(self, unit: int) -> None:
+        self._full[unit] = self._layout.full_pages(unit)
+        if unit in self._by_need:
+            heapq.heappush(self._spare, unit)
+        elif not self._follows and unit != 0:
+            heapq.heappush(self._others, unit)
+        self._hold(self._full[unit])
 
     def _give_up(self, unit: int, trigger: int) -> None:
         full, shard = self._full.pop(unit, 0), self._shards.pop(unit, 0)
@@ -264,11 +280,14 @@ class Replay:
     def _make_room(self, pages: int, wanted: Collection[int]) -> None:
         """Gives up units that nobody wants now until so many pages are free: those that are in no plan, first ones first;
         where no plan is followed, others, too."""
-        while self._used + pages > self._room:
-            here = [unit for unit in self._full if unit not in wanted]
-            unit = min((unit for unit in here if unit in self._by_need), default=None)
-            if unit is None and not self._follows:
-                unit = min((unit for unit in here if unit != 0), default=None)
-            if unit is None:
-                return
-            self._give_up(unit, self._trigger)
+        kept: list[int] = []
+        for units in (self._spare, self._others):
+            while units and self._used + pages > self._room:
+                unit = heapq.heappop(units)
+                if unit in wanted:
+                    kept.append(unit)
+                else:
+                    self._give_up(unit, self._trigger)
+            for unit in kept:
+                heapq.heappush(units, unit)
+            kept.clear()
