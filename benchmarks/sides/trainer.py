@@ -91,6 +91,7 @@ class Pacer(Callback):
             spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
             if "reads" in spent:
                 spent["mean_staleness"] = spent["total_staleness"] / spent["reads"]
+                spent["max_staleness"] = now["max_staleness"]  # of the whole run
             spent["empty_rss_bytes"] = float(self.empty_rss_bytes)
             self.baton.report(float(outputs["loss"]), spent)
             self.before = now
@@ -119,6 +120,7 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
     staleness = statistics.staleness
     if staleness is not None:
         numbers |= {"reads": float(staleness.reads), "total_staleness": float(staleness.total)}
+        numbers["max_staleness"] = float(staleness.maximum)
     for (source, target), link in strategy.engine.allocator.stats().items():
         if (source is Tier.DISK) != (target is Tier.DISK):
             verb = "read" if source is Tier.DISK else "written"
