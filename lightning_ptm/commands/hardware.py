@@ -43,15 +43,25 @@ class Node:
         device: `cuda`, or `cpu`: device memory is then RAM.
         device_memory: of one device; 0 on a CPU. host_memory, disk_memory, cpu_cores: of the node.
         compute_flops_per_s: of one rank, by dtype.
-        compute_efficiency: the share of these rates that a model's forward and backward reach.
+        compute_efficiency: the share of these rates, and of those of attention, functions and memory where they are given,
+            that a model's forward and backward reach.
         device_memory_bytes_per_s: of one device. host_memory_bytes_per_s: of the node; reads and writes count alike.
         host_to_device_bytes_per_s, device_to_host_bytes_per_s: of one device; None on a CPU.
         disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
         intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
         inter_node_bytes_per_s: of a node; None where there is no other.
         attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
-            likewise. None where compute_efficiency makes up for what is no matrix multiplication.
+            likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
+            for what is no matrix multiplication.
         update_bytes_per_s: of one rank's optimizer arithmetic; None: that of the memory where it runs.
+        disk_update_bytes_per_s: of the same on a CPU that computes, while the disk is read and written; None: the same.
+        beside_update_bytes_per_s: of the same in a thread of its own, while all cores of a CPU compute; None: half of it.
+        chunk_s: what a CPU does for each chunk of updates that stream through the disk, a page of fp32 elements, beside
+            arithmetic and transfers; None: nothing.
+        beside_loss: seconds by which compute gets longer for each second of that, with all that goes with it; None: 1, for
+            cores that compute in lockstep wait for the slowest of them.
+        learn_numel_per_s, forecast_numel_per_s: elements that such an update learns a forecast of, beside its own
+            arithmetic, and elements that a forecast is added to; None: that takes no time.
         disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
         disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
         unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
@@ -80,6 +90,12 @@ class Node:
     attention_flops_per_s: dict[str, float] | None = None
     curved_numel_per_s: dict[str, float] | None = None
     update_bytes_per_s: float | None = None
+    disk_update_bytes_per_s: float | None = None
+    chunk_s: float | None = None
+    beside_update_bytes_per_s: float | None = None
+    beside_loss: float | None = None
+    learn_numel_per_s: float | None = None
+    forecast_numel_per_s: float | None = None
     disk_both_bytes_per_s: float | None = None
     disk_bytes_per_core_s: float | None = None
     unit_s: float | None = None
@@ -139,6 +155,9 @@ class Node:
             shared_cores=self.device == "cpu",
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
             holders_bytes_per_s=self._holders_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
+            disk_update_bytes_per_s=self.disk_update_bytes_per_s,
+            chunk_s=self.chunk_s or 0.0,
+            disk_bytes_per_core_s=self.disk_bytes_per_core_s,
         )
 
     def _exchange_bytes_per_s(self, nodes: int, size: int) -> float:
@@ -181,12 +200,8 @@ class Node:
         if self.attention_flops_per_s is None or self.curved_numel_per_s is None:
             return work.flops / flops_per_s
         memory = self.device_memory_bytes_per_s or self.host_memory_bytes_per_s / self.ranks_per_node
-        return (
-            (work.flops - work.attention_flops) / flops_per_s
-            + work.attention_flops / self.attention_flops_per_s[dtype]
-            + work.curved_numel / self.curved_numel_per_s[dtype]
-            + work.moved_bytes / memory
-        )
+        matrix, attention = self.compute_flops_per_s[dtype], self.attention_flops_per_s[dtype]
+        return forward_s(work, matrix, attention, self.curved_numel_per_s[dtype], memory) / self.compute_efficiency
 
     def flops_per_s(self, dtype: str) -> float:
         """What one rank computes a second, in training.
@@ -208,11 +223,27 @@ class Node:
         return value
 
 
+def forward_s(
+    work: Work, matrix_flops_per_s: float, attention_flops_per_s: float, curved_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """Seconds of a unit's forward by the rates of what it is made of; a third of its forward and backward."""
+    return (
+        (work.flops - work.attention_flops) / matrix_flops_per_s
+        + work.attention_flops / attention_flops_per_s
+        + work.curved_numel / curved_per_s
+        + work.moved_bytes / memory_bytes_per_s
+    )
+
+
 _SIZES = ("device_memory", "host_memory", "disk_memory")
 _COUNTS = ("ranks_per_node", "cpu_cores")
 _MAY_BE_ZERO = ("device_memory", "disk_memory")
-_RATES = tuple(field.name for field in dataclasses.fields(Node) if "_bytes_per_" in field.name)
-_SECONDS = ("unit_s", "step_s")
+_RATES = tuple(
+    field.name
+    for field in dataclasses.fields(Node)
+    if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "forecast_numel_per_s", "beside_loss")
+)
+_SECONDS = ("unit_s", "step_s", "chunk_s")
 _BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s")
 _MAY_BE_NULL = {
     "device_memory_bytes_per_s": "on a CPU",
@@ -223,6 +254,12 @@ _MAY_BE_NULL = {
     "intra_node_bytes_per_s": "for one rank",
     "inter_node_bytes_per_s": "for one node",
     "update_bytes_per_s": "where it is the memory's",
+    "disk_update_bytes_per_s": "where the disk does not slow it",
+    "beside_update_bytes_per_s": "where it is not known",
+    "beside_loss": "where it is not known",
+    "chunk_s": "where it is not known",
+    "learn_numel_per_s": "where it is not known",
+    "forecast_numel_per_s": "where it is not known",
     "disk_both_bytes_per_s": "where reads and writes do not slow each other",
     "disk_bytes_per_core_s": "where it takes no core's time",
     "unit_s": "where it is not known",

@@ -6,7 +6,6 @@ file (O_DIRECT, threads). Owns a file in the folder of `--disk`, which has no na
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptm.commands.fixed_costs import fixed_costs
-from lightning_ptm.commands.hardware import DTYPES
+from lightning_ptm.commands.hardware import DTYPES, forward_s
+from lightning_ptm.commands.sample import small_gpt
+from lightning_ptm.commands.update_rates import update_rates
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory import check_folders
@@ -31,8 +33,6 @@ from lightning_ptm.runtime.machine import this_machine
 
 _BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)
-_UPDATE_NUMEL = 1 << 20
-"""Elements of one optimizer call (update/updater.py: BLOCK_NUMEL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,7 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
     read = _together(trials, "read_bytes_per_s")
     write = _together(trials, "write_bytes_per_s")
     ram = copy_rate(torch.device("cpu"), torch.device("cpu"), effort)
-    together = [both_ways(path, trials, effort) for path in paths]
-    both = sum(found.bytes_per_s for found in together) if together else None
-    per_core = min(found.bytes_per_core_s for found in together) if together else None
+    per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
     cuda = device.type == "cuda"
     page = smallest_saturating(_by_page(trials, device))
     fixed = fixed_costs(device, effort.steps)
@@ -113,6 +111,17 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
     to_device = copy_rate(torch.device("cpu"), device, effort) if cuda else None
     to_host = copy_rate(device, torch.device("cpu"), effort) if cuda else None
     peers = copy_rate(torch.device("cuda:0"), torch.device("cuda:1"), effort) if ranks > 1 else None
+    matrix = {dtype: matrix_rate(device, dtype, effort) for dtype in DTYPES}
+    attention = {dtype: attention_rate(device, dtype, effort) for dtype in DTYPES}
+    curved = {dtype: curved_rate(device, dtype, effort) for dtype in DTYPES}
+    memory = 2 * (here or ram)
+    sample = small_gpt(device, max(64, _side(device, effort) // 2), max(1, effort.matrix // 256))
+    efficiency = sample.reached(
+        lambda work: forward_s(work, matrix["bfloat16"], attention["bfloat16"], curved["bfloat16"], memory),
+        effort.seconds,
+    )
+    cores = max(1, machine.cores // 2 // ranks)
+    updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
     rows = [
         "# Measured by `lightning-ptm probe`; sizes in bytes, rates per second. What ranks share is given for a node.",
         f"device: {device.type}",
@@ -121,9 +130,9 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
         f"host_memory: {machine.free_host_bytes}  # free now, within this process's limits",
         f"disk_memory: {machine.free_disk_bytes}  # free now",
         f"cpu_cores: {machine.cores}",
-        f"compute_flops_per_s:         # square matrices of {_side(device, effort)} rows, on {_name(device)}",
-        *(f"  {dtype}: {matrix_rate(device, dtype, effort):.4g}" for dtype in DTYPES),
-        "compute_efficiency: 1        # the rates are measured; layers that are no matrix multiplications make it less",
+        f"compute_flops_per_s:         # forward and backward, {_side(device, effort)} rows and columns, {_name(device)}",
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in matrix.items()),
+        f"compute_efficiency: {efficiency:.3f}    # share of all these rates that a small GPT's forward and backward reach",
         _rate("device_memory_bytes_per_s", here and 2 * here, "a copy on the device: read and written", "no device"),
         _rate("host_memory_bytes_per_s", 2 * ram, f"a copy by {torch.get_num_threads()} threads: read and written", ""),
         _rate("host_to_device_bytes_per_s", to_device, "from page-locked memory", "no device"),
@@ -135,11 +144,22 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
         ),
         _rate("inter_node_bytes_per_s", None, "", "not measured"),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
-        *(f"  {dtype}: {attention_rate(device, dtype, effort):.4g}" for dtype in DTYPES),
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in attention.items()),
         "curved_numel_per_s:          # GELU in its tanh form",
-        *(f"  {dtype}: {curved_rate(device, dtype, effort):.4g}" for dtype in DTYPES),
-        _rate("update_bytes_per_s", update_rate(effort), "fused AdamW on the CPU, 28 bytes of an element", ""),
-        _rate("disk_both_bytes_per_s", both, "half of the transfers read, the others write", "no --disk"),
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in curved.items()),
+        _rate("update_bytes_per_s", updates.ram_bytes_per_s, "fused AdamW on the CPU, 28 bytes of an element", ""),
+        _rate("disk_update_bytes_per_s", updates.disk_bytes_per_s, "the same, its transfers beside it", "no --disk"),
+        f"chunk_s: {updates.chunk_s:.4g}  # of a chunk of updates, beside its arithmetic and transfers",
+        _rate("beside_update_bytes_per_s", updates.beside_bytes_per_s, "the same, in a thread beside compute", ""),
+        f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
+        f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
+        f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
+        _rate(
+            "disk_both_bytes_per_s",
+            updates.stream_bytes_per_s,
+            "what updates read and write, while they do",
+            "no --disk",
+        ),
         _rate("disk_bytes_per_core_s", per_core, "the same bytes by the processor's time that they took", "no --disk"),
         f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
         f"step_s: {fixed.step_s:.4g}  # a step without units",
@@ -159,50 +179,39 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
 
 
 def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
-    """Operations per second of a large matrix multiplication."""
+    """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
     side = _side(device, effort)
-    left = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
-    out = torch.empty_like(left)
-    return 2 * side**3 / _fastest(lambda: torch.mm(left, left, out=out), device, effort.seconds)
+    left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
+    gradient = torch.randn(side, side, device=device).to(left.dtype)
+
+    def multiply() -> None:
+        torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
+
+    return 6 * side**3 / _typical(multiply, device, effort.seconds)
 
 
-@torch.no_grad()
 def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
-    """Operations per second of attention, forward."""
+    """Operations per second of attention, forward and backward; a backward counts as two forwards."""
     shape = (max(1, effort.matrix // 128), 8, 256, 64)
-    heads = torch.ones(shape, dtype=getattr(torch, dtype), device=device)
+    heads = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=device).to(heads.dtype)
 
-    def attend() -> Tensor:
-        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    def attend() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
 
-    return 4 * heads.numel() * shape[2] / _fastest(attend, device, effort.seconds)
+    return 3 * 4 * heads.numel() * shape[2] / _typical(attend, device, effort.seconds)
 
 
 def curved_rate(device: torch.device, dtype: str, effort: Effort) -> float:
-    """Elements per second of an exponential function."""
-    values = torch.ones(effort.matrix, effort.matrix, dtype=getattr(torch, dtype), device=device)
-    return values.numel() / _fastest(lambda: F.gelu(values, approximate="tanh"), device, effort.seconds)
+    """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
+    shape = (effort.matrix, 2 * effort.matrix)
+    values = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=device).to(values.dtype)
 
+    def curve() -> None:
+        torch.autograd.grad(F.gelu(values, approximate="tanh"), values, gradient)
 
-def update_rate(effort: Effort) -> float:
-    """Bytes per second of optimizer arithmetic over memory that no cache holds: a 16-bit gradient is read, three fp32
-    numbers are read and written, a 16-bit copy is written."""
-    blocks = max(2, effort.copy_bytes // (16 * _UPDATE_NUMEL))
-    masters = [torch.zeros(_UPDATE_NUMEL) for _ in range(blocks)]
-    gradients = [torch.zeros(_UPDATE_NUMEL, dtype=torch.bfloat16) for _ in range(blocks)]
-    optimizers = [torch.optim.AdamW([master], lr=1e-6, fused=True) for master in masters]
-
-    def update() -> None:
-        for master, gradient, optimizer in zip(masters, gradients, optimizers, strict=True):
-            master.grad = gradient.float()
-            optimizer.step()
-            gradient.copy_(master)
-            master.grad = None
-
-    for master in masters:
-        master.requires_grad_()
-    with torch.no_grad():
-        return 28 * _UPDATE_NUMEL * blocks / _fastest(update, torch.device("cpu"), effort.seconds)
+    return 3 * values.numel() / _typical(curve, device, effort.seconds)
 
 
 def copy_rate(source: torch.device, target: torch.device, effort: Effort) -> float:
@@ -215,7 +224,7 @@ def copy_rate(source: torch.device, target: torch.device, effort: Effort) -> flo
 
     read, written = made(source), made(target)
     timed = source if source.type == "cuda" else target
-    return effort.copy_bytes / _fastest(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
+    return effort.copy_bytes / _typical(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
 
 
 def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
@@ -240,51 +249,40 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class BothWays:
-    """Reads and writes of one path together: by the clock, and by the time of the processor."""
-
-    bytes_per_s: float
-    bytes_per_core_s: float
-
-
-def both_ways(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> BothWays:
-    """Reads and writes together, with the transfers that read fastest."""
+def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
+    """Bytes that one core reads and writes a second, by the processor's time of transfers like those that read fastest."""
     best = max((trial for trial in trials if trial.path == path), key=lambda trial: trial.read_bytes_per_s)
     block, depth = best.block_bytes, max(2, best.depth)
     frames = max(depth, effort.disk_bytes // block)
+    core_s: list[float] = []
     with ThreadPoolExecutor(depth) as pool, ExitStack() as ends:
         region = HostRegion(depth * block)
         ends.callback(region.close)
         disk = DiskRegion([path], page_size=block, total_frames=frames)
         ends.callback(disk.close)
         transfer(disk, region, pool, frames, depth, write=True)
-        before_s = time.process_time()
-        seconds = transfer(disk, region, pool, frames, depth, write=None)
-        core_s = max(time.process_time() - before_s, 1e-6)
-        return BothWays(block / seconds, frames * block / core_s)
+        transfer(disk, region, pool, frames, depth, write=None, core_s=core_s)
+    return frames * block / max(sum(core_s), 1e-6)
 
 
-def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest of as many calls as take `seconds`, after one that warms up; three at least, if they are not
-    slow."""
+def _typical(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of the median of as many calls as take `seconds`, after one that warms up; three at least, if they are not
+    slow. The fastest would be what no run of many steps is like."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    work()
-    wait()
-    best, began = float("inf"), time.perf_counter()
-    for count in itertools.count(1):
+    found: list[float] = []
+    began = time.perf_counter()
+    while True:
         started = time.perf_counter()
         work()
         wait()
         now = time.perf_counter()
-        best = min(best, now - started)
-        if now - began > seconds and (count >= 3 or best > seconds):
-            return best
-    raise AssertionError
+        found.append(now - started)
+        if now - began > seconds and (len(found) > 3 or found[-1] > seconds):
+            return median(found[1:] or found)
 
 
 def _together(trials: Sequence[DiskTrial], field: str) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.estimate import Work, forwards
+from lightning_ptm.commands.lock_free import beside_compute
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
@@ -60,7 +61,7 @@ def step_time(
         plan,
         trace,
         drawn.budget,
-        # Lock-free updates have a thread of their own: see _beside_updates.
+        # Lock-free updates have a thread of their own: see `beside_compute`.
         rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
@@ -68,10 +69,10 @@ def step_time(
         exchanged_bytes=exchanged,
     )
     seconds = timing.seconds + (node.step_s or 0.0)
-    if lock_free is not None:
-        seconds = _beside_updates(seconds, timing, lock_free, node)
-    elif node.device == "cpu":
-        seconds = max(seconds, _cores_s(timing, node, 1.0))
+    if lock_free is not None and node.device == "cpu":
+        seconds = beside_compute(drawn, lock_free, trace, node, rates, accumulate).seconds
+    elif lock_free is not None:
+        seconds = _beside_updates(seconds, timing, lock_free)
     binds = _binding(timing)
     if offloaded:
         copied = _with_copies(seconds, timing, trace, offloaded, accumulate, rates)
@@ -134,35 +135,13 @@ def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], 
     )
 
 
-def _update_core_s(timing: Timing, node: machines.Node) -> float:
-    """Time of CPU cores that one pass of updates over the master states takes, its disk transfers included."""
-    busy = {use.link: use for use in timing.links}
-    arithmetic = busy[Link.UPDATE_HOST].busy_s + busy[Link.UPDATE_DEVICE].busy_s
-    disk_core_s = 0.0
-    if node.disk_bytes_per_core_s is not None:
-        disk_core_s = (busy[Link.DISK_READ].bytes + busy[Link.DISK_WRITE].bytes) / node.disk_bytes_per_core_s
-    return node.threads * arithmetic + disk_core_s
-
-
-def _cores_s(timing: Timing, node: machines.Node, part: float) -> float:
-    """What a step takes at least, on a CPU, when its cores are never idle and `part` of a pass of updates goes with it."""
-    work_s = node.threads * timing.compute_s + part * _update_core_s(timing, node)
-    return work_s / node.cores_per_rank + (node.step_s or 0.0)
-
-
-def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree, node: machines.Node) -> float:
-    """Seconds of a step whose updates go on beside it.
+def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree) -> float:
+    """Seconds of a step whose updates go on beside it, on cores of their own.
 
     Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
-    a pass at least. On a CPU the passes take their part of the cores, and a generous bound makes them fewer.
+    a pass at least.
     """
     a_pass = max(use.busy_s for use in timing.links)
-    alone = seconds
-    if node.device == "cpu":
-        a_pass = max(a_pass, _update_core_s(timing, node) / lock_free.cores)
-        for _ in range(20):  # slower steps leave more time to each pass: it settles at once
-            part = min(1.0, seconds / a_pass, 1 / lock_free.paced_steps)
-            seconds = max(alone, _cores_s(timing, node, part))
     return max(seconds, a_pass / max(1, lock_free.max_staleness))
 
 

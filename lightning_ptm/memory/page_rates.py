@@ -85,6 +85,7 @@ def transfer(
     *,
     write: bool | None,
     limit_s: float = float("inf"),
+    core_s: list[float] | None = None,
 ) -> float:
     """Seconds for each transfer of a frame, `depth` at once.
 
@@ -92,11 +93,13 @@ def transfer(
         region: with a frame for each of them.
         frames: that are transferred, in order, until `limit_s` is over.
         write: or read; None: every other thread writes.
+        core_s: takes the processor's time of each thread.
     """
     started = time.perf_counter()
 
     def work(thread: int) -> int:
         done = 0
+        began_s = time.thread_time()
         buffer = region.memory[thread * disk.page_size : (thread + 1) * disk.page_size]
         for frame in range(thread, frames, depth):
             if write or (write is None and thread % 2):
@@ -106,6 +109,8 @@ def transfer(
             done += 1
             if time.perf_counter() - started > limit_s:
                 break
+        if core_s is not None:
+            core_s.append(time.thread_time() - began_s)
         return done
 
     count = sum(future.result() for future in [pool.submit(work, thread) for thread in range(depth)])

@@ -4,12 +4,14 @@ Owns the clock of a simulation, of one iteration (simulate.py) or of steps that 
 tasks and bytes, not whether they are right: simulate.py checks that. Each link does one thing at a time, in issue order;
 pages stream, so a task that crosses several links takes as long as the slowest of them. A wait for free pages is not
 modelled: the plan takes pages only where they are free by its triggers. Where updates share the cores with compute, their
-arithmetic is done between ticks, as its reads have come, or when compute waits for it.
+arithmetic is done between ticks, chunk by chunk, as reads have come, or when compute waits for it; of chunks on their way
+from and to the disk there are no more than staging holds, and the first of the next backward pass are read ahead.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -45,6 +47,10 @@ class Hardware:
         shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
         exchange_bytes_per_s: of tokens that one rank sends to others' experts; None: nobody divides experts.
         holders_bytes_per_s: of collectives of ranks that hold the same experts; None: as of all ranks.
+        disk_update_bytes_per_s: of that arithmetic, where its reads and writes of the disk go on beside it; None: the same.
+        chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
+        disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
+            by the time of its transfers; None: they take none.
     """
 
     name: str
@@ -59,6 +65,9 @@ class Hardware:
     shared_cores: bool = False
     exchange_bytes_per_s: float | None = None
     holders_bytes_per_s: float | None = None
+    disk_update_bytes_per_s: float | None = None
+    chunk_s: float = 0.0
+    disk_bytes_per_core_s: float | None = None
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""
@@ -124,17 +133,22 @@ class _Load:
     link: Link
     bytes: int
     bytes_per_s: float | None = None
-    """None: the link's."""
+    """Where it is not the link's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
-    """Arithmetic of an update that the cores have yet to do: when what it reads is there, and what it then writes."""
+    """A chunk's arithmetic that the cores have yet to do: what it reads first, when that is there, and what it then writes.
+
+    A chunk that is staged passes through buffers, which it holds from its reads' start to its writes' end.
+    """
 
     task: Task
+    reads: tuple[_Load, ...]
     ready_s: float
     arithmetic: _Load
     writes: tuple[_Load, ...]
+    staged: bool
 
 
 class Clock:
@@ -171,8 +185,18 @@ class Clock:
         self._updated: dict[int, _Arrival] = {}
         """When the parameters of a unit are those of the last step."""
         self._disk_free_s = 0.0
-        self._owed: list[_Owed] = []
-        """In the order in which it was issued."""
+        self._chunks = _staged_chunks(layout, placement)
+        self._queued: list[_Owed] = []
+        """Not read yet, in the order in which they were issued; `ready_s` is when their gradients are there."""
+        self._read: list[_Owed] = []
+        """Read, or being read."""
+        self._ahead: list[tuple[int, float]] = []
+        """Chunks that are read before their update is issued: the unit, and when they are there."""
+        self._order: list[Task] = []
+        """Updates in the order in which a step issues them; `_expected`: those whose chunks may be read ahead."""
+        self._expected: list[Task] = []
+        self._landing: list[float] = []
+        """When writes of staged chunks end."""
         self._written_s: dict[int, float] = {}
         """When the last writes of a unit's master states have landed."""
 
@@ -226,13 +250,27 @@ class Clock:
             self._wait(_Arrival(self._exchange(tick.unit, exchanged_bytes), Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now_s, tick.seconds, 0))
-        self._now_s += tick.seconds
         self._compute_s += tick.seconds
+        self._now_s += tick.seconds + self._taken_by_transfers_s(tick.seconds)
+
+    def _taken_by_transfers_s(self, seconds: float) -> float:
+        """Of the next seconds of compute, by which they get longer: threads that read and write the disk take a core."""
+        per_core = self._hardware.disk_bytes_per_core_s
+        if not self._hardware.shared_cores or per_core is None:
+            return 0.0
+        size = 0.0
+        for link in (Link.DISK_READ, Link.DISK_WRITE):
+            busy_s = min(max(self._free_s[link] - self._now_s, 0.0), seconds)
+            size += busy_s * self._hardware.bytes_per_s(link)
+        both = self._hardware.disk_both_bytes_per_s
+        if both is not None:
+            size = min(size, both * min(max(self._disk_free_s - self._now_s, 0.0), seconds))
+        return size / per_core
 
     def finish(self) -> Timing:
         """Wait for everything that is still under way."""
-        while self._owed:
-            self._pay_for(self._owed[-1].task.unit)
+        while owed := (*self._read, *self._queued):
+            self._pay_for(owed[0].task.unit)
         self._wait(self._last)
         return self.so_far()
 
@@ -244,6 +282,7 @@ class Clock:
                 if wait_for_updates:
                     self._updated[unit] = arrival
         if wait_for_updates:
+            self._expected = list(self._order)
             self._pay()
 
     def so_far(self) -> Timing:
@@ -261,28 +300,89 @@ class Clock:
             self._now_s = arrival.at_s
 
     def _owe(self, task: Task) -> None:
-        """Read what an update needs; the cores will do the rest."""
+        """An update is issued: the cores will do it chunk by chunk."""
+        begin_s = max(self._ready_s(task.unit, Kind.GRADIENT), self._now_s)
+        if task not in self._order:
+            self._order.append(task)
+        self._expected = [other for other in self._expected if other.unit != task.unit]
+        ahead = [ready_s for unit, ready_s in self._ahead if unit == task.unit]
+        self._ahead = [chunk for chunk in self._ahead if chunk[0] != task.unit]
+        for chunk in self._cut(task, begin_s):
+            if ahead:
+                self._read.append(replace(chunk, ready_s=max(begin_s, ahead.pop(0))))
+            else:
+                self._queued.append(chunk)
+        self._fetch()
+
+    def _cut(self, task: Task, ready_s: float) -> list[_Owed]:
+        """An update's chunks; one where nothing is staged."""
         reads, arithmetic, writes = self._update_loads(task.unit)
-        begin_s = max(self._ready_s(task.unit, Kind.GRADIENT), self._written_s.get(task.unit, 0.0))
-        ready_s = self._carry(task, reads, begin_s)
-        self._owed.append(_Owed(task, ready_s, arithmetic, tuple(writes)))
+        staged = self._placement.homes[task.unit].master is Tier.DISK
+        chunk_numel = self._layout.page_size // 4  # a page of fp32 (update/updater.py)
+        numels = [flat.shard_numel for flat in self._layout.flats_of(task.unit) if flat.trainable]
+        count = max(1, sum(-(-numel // chunk_numel) for numel in numels)) if staged else 1
+        if staged:
+            arithmetic = replace(arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
+        return [
+            _Owed(
+                task,
+                tuple(_part(load, index, count) for load in reads),
+                ready_s,
+                _part(arithmetic, index, count),
+                tuple(_part(load, index, count) for load in writes),
+                staged,
+            )
+            for index in range(count)
+        ]
+
+    def _room(self) -> bool:
+        """Whether another chunk may be staged."""
+        self._landing = [end_s for end_s in self._landing if end_s > self._now_s]
+        held = sum(chunk.staged for chunk in self._read) + len(self._ahead) + len(self._landing)
+        return held < self._chunks
+
+    def _fetch(self) -> None:
+        """Read what there is room for: chunks of updates that were issued, then of those that are to come."""
+        while self._queued and (not self._queued[0].staged or self._room()):
+            chunk = self._queued.pop(0)
+            begin_s = max(self._now_s, chunk.ready_s, self._written_s.get(chunk.task.unit, 0.0))
+            self._read.append(replace(chunk, ready_s=self._carry(chunk.task, chunk.reads, begin_s)))
+        while not self._queued and self._expected and self._room():
+            task = self._expected[0]
+            chunks = self._cut(task, 0.0)
+            done = sum(unit == task.unit for unit, _ in self._ahead)
+            if done == len(chunks) or not chunks[0].staged or any(read.task.unit == task.unit for read in self._read):
+                self._expected.pop(0)
+                continue
+            begin_s = max(self._now_s, self._written_s.get(task.unit, 0.0))
+            self._ahead.append((task.unit, self._carry(task, chunks[done].reads, begin_s)))
 
     def _pay(self) -> None:
-        """Do the arithmetic of updates whose reads have come."""
-        while self._owed and self._owed[0].ready_s <= self._now_s:
-            self._do(self._owed.pop(0))
+        """Do the arithmetic of chunks whose reads have come."""
+        while True:
+            self._fetch()
+            ready = next((chunk for chunk in self._read if chunk.ready_s <= self._now_s), None)
+            if ready is None:
+                return
+            self._read.remove(ready)
+            self._do(ready)
 
     def _pay_for(self, unit: int) -> None:
-        """Compute needs a unit: wait for its update, and do those that were issued before."""
-        while any(owed.task.unit == unit for owed in self._owed):
-            first = self._owed.pop(0)
-            self._wait(_Arrival(first.ready_s, Operation.UPDATE))
-            self._do(first)
+        """Compute needs a unit: wait for its update, and do what comes meanwhile."""
+        self._queued.sort(key=lambda chunk: chunk.task.unit != unit)
+        while any(chunk.task.unit == unit for chunk in (*self._read, *self._queued)):
+            self._pay()
+            waits_for = [chunk.ready_s for chunk in self._read] + (self._landing if self._queued else [])
+            if waits_for:
+                self._wait(_Arrival(min(waits_for), Operation.UPDATE))
 
-    def _do(self, owed: _Owed) -> None:
-        end_s = self._carry(owed.task, [owed.arithmetic], self._now_s)
-        self._wait(_Arrival(end_s, Operation.UPDATE))
-        self._written_s[owed.task.unit] = self._carry(owed.task, owed.writes, self._now_s)
+    def _do(self, chunk: _Owed) -> None:
+        end_s = self._carry(chunk.task, [chunk.arithmetic], self._now_s)
+        self._wait(_Arrival(end_s + (self._hardware.chunk_s if chunk.staged else 0.0), Operation.UPDATE))
+        written_s = self._carry(chunk.task, chunk.writes, self._now_s)
+        self._written_s[chunk.task.unit] = written_s
+        if chunk.staged:
+            self._landing.append(written_s)
 
     def _exchange(self, unit: int, size: int) -> float:
         return self._carry(
@@ -365,8 +465,22 @@ class Clock:
         return _Load(Link.COLLECTIVE, shard_bytes * (sharing - 1), rate)
 
 
-_STEPS_BEFORE = 2
-"""Steps that are replayed before the one that counts: the first waits for no updates, the second for no earlier writes."""
+def _part(load: _Load, index: int, count: int) -> _Load:
+    """One of so many parts, equal but for a byte."""
+    return replace(load, bytes=load.bytes * (index + 1) // count - load.bytes * index // count)
+
+
+def _staged_chunks(layout: ModelLayout, placement: Placement) -> float:
+    """Chunks that staging holds: a page of fp32 of each master state, a compute copy, a gradient (runtime/blueprint.py)."""
+    if not placement.staging_bytes:
+        return math.inf
+    pages = -(-max(placement.master_bytes_per_element, default=0) // 4) + 2
+    return max(1, placement.staging_bytes // (pages * layout.page_size))
+
+
+_STEPS_BEFORE = 3
+"""Steps that are replayed before the one that counts: the first waits for no updates, the second for no earlier writes, the
+third reads nothing ahead that the second has left."""
 
 
 def steady(

@@ -126,6 +126,9 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"curved_numel_per_s": 5}, r"curved_numel_per_s is 5; .* a rate for each dtype"),
         ({"unit_s": 0}, r"unit_s is 0; .* above 0 \(or null where it is not known\)"),
         ({"disk_both_bytes_per_s": -1}, r"disk_both_bytes_per_s is -1"),
+        ({"beside_loss": 0}, r"beside_loss is 0; .* above 0 \(or null where it is not known\)"),
+        ({"chunk_s": "long"}, r"chunk_s is 'long'; .* a number above 0"),
+        ({"learn_numel_per_s": -1}, r"learn_numel_per_s is -1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_field(tmp_path: Path, values: dict[str, Any], words: str) -> None:
@@ -158,4 +161,4 @@ def test_what_a_probe_measures_beside_multiplications_counts() -> None:
     assert node.seconds(work, "bfloat16") == pytest.approx(1e12 / 156e12)
     same = dict.fromkeys(node.compute_flops_per_s, 1e12), dict.fromkeys(node.compute_flops_per_s, 1e10)
     node = dataclasses.replace(node, attention_flops_per_s=same[0], curved_numel_per_s=same[1])
-    assert node.seconds(work, "bfloat16") == pytest.approx(9e11 / 156e12 + 0.1 + 0.1 + 1e9 / 1.555e12)
+    assert node.seconds(work, "bfloat16") == pytest.approx((9e11 / 312e12 + 0.1 + 0.1 + 1e9 / 1.555e12) / 0.5)

@@ -1,0 +1,57 @@
+"""What `plan` says of lock-free updates on a machine that updates with the cores that compute."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_ptm.commands.hardware import Node
+from lightning_ptm.planning.beside import Beside, BesideFlat, BesideRates, BesideTiming
+from lightning_ptm.planning.timing import Hardware
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.blueprint import Blueprint, LockFree
+from lightning_ptm.terms import Tier
+
+
+def beside_compute(
+    drawn: Blueprint, lock_free: LockFree, trace: Trace, node: Node, rates: Hardware, accumulate: int
+) -> BesideTiming:
+    """A step among many.
+
+    Args:
+        trace: with the seconds of its ticks.
+        rates: one rank's.
+    """
+    layout = drawn.layout
+    flats = [
+        BesideFlat(
+            unit=flat.unit,
+            numel=flat.shard_numel,
+            bytes_per_element=drawn.dtypes[flat.index].itemsize,
+            master_bytes_per_element=drawn.master_bytes_per_element[flat.index],
+            on_disk=drawn.placement.homes[flat.unit].master is Tier.DISK,
+            kind=(flat.shard_numel, drawn.dtypes[flat.index]),
+        )
+        for flat in layout.flats
+        if flat.trainable
+    ]
+    update = rates.update_device_bytes_per_s
+    both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s
+    ram = node.host_memory_bytes_per_s / node.ranks_per_node
+    beside = Beside(
+        flats,
+        {(kind.numel, kind.dtype): kind.count for kind in lock_free.spares},
+        BesideRates(
+            update_bytes_per_s=node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2,
+            loss=1.0 if node.beside_loss is None else node.beside_loss,
+            learn_numel_per_s=node.learn_numel_per_s,
+            forecast_numel_per_s=node.forecast_numel_per_s,
+            sum_bytes_per_s=ram * min(1.0, lock_free.cores / node.threads),
+            disk_bytes_per_s=both if math.isfinite(both) else rates.disk_read_bytes_per_s,
+        ),
+        chunk_numel=max(1, layout.page_size // 4),
+        staging=max(1, drawn.staging_chunks),
+        max_staleness=lock_free.max_staleness,
+        forecast=lock_free.forecast,
+        paced_steps=lock_free.paced_steps,
+    )
+    return beside.run(trace, micro_batches=accumulate, step_s=node.step_s or 0.0)

@@ -1,0 +1,239 @@
+"""What the arithmetic of updates takes on this machine, measured with the updater itself: with everything in RAM, between
+the transfers of a disk, and in a thread of its own beside compute, with forecasts and without (lock-free mode).
+
+Owns, while it measures, pages in RAM and, for each path, a file without a name. The optimizer is fused AdamW: 28 bytes of an
+element in one pass (a 16-bit gradient and three fp32 numbers are read, three fp32 numbers and a 16-bit copy are written).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import (
+    FlatStates,
+    HyperParameters,
+    JobHandle,
+    ParameterGradients,
+    Shadow,
+    UpdateJob,
+    Updater,
+    probe,
+    snapshot,
+)
+from lightning_ptm.update.forecast import Forecast
+
+_CPU = torch.device("cpu")
+_ELEMENT_BYTES = 28
+_PAGE_BYTES = 4 << 20
+_STAGING_CHUNKS = 12
+_FLATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRates:
+    """Bytes are those of one pass of AdamW, 28 an element.
+
+    Attributes:
+        ram_bytes_per_s: everything in RAM.
+        disk_bytes_per_s: of the arithmetic alone, its reads and writes of a disk going on beside it; None without one.
+        stream_bytes_per_s: of those reads and writes together, while there are any; None likewise.
+        chunk_s: what the caller's thread does for each chunk beside arithmetic and waiting.
+        beside_bytes_per_s: in a thread of its own, while the cores compute.
+        beside_loss: seconds by which compute gets longer for each second of such arithmetic: its cores work in lockstep, and
+            what goes with the arithmetic (transfers, the interpreter's lock) counts, too.
+        learn_numel_per_s: what a forecast adds to that, elements a second.
+        forecast_numel_per_s: elements a second to which a forecast is added.
+    """
+
+    ram_bytes_per_s: float
+    disk_bytes_per_s: float | None
+    stream_bytes_per_s: float | None
+    chunk_s: float
+    beside_bytes_per_s: float
+    beside_loss: float
+    learn_numel_per_s: float
+    forecast_numel_per_s: float
+
+
+def update_rates(
+    paths: Sequence[Path], numel: int, seconds: float, cores: int, compute: Callable[[], object]
+) -> UpdateRates:
+    """Measure.
+
+    Args:
+        paths: of the disk tier; may be empty.
+        numel: elements that are updated in one pass; more than a cache holds.
+        seconds: of each measurement, about.
+        cores: of the updates that go on beside compute.
+        compute: some of what they go on beside.
+    """
+    with _Bench((), numel) as bench:
+        ram = bench.arithmetic_bytes_per_s(seconds)
+        add = bench.forecast_numel_per_s(seconds)
+    disk: float | None
+    stream: float | None
+    with _Bench(paths, numel) as bench:
+        disk = bench.arithmetic_bytes_per_s(seconds)
+        stream, chunk_s = bench.disk_bytes_per_s(), bench.chunk_s()
+        plain, _ = bench.beside(seconds, cores, compute, forecast=False)
+        learning, loss = bench.beside(seconds, cores, compute, forecast=True)
+    learn_s = max(_ELEMENT_BYTES / learning - _ELEMENT_BYTES / plain, 1e-12)
+    if not paths:
+        disk = stream = None
+    return UpdateRates(ram, disk, stream, chunk_s, plain, loss, 1.0 / learn_s, add)
+
+
+class _Bench:
+    """A few flats with their master states, on the paths' disks or, without any, in RAM."""
+
+    def __init__(self, paths: Sequence[Path], numel: int) -> None:
+        each = numel // _FLATS
+        units = [
+            UnitSpec(f"unit {index}", (ParameterSpec(f"weight {index}", (each,), "bfloat16", 2, True, 0),))
+            for index in range(_FLATS)
+        ]
+        layout = build_layout(units, page_size=_PAGE_BYTES, world_size=1)
+        tier = Tier.DISK if paths else Tier.DEVICE
+        states_bytes = (_FLATS * 3 * (4 * each // _PAGE_BYTES + 2)) * _PAGE_BYTES
+        ram = _FLATS * 2 * (2 * each // _PAGE_BYTES + 2) * _PAGE_BYTES + 6 * _STAGING_CHUNKS * _PAGE_BYTES
+        self._ends = ExitStack()
+        self._beside_s: list[float] = []
+        with ExitStack() as undo:
+            self._allocator = undo.enter_context(
+                Allocator(
+                    page_size=_PAGE_BYTES,
+                    device=_CPU,
+                    device_bytes=ram + (0 if paths else states_bytes),
+                    host_bytes=0,
+                    disk_bytes=states_bytes if paths else 0,
+                    disk_paths=list(paths),
+                )
+            )
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-6, fused=True)
+            self._traits = probe(optimizer, dtype=torch.float32, device=_CPU)
+            self._shadow = Shadow(optimizer, self._traits)
+            self._hyper: HyperParameters = snapshot(optimizer, self._traits)
+            self.updater = Updater(self._allocator, staging=_STAGING_CHUNKS)
+            undo.callback(self.updater.close)
+            self._numel = each * _FLATS
+            self._flats = []
+            for flat in layout.flats:
+                states = FlatStates.allocate(self._allocator, flat, 0, self._traits, tier, master_dtype=torch.float32)
+                if not paths and states.master is not None:
+                    states.master.tensor().normal_()
+                target = self._allocator.allocate("target", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
+                self._flats.append((states, torch.randn(each).bfloat16(), target))
+            self._pass(False)  # the first makes the moments
+            self._ends = undo.pop_all()
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ends.close()
+
+    def arithmetic_bytes_per_s(self, seconds: float) -> float:
+        """Of passes in the caller's thread."""
+        return self._rate(lambda: self._pass(False), seconds)
+
+    def disk_bytes_per_s(self) -> float:
+        """Of the transfers so far, reads and writes together."""
+        found = self._allocator.disk_stats()
+        return found.bytes / max(found.busy_s, 1e-9)
+
+    def chunk_s(self) -> float:
+        """Of the passes of `arithmetic_bytes_per_s`, as `UpdateRates` has it."""
+        return max(median(self._beside_s), 1e-9)
+
+    def beside(
+        self, seconds: float, cores: int, compute: Callable[[], object], *, forecast: bool
+    ) -> tuple[float, float]:
+        """Of passes in a thread, and what compute loses, as `UpdateRates` has it."""
+        alone = _per_s(compute, seconds)
+        self.updater.run_in_thread(cores)
+        try:
+            began, before_s, count = time.perf_counter(), self.updater.stats.arithmetic_s, 0
+            passes = 0
+            while time.perf_counter() - began < seconds or passes < 2:
+                handles = self._submit(forecast)
+                passes += 1
+                while not all(handle.done() for handle in handles):
+                    compute()
+                    count += 1
+            self.updater.drain()
+            took_s = time.perf_counter() - began
+            arithmetic_s = self.updater.stats.arithmetic_s - before_s
+        finally:
+            self.updater.stop()
+        lost_s = max(took_s - count / alone, 0.0)
+        rate = _ELEMENT_BYTES * self._numel * passes / max(arithmetic_s, 1e-9)
+        return rate, max(lost_s / max(arithmetic_s, 1e-9), 0.01)
+
+    def forecast_numel_per_s(self, seconds: float) -> float:
+        """Elements a second that a forecast is added to, by the cores that compute."""
+        states, gradient, target = self._flats[0]
+        learned = Forecast(states, self._hyper)
+        self.updater.finish(self.updater.submit(self._job(states, gradient, target, learned)))
+        source = ParameterGradients([gradient])
+        job = self._job(states, gradient, target, None)
+        return gradient.numel() * _per_s(lambda: learned.add_(target.tensor(), source, job.transform), seconds)
+
+    def _rate(self, work: Callable[[], None], seconds: float) -> float:
+        found: list[float] = []
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds or len(found) < 3:
+            before, started = replace(self.updater.stats), time.perf_counter()
+            work()
+            took_s, after = time.perf_counter() - started, self.updater.stats
+            arithmetic_s = after.arithmetic_s - before.arithmetic_s
+            found.append(arithmetic_s)
+            waited_s = after.read_stall_s - before.read_stall_s + after.write_stall_s - before.write_stall_s
+            self._beside_s.append((took_s - arithmetic_s - waited_s) / max(1, after.chunks - before.chunks))
+        return _ELEMENT_BYTES * self._numel / max(median(found), 1e-9)
+
+    def _pass(self, forecast: bool) -> None:
+        for handle in self._submit(forecast):
+            self.updater.finish(handle)
+        self.updater.drain()
+
+    def _submit(self, forecast: bool) -> list[JobHandle]:
+        return [
+            self.updater.submit(
+                self._job(states, gradient, target, Forecast(states, self._hyper) if forecast else None)
+            )
+            for states, gradient, target in self._flats
+        ]
+
+    def _job(self, states: FlatStates, gradient: Tensor, target: PagedTensor, forecast: Forecast | None) -> UpdateJob:
+        return UpdateJob(
+            states,
+            self._shadow,
+            ParameterGradients([gradient]),
+            target,
+            self._hyper,
+            fresh_target=forecast is not None,
+            forecast=forecast,
+        )
+
+
+def _per_s(work: Callable[[], object], seconds: float) -> float:
+    """Median calls a second."""
+    work()
+    found: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds or len(found) < 3:
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return 1.0 / max(median(found), 1e-9)
