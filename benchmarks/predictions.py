@@ -5,7 +5,7 @@ In each repeat a probe, then a turn of every run: GPT 25M and 124M, everything i
 Ratio: the longer of the two times over the shorter. Also the peak of pages, planned over measured, for which one step is
 enough.
 
-Takes about five minutes. What a number of the prediction comes from is said in `lightning_ptm/commands/estimate.py` (what
+Takes about six minutes. What a number of the prediction comes from is said in `lightning_ptm/commands/estimate.py` (what
 is counted), `probe.py` (rates) and `lightning_ptm/planning/timing.py` (what waits for what).
 """
 
@@ -35,6 +35,9 @@ from common import (
 from race import Race, Score, Side
 
 LIMIT = 1.2
+LEAD_STEPS = 16
+"""Of lock-free sides, before each turn: what waits for an update while others have their turns is soon applied, and the plan
+is of a step among many."""
 SEQUENCE = 256
 MODELS: dict[str, tuple[dict[str, int | bool], int]] = {
     "tiny": ({"vocab_size": 256, "width": 64, "layers": 2, "heads": 2}, 2),
@@ -75,6 +78,11 @@ def probed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
     found: dict[str, Any] = yaml.safe_load(answer.stdout)
     return found
+
+
+def _is_lock_free(side: Side) -> bool:
+    settings = side.options["settings"]
+    return isinstance(settings, Mapping) and bool(settings.get("lock_free"))
 
 
 def middle(values: Sequence[Any]) -> Any:
@@ -150,10 +158,14 @@ def main() -> None:
             sides = {title: side for title, side in sides.items() if title in args.sides.split(",")}
         turns: dict[str, list[Any]] = {title: [] for title in sides}
         probes = []
+        lead = {
+            title: args.warmup if args.quick else LEAD_STEPS for title, side in sides.items() if _is_lock_free(side)
+        }
         with Race(list(sides.values())) as race:
             for repeat in range(args.repeats):
                 probes.append(probed(args, folder))
-                for title, score in race.run(repeats=1, steps=args.steps, warmup=0 if repeat else args.warmup).items():
+                found = race.run(repeats=1, steps=args.steps, warmup=0 if repeat else args.warmup, before=lead)
+                for title, score in found.items():
                     turns[title] += score.turns
         scores = {title: Score(title, tuple(taken)) for title, taken in turns.items()}
         machine = folder / "machine.yaml"

@@ -286,11 +286,20 @@ class Race:
     ) -> None:
         self._stop()
 
-    def run(self, *, repeats: int, steps: int, warmup: int) -> dict[str, Score]:
-        """Let each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count."""
+    def run(
+        self, *, repeats: int, steps: int, warmup: int, before: Mapping[str, int] | None = None
+    ) -> dict[str, Score]:
+        """Let each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count.
+
+        Args:
+            before: steps of a side right before each turn that do not count: work that it does behind others' turns, such as
+                updates that wait, would make the first steps other than those among many.
+        """
         turns: dict[str, list[Turn]] = {side.name: [] for side in self.sides}
         for repeat in range(-1 if warmup else 0, repeats):
             for side in self.sides if repeat % 2 == 0 else reversed(self.sides):
+                if before is not None and side.name in before and repeat >= 0:
+                    self._turn(side, before[side.name])
                 turn = self._turn(side, warmup if repeat < 0 else steps)
                 if repeat >= 0:
                     turns[side.name].append(turn)
