@@ -1,7 +1,8 @@
 """Lock-free updates with master states on disk: what does compute still wait for?
 
 Sides, in turns, on the same GPT, with so few tokens a step that the disk dominates:
-  ours         AngelPTMStrategy(lock_free=True)
+  ours         AngelPTMStrategy(lock_free=True, max_staleness=16)
+  held         the same with hold_updates=True: fewer passes over the master states, more staleness
   synchronous  the same without lock_free: updates behind the backward pass and the next forward
   at_step      the same with update_in_backward=False: updates between the backward pass and the next forward
   compute      forward and backward of the bf16 model alone, no optimizer, freed memory kept as by ours (sides/plain.py)
@@ -12,8 +13,8 @@ compute in the first case); for each number of tokens that `--sequence` names. T
 of these only: they have no tokens. Printed beside: how far from balance a setting is (synchronous over compute), mean and
 largest staleness, and each side's loss after as many steps.
 Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
-less); step time of ours over compute; bytes a second of stream over the disk's; speed of synchronous over at_step (what
-overlap gains).
+less); step time of ours over compute; both of held, too; bytes a second of stream over the disk's; speed of synchronous over
+at_step (what overlap gains).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
     lock_free = {"lock_free": True, "max_staleness": args.max_staleness}
     return [
         ours(options, args, settings | lock_free),
+        replace(ours(options, args, settings | lock_free | {"hold_updates": True}), name="held"),
         replace(ours(options, args, settings), name="synchronous"),
         replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
         replace(compute_side(options, args), environment=side_environment(args) | KEEP_FREED_MEMORY),
@@ -78,38 +80,9 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
 def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
     """The bars of the sides that took part."""
     made: list[Bar] = []
-    mine = scores.get("ours")
-    what = f"{size} lock-free, cores {cores}"
-    if mine and "compute" in scores:
-        alone_s = scores["compute"].step_s
-        limit = COMPUTE_LIMIT[cores]
-        made.append(
-            Bar(
-                f"{what}: step over compute alone",
-                mine.step_s,
-                alone_s,
-                "s",
-                mine.step_s / alone_s,
-                limit,
-                at_least=False,
-            )
-        )
-    if mine and "synchronous" in scores and "compute" in scores:
-        waiting_s, alone_s = scores["synchronous"].step_s, scores["compute"].step_s
-        limit = min(PAPERS_SPEED_UP, 0.9 * waiting_s / alone_s)
-        ratio = waiting_s / mine.step_s
-        print(f"{what}: synchronous takes {waiting_s / alone_s:.2f} x compute alone")
-        made.append(
-            Bar(
-                f"{what}: speed over synchronous",
-                1 / mine.step_s,
-                1 / waiting_s,
-                "steps/s",
-                ratio,
-                limit,
-                at_least=True,
-            )
-        )
+    for name, what in (("ours", "lock-free"), ("held", "lock-free with updates held")):
+        if name in scores:
+            made += _of_lock_free(scores, name, f"{size} {what}, cores {cores}", COMPUTE_LIMIT[cores])
     if "stream" in scores and "disk" in scores:
         speed = median(turn.extra["page_bytes"] / turn.seconds for turn in scores["stream"].turns)
         alone = scores["disk"].traffic_bytes / scores["disk"].step_s
@@ -119,16 +92,36 @@ def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
         behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
         name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
         made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
-    if mine:
-        staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
-        largest = mine.turns[-1].extra["max_staleness"]
-        losses = ", ".join(f"{name} {scores[name].loss:.3f}" for name in ("ours", "synchronous") if name in scores)
-        # A short turn may be one in which all updates were held back.
-        stream = median(page_speed(turn) if turn.extra["disk_busy_s"] else 0.0 for turn in mine.turns)
-        print(
-            f"{what}: mean staleness {staleness:.2f} steps, largest {largest:.0f}; loss {losses}; "
-            f"the updates' stream beside compute {stream / 1e9:.2f} GB/s"
+    return made
+
+
+def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: float) -> list[Bar]:
+    """What one lock-free side is measured by; prints what else there is to know of it."""
+    made: list[Bar] = []
+    mine = scores[name]
+    if "compute" in scores:
+        alone_s = scores["compute"].step_s
+        ratio = mine.step_s / alone_s
+        made.append(Bar(f"{what}: step over compute alone", mine.step_s, alone_s, "s", ratio, limit, at_least=False))
+    if "synchronous" in scores and "compute" in scores:
+        waiting_s, alone_s = scores["synchronous"].step_s, scores["compute"].step_s
+        gain = min(PAPERS_SPEED_UP, 0.9 * waiting_s / alone_s)
+        ratio = waiting_s / mine.step_s
+        print(f"{what}: synchronous takes {waiting_s / alone_s:.2f} x compute alone")
+        made.append(
+            Bar(
+                f"{what}: speed over synchronous", 1 / mine.step_s, 1 / waiting_s, "steps/s", ratio, gain, at_least=True
+            )
         )
+    staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
+    largest = mine.turns[-1].extra["max_staleness"]
+    losses = ", ".join(f"{each} {scores[each].loss:.3f}" for each in (name, "synchronous") if each in scores)
+    # A short turn may be one in which all updates were held.
+    stream = median(page_speed(turn) if turn.extra["disk_busy_s"] else 0.0 for turn in mine.turns)
+    print(
+        f"{what}: mean staleness {staleness:.2f} steps, largest {largest:.0f}; loss {losses}; "
+        f"the updates' stream beside compute {stream / 1e9:.2f} GB/s"
+    )
     return made
 
 

@@ -19,6 +19,9 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 MIN_PAGE_BYTES = 64 * 1024
 DEFAULT_PAGE_BYTES = 4 << 20
 
+LEAST_HELD_STALENESS = 8
+"""The smallest bound with room to hold updates in."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -90,13 +93,14 @@ class Settings:
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. Needs a `disk_path`.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
-            than exceed it. 0 gives the numbers of a synchronous run. With 8 or more on a CPU, updates are also held back
-            until three quarters of it are lacking, where the disk is fast enough: many steps' gradients are then applied
-            in one pass, and compute has the cores and the memory to itself meanwhile.
+            than exceed it. 0 gives the numbers of a synchronous run.
+        hold_updates: With `lock_free` and a `max_staleness` of 8 or more: updates wait until about three quarters of it are
+            lacking, as far as the disk is fast enough. The gradients of many steps are then applied in one pass: fewer
+            bytes to and from the disk, and compute has cores and memory to itself meanwhile. What it costs is staleness.
         forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
             applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Not where
-            updates are held back.
+            updates are held.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and
@@ -136,6 +140,7 @@ class Settings:
     expert_parallel_size: int = 1
     lock_free: bool = False
     max_staleness: int = 1
+    hold_updates: bool = False
     forecast: bool = True
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
@@ -179,6 +184,11 @@ class Settings:
             )
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
+        if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
+            raise ConfigError(
+                f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "
+                f"hold updates in; give lock_free=True and a max_staleness of {LEAST_HELD_STALENESS} or more, or leave it out"
+            )
         if self.lock_free and self.parameter_home == "disk":
             raise ConfigError(
                 "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "

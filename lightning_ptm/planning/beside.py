@@ -20,7 +20,9 @@ _MERGED_PASSES = 1.4
 """Passes that more steps take at once: one of 28 bytes an element, and a correction that reads and writes a moment and reads
 a gradient, 12 bytes (update/merged.py)."""
 _STEPS = 12
-"""Steps that count; before them as many, and as many as parameters may lack."""
+"""Steps that count, at least; before them as many, and as many as parameters may lack."""
+_MOST_STEPS = 96
+"""A bound beyond that hardly changes a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +170,11 @@ class Beside:
             trace: with seconds; step_s: what a step takes beside its ticks.
         """
         last = {tick.unit: index for index, tick in enumerate(trace.ticks) if tick.phase is Phase.BACKWARD}
-        steps = 2 * _STEPS + self._max_staleness
+        counted = max(_STEPS, min(self._paced_steps, _MOST_STEPS))
+        steps = 2 * counted + min(self._max_staleness, _MOST_STEPS)
         began_s, stalled_s, updated = 0.0, 0.0, 0
         for step in range(steps):
-            if step == steps - _STEPS:
+            if step == steps - counted:
                 began_s, stalled_s, updated = self._at.now_s, self._at.stall_s, self._at.updates
             for micro_batch in range(micro_batches):
                 self._let_go()
@@ -185,9 +188,9 @@ class Beside:
             self._compute(step_s)
         flats = max(1, len(self._flats))
         return BesideTiming(
-            (self._at.now_s - began_s) / _STEPS,
-            (self._at.stall_s - stalled_s) / _STEPS,
-            (self._at.updates - updated) / _STEPS / flats,
+            (self._at.now_s - began_s) / counted,
+            (self._at.stall_s - stalled_s) / counted,
+            (self._at.updates - updated) / counted / flats,
         )
 
     # -- compute -------------------------------------------------------------------------------------------------------

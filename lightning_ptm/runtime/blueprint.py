@@ -84,7 +84,7 @@ class LockFree:
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
         forecast: parameters in use forecast the updates that they lack.
-        paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held back.
+        paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held.
     """
 
     max_staleness: int
@@ -470,8 +470,7 @@ def _lock_free(
         gradients.append(Kind(numel, dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
     cores = max(1, machine.cores // machine.ranks)
     bound = request.settings.max_staleness
-    # Beside a GPU the cores are free, and gradients had better not wait.
-    paced = paced_steps(bound) if machine.device_type == "cpu" else 1
+    paced = paced_steps(bound) if request.settings.hold_updates else 1
     return LockFree(
         bound,
         request.gradients_stay,

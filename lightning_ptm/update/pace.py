@@ -1,9 +1,9 @@
-"""When waiting gradients are applied, where compute and updates share cores and memory (lock-free mode on a CPU).
+"""When waiting gradients are applied, where updates are held (lock-free mode with `hold_updates`).
 
 A pass over a flat's master states costs about the same whether it applies the gradients of one step or of ten, and while it
-runs compute is slower. So with a generous bound a flat waits until it lacks a good part of it, and no longer: each gradient
-that comes earns a part of a pass, and a pass begins when it has been earned. So the load is even from step to step, and some
-flats lack the gradients of one step, some of two, and so on: never all of many.
+runs, compute that shares cores and memory with it is slower. So a flat waits until it lacks a good part of the bound: each
+gradient that comes earns a part of a pass, and a pass begins when it has been earned. The load is even from step to step
+then, and some flats lack the gradients of one step, some of two, and so on: never all of many.
 
 Compute's. Counts in steps and elements: a slow disk shows by how many gradients come while a pass is made. No clock,
 threads or tensors.
@@ -15,9 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-PACED_FROM = 8
-"""The smallest bound that leaves room. Below it passes begin as soon as they can, and staleness is what the disk makes it."""
-
 _SHARE = 3 / 4
 """Of the bound, between two passes over a flat. The rest is for passes that take longer than those before."""
 
@@ -26,8 +23,8 @@ _MARGIN = 2
 
 
 def paced_steps(max_staleness: int) -> int:
-    """Steps between two passes over a flat under this bound, where the disk allows it; 1: updates are not held back."""
-    return int(max_staleness * _SHARE) if max_staleness >= PACED_FROM else 1
+    """Steps between two passes over a flat under this bound, where the disk allows it."""
+    return int(max_staleness * _SHARE)
 
 
 @dataclasses.dataclass(slots=True)

@@ -28,7 +28,8 @@ from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.models import GPT, T5MoE
-from lightning_ptm.planning import Tick, Trace
+from lightning_ptm.planning import Link, Tick, Trace
+from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
@@ -479,6 +480,10 @@ def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     assert compute_s < half < whole
     forecasting, _ = planned(**known, forecast_numel_per_s=1e7, learn_numel_per_s=1e7)
     assert forecasting > whole
+
+    config(tmp_path, settings | {"hold_updates": True})
+    held, _ = planned(**known)
+    assert held < (whole + compute_s) / 2  # a pass in every twelve steps
 
 
 class NeedsValues(L.LightningModule):

@@ -161,9 +161,9 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-def test_a_generous_bound_makes_updates_few(strategy_at, monkeypatch, where, cores) -> None:
+def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)  # tests compute with one thread
-    strategy = strategy_at(where, max_staleness=16)
+    strategy = strategy_at(where, max_staleness=16, hold_updates=True)
     watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
     module = built()
     make_trainer(strategy, callbacks=[watch]).fit(module, tokens(44).loader())
@@ -186,7 +186,7 @@ def test_what_is_held_back_may_lack_all_that_the_bound_allows(strategy_at, monke
     """Also what takes part in every other step only."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     gate = Gate()
-    strategy = strategy_at(where, max_staleness=8, poison=False)
+    strategy = strategy_at(where, max_staleness=8, hold_updates=True, poison=False)
     strategy.file_ops = gate
 
     def after(step: int) -> None:
@@ -220,7 +220,7 @@ class HalfUnused(ScheduledStack):
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     watch = Watch()
-    run(strategy_at(where, max_staleness=16), built(HalfUnused), watch)
+    run(strategy_at(where, max_staleness=16, hold_updates=True), built(HalfUnused), watch)
     assert all(audit.balanced for _, audits in watch.seen for audit in audits)
     assert_all_applied(watch.seen[-1][1], 12)
 
@@ -551,6 +551,11 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
     ("settings", "message"),
     [
         ({"lock_free": True, "parameter_home": "disk"}, "lock_free=True computes with parameters that lie in RAM"),
+        ({"hold_updates": True, "max_staleness": 16}, "hold_updates=True with lock_free=False and max_staleness=16"),
+        (
+            {"lock_free": True, "hold_updates": True, "max_staleness": 7},
+            "a max_staleness of 8 or more, or leave it out",
+        ),
         ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],

@@ -11,7 +11,7 @@ from test_buffers import Bench, gradient, value_of
 
 from lightning_ptm.update import ParameterGradients
 from lightning_ptm.update.buffers import Contribution, Origin
-from lightning_ptm.update.pace import PACED_FROM, Pace, paced_steps
+from lightning_ptm.update.pace import Pace, paced_steps
 from lightning_ptm.update.shadow import HyperParameters
 
 
@@ -75,11 +75,6 @@ class Disk:
 
 SIZES = [39, *[7] * 12]
 """As those of a small GPT: the embedding is a third of it."""
-
-
-def test_a_small_bound_is_not_paced() -> None:
-    assert [paced_steps(bound) for bound in (0, 1, 2, PACED_FROM - 1)] == [1, 1, 1, 1]
-    assert [paced_steps(bound) for bound in (PACED_FROM, 16, 100)] == [6, 12, 75]
 
 
 @pytest.mark.parametrize("bound", [8, 16, 40])
