@@ -16,7 +16,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 Seen = Callable[[int], None]
 """Is told how many more bytes are done; by one thread at a time."""
 
+Begun = Callable[[str], None]
+"""Is told the name of a part of some work that begins now, the one before being done."""
+
 _FORMAT = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
+_PARTS_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def unseen(count: int) -> None:
@@ -70,6 +74,34 @@ class Progress:
                 bar.update(min(count, total_bytes - bar.n))
 
             yield seen
+
+    @contextmanager
+    def parts(self, what: str, total: int) -> Iterator[Begun]:
+        """Inside, a function to be told the name of each of `total` parts as it begins. The bar appears with the first.
+
+        Args:
+            what: before the bar; the name of the part is behind it.
+        """
+        with tqdm(
+            desc=what,
+            total=total,
+            bar_format=_PARTS_FORMAT,
+            dynamic_ncols=True,
+            mininterval=self.every_s,
+            miniters=1,
+            leave=False,
+            file=sys.stderr,
+            disable=not self._on_a_terminal,
+        ) as bar:
+            begun = 0
+
+            def begins(part: str) -> None:
+                nonlocal begun
+                bar.n = min(begun, total)
+                begun += 1
+                bar.set_postfix_str(part)  # and draws
+
+            yield begins
 
     @property
     def _on_a_terminal(self) -> bool:

@@ -651,7 +651,8 @@ class AngelPTMStrategy(ParallelStrategy):
         """Whether there is no other rank, or none that could be waited for: callbacks ask for collectives, too, when the
         run was cut short on this rank."""
         self._settle()
-        return bool(self._unsaved) or not _distributed_is_initialized()
+        # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
+        return bool(self._unsaved) or self.world_size == 1 or not _distributed_is_initialized()
 
     def _meet(self, what: Together = Together.COLLECTIVE) -> None:
         if self._engine is not None:

@@ -2,10 +2,12 @@
 
 Measures what is free now, by what a run would use: torch's matrix multiplication, copies of tensors, and the disk tier's own
 file (O_DIRECT, threads). Owns a file in the folder of `--disk`, which has no name and goes with the process, and buffers.
+Launched on several ranks (torchrun), rank 0 measures its node while the others wait, then all measure collectives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +21,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptm.commands.collectives import Ranks, Rate, Rates, as_if_alone, launched
 from lightning_ptm.commands.fixed_costs import fixed_costs
 from lightning_ptm.commands.hardware import DTYPES, forward_s
 from lightning_ptm.commands.sample import small_gpt
 from lightning_ptm.commands.update_rates import update_rates
-from lightning_ptm.config import format_bytes
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.progress import Begun, Progress
 from lightning_ptm.runtime.machine import this_machine
 
 _BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)
+
+
+def _untold(part: str) -> None:
+    """A `Begun` of work that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,7 @@ class Effort:
         disk_bytes: of each trial of a disk.
         seconds: of each measurement in memory.
         steps: of each training run for fixed costs.
+        begins: is told what is measured next.
     """
 
     matrix: int
@@ -52,6 +61,7 @@ class Effort:
     disk_bytes: int
     seconds: float
     steps: int
+    begins: Begun = _untold
 
 
 FULL = Effort(matrix=1024, copy_bytes=256 << 20, disk_bytes=256 << 20, seconds=0.5, steps=100)
@@ -72,26 +82,58 @@ class DiskTrial:
 def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
     """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
 
-    Run it while nothing else does. Networks are not measured: add inter_node_bytes_per_s by hand to plan for several nodes.
+    Run it while nothing else does. Collectives are measured between the ranks that torchrun launches, as in
+    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
 
     Args:
         disk: folder for the disk tier, or a list of several; without one the machine counts as one without a disk.
         quick: smaller trials: a second instead of some, and less exact.
     """
     paths = [disk] if isinstance(disk, str) else disk or []
-    print(measure(tuple(map(Path, paths)), QUICK if quick else FULL))
+    folders, effort = tuple(map(Path, paths)), QUICK if quick else FULL
+    launch = launched()
+    if launch is None:
+        print(_watched(folders, effort))
+        return
+    with Ranks(launch) as ranks:
+        if launch.rank != 0:
+            ranks.follow()
+            return
+        text = _watched(folders, effort, ranks)
+    print(text)
 
 
-def measure(paths: Sequence[Path], effort: Effort) -> str:
+def _watched(paths: Sequence[Path], effort: Effort, ranks: Ranks | None = None) -> str:
+    """`measure`, with a bar on a terminal."""
+    with Progress().parts("probe", _parts(paths, ranks)) as begins:
+        return measure(paths, dataclasses.replace(effort, begins=begins), ranks)
+
+
+def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
+    """How many parts `measure` begins."""
+    cuda = torch.cuda.is_available()
+    peers = ranks is None and torch.cuda.device_count() > 1
+    on_disk = len(paths) * (len(_BLOCKS) + 1)
+    copies = 1 + 3 * cuda + peers
+    return on_disk + copies + 3 * len(DTYPES) + 3 + (ranks is not None)
+
+
+def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None = None) -> str:
     """The text of a hardware file for this machine.
 
+    Args:
+        launched_ranks: between which collectives are measured; this is rank 0, and the others `follow`.
+
     Raises:
+        RankError: another rank has failed.
         ConfigError: a path is no folder, or has too little room.
         PageIOError: a transfer failed.
     """
     check_folders(paths)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    if launched_ranks is not None:
+        ranks = launched_ranks.launch.ranks_per_node
     machine = this_machine(device, paths, ranks)
     needed = max(effort.disk_bytes, max(_BLOCKS) * max(_DEPTHS))
     if paths and machine.free_disk_bytes < 2 * needed * len(paths):
@@ -102,30 +144,43 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
     trials = [trial for path in paths for trial in disk_trials(path, effort)]
     read = _together(trials, "read_bytes_per_s")
     write = _together(trials, "write_bytes_per_s")
-    ram = copy_rate(torch.device("cpu"), torch.device("cpu"), effort)
+    threads = torch.get_num_threads() * (1 if launched_ranks is None else ranks)
+    ram = _ram_rate(threads, effort)
     per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
     cuda = device.type == "cuda"
     page = smallest_saturating(_by_page(trials, device))
-    fixed = fixed_costs(device, effort.steps)
+    effort.begins("steps of tiny models")
+    with as_if_alone():
+        fixed = fixed_costs(device, effort.steps)
     here = copy_rate(device, device, effort) if cuda else None
     to_device = copy_rate(torch.device("cpu"), device, effort) if cuda else None
     to_host = copy_rate(device, torch.device("cpu"), effort) if cuda else None
-    peers = copy_rate(torch.device("cuda:0"), torch.device("cuda:1"), effort) if ranks > 1 else None
+    rates = Rates(None, None)
+    if launched_ranks is not None:
+        effort.begins("collectives")
+        rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds)
+        intra, between = _value(rates.in_node), _of(rates.in_node)
+    else:
+        peers = cuda and ranks > 1
+        intra = copy_rate(torch.device("cuda:0"), torch.device("cuda:1"), effort) if peers else None
+        between = "a copy between two devices, which collectives do not exceed"
     matrix = {dtype: matrix_rate(device, dtype, effort) for dtype in DTYPES}
     attention = {dtype: attention_rate(device, dtype, effort) for dtype in DTYPES}
     curved = {dtype: curved_rate(device, dtype, effort) for dtype in DTYPES}
     memory = 2 * (here or ram)
+    effort.begins("a small GPT")
     sample = small_gpt(device, max(64, _side(device, effort) // 2), max(1, effort.matrix // 256))
     efficiency = sample.reached(
         lambda work: forward_s(work, matrix["bfloat16"], attention["bfloat16"], curved["bfloat16"], memory),
         effort.seconds,
     )
+    effort.begins("updates")
     cores = max(1, machine.cores // 2 // ranks)
     updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
     rows = [
         "# Measured by `lightning-ptm probe`; sizes in bytes, rates per second. What ranks share is given for a node.",
         f"device: {device.type}",
-        f"ranks_per_node: {ranks}            # devices that torch sees",
+        f"ranks_per_node: {ranks}            # {'devices that torch sees' if launched_ranks is None else 'launched'}",
         f"device_memory: {machine.free_device_bytes}  # free now",
         f"host_memory: {machine.free_host_bytes}  # free now, within this process's limits",
         f"disk_memory: {machine.free_disk_bytes}  # free now",
@@ -134,15 +189,13 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in matrix.items()),
         f"compute_efficiency: {efficiency:.3f}    # share of all these rates that a small GPT's forward and backward reach",
         _rate("device_memory_bytes_per_s", here and 2 * here, "a copy on the device: read and written", "no device"),
-        _rate("host_memory_bytes_per_s", 2 * ram, f"a copy by {torch.get_num_threads()} threads: read and written", ""),
+        _rate("host_memory_bytes_per_s", 2 * ram, f"a copy by {threads} threads: read and written", ""),
         _rate("host_to_device_bytes_per_s", to_device, "from page-locked memory", "no device"),
         _rate("device_to_host_bytes_per_s", to_host, "to page-locked memory", "no device"),
         _rate("disk_read_bytes_per_s", read, "the best of the trials below", "no --disk"),
         _rate("disk_write_bytes_per_s", write, "the best of the trials below", "no --disk"),
-        _rate(
-            "intra_node_bytes_per_s", peers, "a copy between two devices, which collectives do not exceed", "one rank"
-        ),
-        _rate("inter_node_bytes_per_s", None, "", "not measured"),
+        _rate("intra_node_bytes_per_s", intra, between, "one rank"),
+        _rate("inter_node_bytes_per_s", _value(rates.of_all), _of(rates.of_all), "not measured: no other node"),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in attention.items()),
         "curved_numel_per_s:          # GELU in its tanh form",
@@ -178,8 +231,24 @@ def measure(paths: Sequence[Path], effort: Effort) -> str:
     return "\n".join(rows)
 
 
+def _value(rate: Rate | None) -> float | None:
+    return None if rate is None else rate.bytes_per_s
+
+
+def _of(rate: Rate | None) -> str:
+    """How a rate of collectives was found."""
+    if rate is None:
+        return ""
+    return (
+        f"two all-gathers ({rate.gather_bytes_per_s / 1e9:.3g} GB/s) and a reduce-scatter "
+        f"({rate.reduce_bytes_per_s / 1e9:.3g}) of {rate.ranks} ranks, {format_bytes(rate.page_bytes)} of each at once: "
+        f"what a rank receives"
+    )
+
+
 def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
+    effort.begins(f"matrices of {dtype}")
     side = _side(device, effort)
     left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
     gradient = torch.randn(side, side, device=device).to(left.dtype)
@@ -192,6 +261,7 @@ def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
 
 def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     """Operations per second of attention, forward and backward; a backward counts as two forwards."""
+    effort.begins(f"attention in {dtype}")
     shape = (max(1, effort.matrix // 128), 8, 256, 64)
     heads = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
     gradient = torch.randn(shape, device=device).to(heads.dtype)
@@ -204,6 +274,7 @@ def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
 
 def curved_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
+    effort.begins(f"GELU in {dtype}")
     shape = (effort.matrix, 2 * effort.matrix)
     values = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
     gradient = torch.randn(shape, device=device).to(values.dtype)
@@ -214,8 +285,19 @@ def curved_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     return 3 * values.numel() / _typical(curve, device, effort.seconds)
 
 
+def _ram_rate(threads: int, effort: Effort) -> float:
+    """Bytes per second of a copy by as many threads as all ranks of the node have."""
+    of_a_rank = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return copy_rate(torch.device("cpu"), torch.device("cpu"), effort)
+    finally:
+        torch.set_num_threads(of_a_rank)
+
+
 def copy_rate(source: torch.device, target: torch.device, effort: Effort) -> float:
     """Bytes per second of a large copy; a CPU side is page-locked where the other is a device."""
+    effort.begins(f"copies from {source} to {target}")
     pinned = source.type != target.type
 
     def made(device: torch.device) -> Tensor:
@@ -232,6 +314,7 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
     found = []
     with ThreadPoolExecutor(max(_DEPTHS)) as pool:
         for block in _BLOCKS:
+            effort.begins(f"{path}: {format_bytes(block)}")
             frames = max(max(_DEPTHS), effort.disk_bytes // block)
             region = HostRegion(max(_DEPTHS) * block)
             disk: DiskRegion | None = None
@@ -251,6 +334,7 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
 
 def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
     """Bytes that one core reads and writes a second, by the processor's time of transfers like those that read fastest."""
+    effort.begins(f"{path}: reads and writes together")
     best = max((trial for trial in trials if trial.path == path), key=lambda trial: trial.read_bytes_per_s)
     block, depth = best.block_bytes, max(2, best.depth)
     frames = max(depth, effort.disk_bytes // block)

@@ -48,6 +48,17 @@ def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.C
     assert "fits: yes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("paths", [0, 1, 2])
+def test_every_part_is_told_as_it_begins(paths: int, tiny: None, tmp_path: Path) -> None:
+    begun: list[str] = []
+    folders = [tmp_path / str(number) for number in range(paths)]
+    for folder in folders:
+        folder.mkdir()
+    probe.measure(folders, dataclasses.replace(TINY, begins=begun.append))
+    assert len(begun) == len(set(begun)) == probe._parts(folders, None)
+    assert all(any(str(folder) in part for part in begun) for folder in folders)
+
+
 def test_two_paths_are_as_fast_as_twice_the_slower_one() -> None:
     trials = [
         probe.DiskTrial(Path("a"), 1, 1, 5.0, 1.0),

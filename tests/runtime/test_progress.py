@@ -209,6 +209,20 @@ def test_a_live_display_of_rich_keeps_its_lines() -> None:
     assert below.count("\n") == below.count("\x1b[A") > len(looks)
 
 
+def test_parts_are_named_on_a_terminal_and_nowhere_else() -> None:
+    with on_terminal() as terminal, AT_ONCE.parts("probe", 3) as begins:
+        for part in ("disk", "copies", "matrices", "one too many"):
+            begins(part)
+    looks = re.findall(r"probe: +(\d+)%\|[^|]*\| (\d)/3 \[[\d:]+, (\w*)[^]]*\]", terminal.text)
+    assert looks[-4:] == [("0", "0", "disk"), ("33", "1", "copies"), ("67", "2", "matrices"), ("100", "3", "one")]
+    assert "\n" not in terminal.text and terminal.text.endswith("\r")
+    with on_terminal() as terminal:
+        piped = sys.stderr = io.StringIO()
+        with AT_ONCE.parts("probe", 1) as begins:
+            begins("disk")
+    assert terminal.text == piped.getvalue() == ""
+
+
 def test_a_bar_never_passes_its_end() -> None:
     with on_terminal() as terminal, AT_ONCE.bar("padded", 1000) as seen:
         for _ in range(3):
