@@ -43,6 +43,7 @@ class Forecast:
             have none.
         tiers: what is in them at the worst moment.
         batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
+        flops: of a step; matrix_flops_per_s: what the hardware file has for the dtype.
         timing: of an optimizer step; None where it does not fit.
         seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
         binds: what the step waits for most.
@@ -51,6 +52,9 @@ class Forecast:
         page_ticks: bytes of device pages at each tick and after the last; activation_ticks: of activations. Ticks of units
             that are in no plan are among them.
         offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
+        largest_batch: the largest that fits, in samples a rank; 0: not even one does; None: the model takes no batch of
+            another size.
+        deepens: the argument of the config's model that makes it deeper and no wider; empty: none is known.
     """
 
     config: str
@@ -66,6 +70,7 @@ class Forecast:
     tokens: int | None
     accumulate: int
     flops: int
+    matrix_flops_per_s: float
     timing: Timing | None
     seconds: float
     binds: str
@@ -74,6 +79,13 @@ class Forecast:
     page_ticks: tuple[int, ...]
     activation_ticks: tuple[int, ...]
     offloaded_bytes: int = 0
+    largest_batch: int | None = None
+    deepens: str = ""
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of one rank, the model's operations: recomputing does not count."""
+        return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def samples_per_s(self) -> float:

@@ -23,7 +23,7 @@ from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
 from lightning_ptm.commands.step_seconds import StepTime, exchanged_bytes, step_time, timed
-from lightning_ptm.commands.timeline import write_timeline
+from lightning_ptm.commands.timeline import check_timeline, write_timeline
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
@@ -74,6 +74,8 @@ def plan(
         raise ConfigError(f"plan needs --hardware: a hardware file, or one of {', '.join(machines.installed())}")
     if plot is not None:
         check_target(plot, "plot")
+    if timeline is not None:
+        check_timeline(timeline)
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
     # A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time.
     collects = gc.isenabled()
@@ -141,7 +143,7 @@ def forecast(
     node.rates(nodes)  # what it lacks is found before anything is built
     if largest is None:
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
-        return question.search(goal, record) if goal is not None else question.answer(record)
+        return question.final(goal, record)
 
     def ask(value: int) -> _Question:
         try:
@@ -156,7 +158,7 @@ def forecast(
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
     value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
     question = ask(max(value, 1))
-    found, drawn = question.search(goal, record) if goal is not None else question.answer(record)
+    found, drawn = question.final(goal, record)
     return dataclasses.replace(found, chosen={largest: max(value, 1)} | found.chosen), drawn
 
 
@@ -179,6 +181,20 @@ class _Question:
         # State.
         self._sizes: Sizes | None = None
         """Made of the first blueprint; units and ticks are those of all."""
+        self._rooms = (0, 0)
+        """What pages leave to activations of the device and of RAM, in the last answer."""
+
+    def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Forecast, Blueprint]:
+        """The answer, of the search if there is a goal, and the largest batch that would fit."""
+        found, drawn = self.search(goal, record) if goal is not None else self.answer(record)
+        if self._wanted == "auto":
+            return dataclasses.replace(found, largest_batch=found.batch_size), drawn
+        assert self._sizes is not None
+        try:
+            largest = self._sizes.largest(*self._rooms)
+        except ConfigError:  # a model may compute its own batch, and none of another size
+            return found, drawn
+        return dataclasses.replace(found, largest_batch=largest), drawn
 
     def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Forecast, Blueprint]:
         """The answer for the `best` device_memory or the `least`; where none fits, for the config's."""
@@ -221,6 +237,7 @@ class _Question:
         takes = occupied(drawn, made, drawn.trace, again)
         room = activation_room(drawn, takes, node)
         ram_room = host_room(drawn, node)
+        self._rooms = room, ram_room
         sizes = self._sizes = self._sizes or Sizes(run, drawn, recomputed)
         samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
         ticks, works = sizes.at(max(samples, 1))
@@ -262,6 +279,8 @@ class _Question:
                 page_ticks=takes.device_per_tick,
                 activation_ticks=ticks,
                 offloaded_bytes=offloaded,
+                deepens=run.deepens,
+                matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
             drawn,
         )

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.estimate import example_batch
 from lightning_ptm.commands.params import build_on_meta
+from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
@@ -27,16 +28,23 @@ from lightning_ptm.strategy import AngelPTMStrategy
 
 _ANY_STEPS = 1000
 """Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
+_DEPTH = "layers"
+"""The argument of our models that makes them deeper and no wider."""
 
 
 class PlannedRun:
-    """A config as a run would see it, on the meta device."""
+    """A config as a run would see it, on the meta device.
+
+    Attributes:
+        deepens: the argument of the model that makes it deeper and no wider; empty: none that is known.
+    """
 
     def __init__(
         self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: machines.Node
     ) -> None:
         trainer = document.get("trainer") or {}
         self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
+        self.deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
         self.model = build_on_meta(document, path)
         self.batch = example_batch(_data(document, path))
         self.request: Request = self._request(trainer, changed, node)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 from lightning_ptm.commands.forecast import Forecast
+from lightning_ptm.commands.room import LARGEST_BATCH
 from lightning_ptm.config import format_bytes
 from lightning_ptm.planning.timing import Link
 
@@ -25,6 +26,7 @@ def as_json(found: Forecast) -> str:
             "binds": found.binds,
             "chosen": found.chosen,
             "batch_size_per_rank": found.batch_size,
+            "largest_batch_size_per_rank": found.largest_batch,
             "accumulate": found.accumulate,
             "homes_bytes_per_rank": found.homes,
             "offloaded_bytes_per_micro_batch": found.offloaded_bytes,
@@ -38,6 +40,7 @@ def as_json(found: Forecast) -> str:
             "samples_per_s": found.samples_per_s if found.fits else None,
             "tokens_per_s": found.tokens_per_s if found.fits else None,
             "model_flops_per_step_and_rank": found.flops,
+            "matrix_flops_per_s_and_rank": found.matrix_flops_per_s,
         },
         indent=2,
     )
@@ -46,12 +49,14 @@ def as_json(found: Forecast) -> str:
 def render(found: Forecast) -> str:
     """The tables that `plan` prints."""
     lines = [
-        f"{found.config} on {found.nodes} x {found.hardware}: {found.ranks} ranks, {found.numel:,} parameters",
+        f"{found.config} on {found.nodes} x {found.hardware}: {_count(found.ranks, 'rank')}, {found.numel:,} parameters",
         f"fits: {'yes' if found.fits else 'no'}",
+        _largest_batch(found),
         *(
             f"device_memory: {size} ({format_bytes(size)})" if name == "device_memory" else f"largest {name}: {size}"
             for name, size in found.chosen.items()
         ),
+        *_largest_model(found),
         "",
         f"{'of one rank':<12}{'pages':>12}{'reserved':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
     ]
@@ -72,16 +77,48 @@ def render(found: Forecast) -> str:
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
-            when = "while nothing computes" if use.link is Link.EXCHANGE else "beside it"
+            when = "while nothing computes" if use.link is Link.EXCHANGE else "while it computes"
             lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, {when}")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > 1e-9:
             lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")
-    per_step = f"{found.batch_size} samples a rank" + (f", {found.accumulate} times" if found.accumulate > 1 else "")
+    per_step = f"{_count(found.batch_size, 'sample')} a rank" + (
+        f", {found.accumulate} times" if found.accumulate > 1 else ""
+    )
     tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"
     lines += [f"binds: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
     if found.seconds > 0:
-        lines.append(f"model operations: {found.flops / found.seconds:.3g} a second and rank")
+        share = found.flops_per_s / found.matrix_flops_per_s
+        lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the matrix rate")
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _largest_batch(found: Forecast) -> str:
+    largest = found.largest_batch
+    if largest is None:
+        return "largest batch that fits: not known, for the model computes no batch of another size"
+    if not largest:
+        return "largest batch that fits: none, not even 1 sample a rank"
+    more = " or more" if largest >= LARGEST_BATCH else ""
+    how = "" if found.batch_size == largest else " (--batch-size auto plans it)"
+    return f"largest batch that fits: {_count(largest, 'sample')} a rank{more}{how}"
+
+
+def _largest_model(found: Forecast) -> list[str]:
+    """How to ask for it: plans of a dozen models take longer than all else here."""
+    if found.deepens in found.chosen:
+        return []
+    name = found.deepens or "NAME (an argument of the model)"
+    return [f"largest model of this width that fits: --largest {name} finds it"]
+
+
+def _operations(per_s: float) -> str:
+    """Such as `110 TFLOP/s`."""
+    prefix, unit = ("T", 1e12) if per_s >= 1e12 else ("G", 1e9)
+    return f"{per_s / unit:.3g} {prefix}FLOP/s"

@@ -13,7 +13,8 @@ from lightning_ptm.runtime.occupied import Occupied
 from lightning_ptm.runtime.recompute import recomputed_around
 from lightning_ptm.terms import Tier
 
-_LARGEST_BATCH = 1 << 20
+LARGEST_BATCH = 1 << 20
+"""Samples of a rank; nobody asks for more."""
 
 
 class Sizes:
@@ -58,7 +59,7 @@ class Sizes:
         if least > room:
             return 0
         each = max(1, size_at(2) - least)
-        samples = min(_LARGEST_BATCH, 1 + (room - least) // each)
+        samples = min(LARGEST_BATCH, 1 + (room - least) // each)
         while size_at(samples) > room:  # what units keep need not grow evenly
             samples = max(1, min(samples - 1, samples * room // size_at(samples)))
         return samples
@@ -79,14 +80,15 @@ def host_room(drawn: Blueprint, node: machines.Node) -> int:
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: machines.Node, *, unified: bool) -> str:
     """Why activations do not fit, and what to do: a reason of a CapacityError."""
+    batch = f"{samples} sample{'' if samples == 1 else 's'}"
     if tier is Tier.HOST:
         return (
-            f"activations of {samples} samples a rank take {format_bytes(taken_bytes)} of RAM "
+            f"activations of {batch} a rank take {format_bytes(taken_bytes)} of RAM "
             f"(activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
             f"the batch size, use recompute='all', or lower host_memory"
         )
     return (
-        f"activations of {samples} samples a rank take {format_bytes(taken_bytes)} beside the pages, and the "
+        f"activations of {batch} a rank take {format_bytes(taken_bytes)} beside the pages, and the "
         f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
         f"use recompute='all', or lower {'host' if unified else 'device'}_memory"
     )

@@ -46,9 +46,9 @@ def with_argument(document: Mapping[str, Any], name: str, value: int | None, pat
         ConfigError: the config gives its model no whole number from 1 up of that name.
     """
     model = document.get("model")
-    arguments = dict(model.get("init_args") or {}) if isinstance(model, Mapping) else {}
+    arguments = _arguments(document)
     given = arguments.get(name)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+    if not takes_argument(document, name):
         numbers = [each for each, held in arguments.items() if isinstance(held, int) and not isinstance(held, bool)]
         raise ConfigError(
             f"largest is {name!r}, and the model of {path} has {f'{given!r} for it' if name in arguments else 'none'}; "
@@ -57,3 +57,14 @@ def with_argument(document: Mapping[str, Any], name: str, value: int | None, pat
     if value is not None:
         arguments[name] = value
     return {**document, "model": {**(model or {}), "init_args": arguments}}
+
+
+def takes_argument(document: Mapping[str, Any], name: str) -> bool:
+    """Whether a config gives its model a whole number from 1 up of that name."""
+    given = _arguments(document).get(name)
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
+def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
+    model = document.get("model")
+    return dict(model.get("init_args") or {}) if isinstance(model, Mapping) else {}

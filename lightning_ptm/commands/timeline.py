@@ -10,6 +10,20 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.timing import Activity, Link
 
 
+def check_timeline(path: Path) -> None:
+    """Refuses, before anything is computed, a path to which no timeline can be written.
+
+    Raises:
+        ConfigError: it is in no folder, or a folder.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"timeline is {str(path)!r}, and there is no folder {str(path.parent)!r}; make it, or name another file"
+        )
+    if path.is_dir():
+        raise ConfigError(f"timeline is {str(path)!r}, which is a folder; name a file in it")
+
+
 def write_timeline(path: Path, activities: Sequence[Activity], units: Sequence[str]) -> None:
     """Writes Trace Event Format, in microseconds. Times count from the step's start, or from what began before it for this
     step: Perfetto drops what has negative times. Where they differ, an instant marks the start.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +296,58 @@ def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
     assert not over.fits and "activations of" in over.reason and "lower the batch size" in over.reason
 
 
+def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"}))
+    arguments = ["plan", path, "--hardware", cpu_file(tmp_path, host_memory="80MiB")]
+    main(arguments)
+    text = capsys.readouterr().out
+    main([*arguments, "--batch-size", "auto", "--json"])
+    largest = json.loads(capsys.readouterr().out)["batch_size_per_rank"]
+    assert f"largest batch that fits: {largest:,} samples a rank (--batch-size auto plans it)\n" in text
+    assert "largest model of this width that fits: --largest layers finds it\n" in text
+    assert "1 rank, " in text and re.search(r"model operations: \S+ [GT]FLOP/s a rank, \d+% of the matrix rate", text)
+    with pytest.raises(SystemExit, match="lower the batch size"):
+        main([*arguments, "--batch-size", str(largest + 1), "--json"])
+    assert json.loads(capsys.readouterr().out)["largest_batch_size_per_rank"] == largest
+    found, _ = forecast(path, arguments[-1], batch_size="auto")
+    text = render(dataclasses.replace(found, chosen={"layers": 7}))
+    assert "largest layers: 7\n" in text and "--largest" not in text and "--batch-size" not in text
+
+
+class OneSize(L.LightningModule):
+    """Computes batches of two samples, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.layer(batch[0].view(32).float()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_of_one_batch_size_is_planned(tmp_path: Path) -> None:
+    path = config(tmp_path, {"page_size": "64KiB"})
+    document = yaml.safe_load(path.read_text())
+    document["model"] = {"class_path": f"{__name__}.OneSize"}
+    path.write_text(yaml.safe_dump(document))
+    found, _ = forecast(path, cpu_file(tmp_path))
+    assert found.fits and found.batch_size == 2 and found.largest_batch is None
+    text = render(found)
+    assert "no batch of another size" in text and "--largest NAME (an argument of the model) finds it" in text
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    for target, words in ((tmp_path / "none" / "out.json", "there is no folder"), (tmp_path, "which is a folder")):
+        # Of the two that are wrong it comes first: nothing has been read by then.
+        with pytest.raises(SystemExit, match=words):
+            main(["plan", "gpt", "--hardware", "no-such", "--timeline", str(target)])
+
+
 @pytest.mark.parametrize("first", [1, 3, 40])
 def test_the_search_finds_the_largest_that_fits(first: int) -> None:
     for most in range(70):
@@ -377,7 +431,7 @@ def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(config(tmp_path, {"page_size": "64KiB", "host_memory": "64MiB"}))
-    with pytest.raises(SystemExit, match=r"activations of 1 samples a rank take .* leaves .*lower the batch size"):
+    with pytest.raises(SystemExit, match=r"activations of 1 sample a rank take .* leaves .*lower the batch size"):
         main(["plan", path, "--hardware", cpu_file(tmp_path, host_memory="1MiB"), "--batch-size", "auto"])
     assert "fits: no" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"need 217\.1 GiB .* of home; .* raise device_memory or host_memory"):
