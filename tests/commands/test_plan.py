@@ -568,19 +568,41 @@ def test_a_module_that_needs_values_is_refused(tmp_path: Path, in_forward: bool)
         forecast(path, cpu_file(tmp_path))
 
 
+NODES = {
+    "gpt3_1.7b": 1,
+    "gpt3_13b": 1,
+    "gpt3_28b": 1,
+    "gpt3_30b": 1,
+    "gpt3_55b": 1,
+    "gpt3_120b": 4,
+    "gpt3_175b": 96,
+    "t5_1.4b": 1,
+    "t5_27b": 1,
+    "t5_58b": 1,
+    "t5_moe_1.2t": 32,
+}
+"""For each row of Table 4, servers of the paper's on which it fits."""
+
+
+def test_every_row_of_table_4_has_its_nodes() -> None:
+    assert {path.stem for path in (ROOT / "configs").glob("*_*.yaml") if path.stem[-1] in "bt"} == set(NODES)
+
+
 @pytest.mark.parametrize(
-    ("arguments"),
+    "arguments",
     [
-        ["gpt3_175b", "--nodes=96"],
-        pytest.param(["t5_moe_1.2t", "--nodes=32"], marks=pytest.mark.slow),
+        *(
+            pytest.param([row, f"--nodes={nodes}"], marks=[] if row == "gpt3_175b" else pytest.mark.slow, id=row)
+            for row, nodes in NODES.items()
+        ),
         pytest.param(
             ["t5_moe_1.2t", "--nodes=64", "--strategy={page_size: 256KiB, expert_parallel_size: 1}"],
             marks=pytest.mark.slow,
+            id="t5_moe_1.2t_undivided",
         ),
     ],
-    ids=["gpt3_175b", "t5_moe_1.2t", "t5_moe_1.2t_undivided"],
 )
-def test_the_largest_rows_of_table_4_take_little_memory_and_time(arguments: list[str]) -> None:
+def test_rows_of_table_4_are_planned_with_little_memory_and_time(arguments: list[str]) -> None:
     """Seconds of a processor, not of the clock, which depends on who else computes."""
     command = [sys.executable, "main.py", "plan", *arguments, "--hardware=a100_40gb_x8", "--json"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
