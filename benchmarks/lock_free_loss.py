@@ -8,8 +8,8 @@ seeds of lock-free loss over synchronous loss, at most 1.01, at a mean staleness
 (lightning_ptm/update/buffers.py): a step for each, with the mean gradient; of more than two steps, once there have been ten,
 those of Adam and AdamW in one call that comes near them (update/merged.py). "each-apart" always takes them one by one. The
 others take a single step: with the mean or sum of gradients, and the sum, mean or newest of learning rates.
-`--no-forecast` lets compute use parameters as they are. `--hold-updates` holds updates as that setting does: give it staleness and
-a fast disk, `--max-staleness 16 --disk-mb-per-s 2000`.
+`--no-forecast` lets compute use parameters as they are. `--hold-updates` holds updates as that setting does: give it
+staleness and a fast disk, `--max-staleness 16 --disk-mb-per-s 2000`.
 
 The column "of > 2" tells which share of all gradients was applied in updates of more than two steps, which is what "each" and
 "each-apart" do differently. With `--max-staleness 2` it is next to nothing, and a run then tells about forecasts; for the
