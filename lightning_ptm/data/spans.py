@@ -7,6 +7,7 @@ are equally long and none is padded. I1: each byte of a window is in its input o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -144,7 +145,12 @@ class SpanCorruption(TextBytes):
             )
         self.save_hyperparameters(logger=False)
 
-    @property
+    @functools.cached_property
+    def tokens_used(self) -> int:
+        """Those up to the last sentinel of a target; `vocab_size` counts all sentinels."""
+        return FIRST_SENTINEL + self.spans + 1
+
+    @functools.cached_property
     def input_length(self) -> int:
         """Tokens of a sample that the model reads."""
         return self.sequence_length - self.noise + self.spans + 1

@@ -6,6 +6,7 @@ the rank. I1: a file's bytes are in one split only, unless the text is one file.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sysconfig
@@ -79,6 +80,10 @@ class TextBytes(LightningDataModule):
 
     All text is read into memory once per rank, one byte a token. Test and predict use the validation text.
 
+    A subclass with tokens of its own says so: `vocab_size = 27` in the class, or `self.vocab_size`, `self.tokens_used` and
+    `self.input_length` set in its `__init__`. A model that knows fewer tokens than `tokens_used`, or reads fewer than
+    `input_length`, refuses it.
+
     Args:
         path: A folder, searched with its subfolders, or one file, whose end is then the validation text. By default the
             sources of the running Python's standard library (about 30 MB; another text in another Python version).
@@ -93,7 +98,7 @@ class TextBytes(LightningDataModule):
     """
 
     vocab_size: int = 256
-    """Number of tokens; a model has to have as many, or more."""
+    """Number of tokens to build a model with."""
 
     loss_unit = "nats/byte"
     """What a model's loss on these samples is measured in."""
@@ -141,7 +146,12 @@ class TextBytes(LightningDataModule):
                 )
         self.train_text, self.validation_text = train_text, validation_text
 
-    @property
+    @functools.cached_property  # and no property, so that a subclass may set it
+    def tokens_used(self) -> int:
+        """The highest token of a sample, plus one; a model has to know as many, or more."""
+        return self.vocab_size
+
+    @functools.cached_property
     def input_length(self) -> int:
         """Tokens of a sample that the model reads."""
         return self.sequence_length

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class LanguageModel(LightningModule):
             or lengths the model does not know.
     """
 
-    vocab_size: int
-    """Number of tokens."""
+    vocab_size: int | None = None
+    """Number of tokens; None: the model does not say, and no data is refused for its tokens."""
 
     longest: int | None = None
     """Tokens of the longest sequence that can be read; None: any."""
@@ -120,14 +120,16 @@ class LanguageModel(LightningModule):
             self.apply(self.init_weights)
 
     def setup(self, stage: str) -> None:
-        """Compares the model with the data module, if the Trainer has one that says what its samples are."""
-        data = getattr(self.trainer, "datamodule", None)
-        vocab_size, length = getattr(data, "vocab_size", None), getattr(data, "input_length", None)
+        """Compares the model with this run's data module, if there is one that says what its samples are: `tokens_used`
+        (or else `vocab_size`) and `input_length`."""
+        data = _data_module_of_this_call(self.trainer)
+        tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
+        length = getattr(data, "input_length", None)
         name, other = type(self).__name__, type(data).__name__
-        if isinstance(vocab_size, int) and vocab_size > self.vocab_size:
+        if isinstance(tokens, int) and self.vocab_size is not None and tokens > self.vocab_size:
             raise ConfigError(
-                f"{other} has {vocab_size} tokens and {name} knows {self.vocab_size}, so there is no vector for the others; "
-                f"give the model vocab_size={vocab_size} or more (--model.init_args.vocab_size), or other data"
+                f"{other} uses {tokens} tokens and {name} knows {self.vocab_size}, so there is no vector for the others; "
+                f"give the model vocab_size={tokens} or more (--model.init_args.vocab_size), or other data"
             )
         if isinstance(length, int) and self.longest is not None and length > self.longest:
             raise ConfigError(
@@ -190,6 +192,16 @@ class LanguageModel(LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _data_module_of_this_call(trainer: Trainer) -> LightningDataModule | None:
+    # `trainer.datamodule` stays that of an earlier call where this one was given loaders. Lightning has no public name for
+    # what a call was given; in a version that has moved this one, the earlier call's has to do.
+    selector = getattr(getattr(trainer, "_data_connector", None), "_datahook_selector", None)
+    found: LightningDataModule | None = getattr(
+        selector if hasattr(selector, "datamodule") else trainer, "datamodule", None
+    )
+    return found
 
 
 def check_dropout(name: str, dropout: float) -> None:

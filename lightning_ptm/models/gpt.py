@@ -100,6 +100,8 @@ class GPT(LanguageModel):
         ConfigError: sizes that do not fit together.
     """
 
+    vocab_size: int
+
     def __init__(
         self,
         vocab_size: int = 256,

@@ -212,6 +212,8 @@ class T5(LanguageModel):
         ConfigError: sizes that do not fit together.
     """
 
+    vocab_size: int
+
     def __init__(
         self,
         vocab_size: int = 384,

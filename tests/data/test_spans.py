@@ -98,7 +98,7 @@ def test_as_the_paper_says_15_percent_in_spans_of_3(text: str) -> None:
         given_tokens, wanted = next(iter(loader))
         assert given_tokens.shape[1] == data.input_length == 256 - 38 + 13 + 1
         assert wanted.shape[1] == data.target_length == 38 + 13 + 2
-        assert max(given_tokens.max(), wanted.max()) < data.vocab_size
+        assert max(given_tokens.max(), wanted.max()) + 1 == data.tokens_used < data.vocab_size
 
 
 def test_training_differs_each_time_and_with_the_seed_and_evaluation_does_not(text: str) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_ptm.data import TextBytes
+from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.data.text import Windows, decode, encode, find_files, split_files
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT
+from lightning_ptm.models.base import LanguageModel
 
 
 @pytest.fixture
@@ -165,3 +170,65 @@ def test_impossible_settings_are_refused_at_once() -> None:
         TextBytes(batch_size=0)
     with pytest.raises(ConfigError, match=r"validation_fraction=1\.0"):
         TextBytes(validation_fraction=1.0)
+
+
+# ---- what a model asks ----
+
+
+def trainer(path: Path) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", fast_dev_run=1, default_root_dir=path, enable_progress_bar=False)
+
+
+def small(**settings: Any) -> GPT:
+    return GPT(**{"width": 8, "layers": 1, "heads": 1, "sequence_length": 16, "warmup_steps": 0} | settings)
+
+
+class Letters(TextBytes):
+    """26 tokens, in windows that are given two at a time."""
+
+    vocab_size = 26
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, sequence_length=16)
+        self.input_length = 32
+
+
+class Wordless(LanguageModel):
+    """Never says how many tokens it knows."""
+
+    def __init__(self) -> None:
+        rates: dict[str, Any] = {"learning_rate": 0.1, "warmup_steps": 0, "final_learning_rate_fraction": 0.0}
+        super().__init__(**rates, betas=(0.9, 0.9), weight_decay=0.0, meta=False)
+
+
+def asked(model: LanguageModel, data: TextBytes) -> None:
+    """The comparison alone."""
+    runs = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    runs._data_connector.attach_data(model, datamodule=data)
+    model.setup("fit")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_that_do_not_occur_need_no_vector(folder: Path) -> None:
+    asked(small(vocab_size=262, sequence_length=64), SpanCorruption(str(folder), sequence_length=64))
+    with pytest.raises(ConfigError, match="uses 262 tokens and GPT knows 261"):
+        asked(small(vocab_size=261, sequence_length=64), SpanCorruption(str(folder), sequence_length=64))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_data_module_and_a_model_of_ones_own_say_what_they_are(folder: Path) -> None:
+    asked(small(vocab_size=26, sequence_length=32), Letters(str(folder)))
+    with pytest.raises(ConfigError, match="sequences of 32 tokens and GPT reads 16"):
+        asked(small(vocab_size=26), Letters(str(folder)))
+    asked(Wordless(), TextBytes(str(folder), sequence_length=16))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_compared_with_the_data_of_its_own_call(folder: Path) -> None:
+    """And not with that of an earlier one."""
+    runs = trainer(folder.parent)
+    runs.fit(small(), datamodule=TextBytes(str(folder), sequence_length=16, batch_size=4))
+    pairs = DataLoader([(torch.zeros(8, dtype=torch.long),) * 2], batch_size=1)  # type: ignore[arg-type,var-annotated]
+    runs.test(small(vocab_size=2), dataloaders=pairs, verbose=False)
+    with pytest.raises(ConfigError, match="uses 256 tokens and GPT knows 2"):
+        runs.test(small(vocab_size=2), datamodule=TextBytes(str(folder), sequence_length=16, batch_size=4))
