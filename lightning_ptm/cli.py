@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ CONFIG_OPTIONS = ("--config", "-c")
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
 """Errors that are about what was given, not about where in the code it was found."""
+
+LIBRARIES = frozenset(
+    {"jsonargparse", "lightning", "lightning_ptm", "lightning_utilities", "safetensors", "torch", "yaml"}
+)
+"""Modules, beside Python's own, that are not the user's code: what they raise is about what they were given."""
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
@@ -92,13 +98,14 @@ class PTMCommandLine(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            # The same for those of models and data, whose own words are at the bottom of what jsonargparse makes of them.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, ConfigError):
+            # The same for those of models and data, whose own words are at the bottom of what jsonargparse makes of them;
+            # not for what the user's code has made of one of ours: these words are the user's.
+            cause: BaseException = error
+            while cause.__cause__ is not None and _modules_of(cause)[-1:] == ["jsonargparse"]:
                 cause = cause.__cause__
-            if cause is None:
+            if not isinstance(cause, ConfigError):
                 raise
-            raise cause from None
+            raise cause from cause.__cause__
 
     @rank_zero_only
     def after_fit(self) -> None:
@@ -223,17 +230,37 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
     ]
 
 
+def _modules_of(error: BaseException) -> list[str]:
+    """The top-level modules whose code `error` went through, from where it was caught to where it was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+
+
+def _of_users_code(error: BaseException) -> bool:
+    """Whether a refusal was made of an error that code of the user's had a part in: then the place is worth showing."""
+    cause = error.__cause__
+    while cause is not None:
+        if not isinstance(cause, (AngelPTMError, OSError)):
+            modules = set(_modules_of(cause)) - sys.stdlib_module_names - LIBRARIES
+            if modules:
+                return True
+        cause = cause.__cause__
+    return False
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1.
 
-    Of a subcommand's errors REFUSALS say all there is to say; others come with their traceback, as code of the user's may
-    be in it.
+    Of a subcommand's errors REFUSALS say all there is to say, unless they were made of an error in the user's code (an
+    optimizer that fails when it is tried); these and others come with their traceback.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if not arguments or arguments[0] not in COMMANDS:
         try:
             command_line(None if args is None else arguments)
         except REFUSALS as error:
+            if _of_users_code(error):
+                raise
             sys.exit(f"lightning-ptm {' '.join(arguments[:1])}: {error}")
         return
     name, *rest = arguments

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -104,8 +106,8 @@ REFUSED = {
     "--model=T5MoE --model.init_args.capacity_factor=0": r"capacity_factor=0\.0",
     "--model=T5MoE --model.init_args.balance_weight=-1": r"balance_weight=-1\.0",
     "--data.init_args.batch_size=0": "batch_size=0",
-    "--model.init_args.vocab_size=100": "TextBytes has 256 tokens and GPT knows 100",
-    "--data=SpanCorruption": "SpanCorruption has 358 tokens and GPT knows 256",
+    "--model.init_args.vocab_size=100": "TextBytes uses 256 tokens and GPT knows 100",
+    "--data=SpanCorruption": "SpanCorruption uses 272 tokens and GPT knows 256",
     "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
     "--data.init_args.path=/no/such/text": "/no/such/text is no folder and no file",
     "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
@@ -133,6 +135,54 @@ class Faulty(GPT):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         raise ZeroDivisionError
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer with a bug."""
+
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("a bug of the user's")
+
+
+class FaultyOptimizer(GPT):
+    def configure_optimizers(self) -> Any:
+        return Failing(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_refusal_made_of_an_error_in_ones_own_code_keeps_its_traceback(text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Failing cannot be tried .* a bug of the user's") as refused:
+        main(["fit", *quiet(text, f"--model={__name__}.FaultyOptimizer")])
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+    assert refused.value.__cause__.__traceback__ is not None
+
+
+class Preset(GPT):
+    """Says what its users know of it."""
+
+    def __init__(self, preset: str = "x", warmup_steps: int = 1) -> None:
+        try:
+            super().__init__(width=24, heads=7)
+        except ConfigError as error:
+            raise ValueError("use preset small") from error
+
+
+def test_what_ones_own_code_makes_of_a_refusal_is_what_is_said(text: Path) -> None:
+    options = [option for option in quiet(text) if "--model" not in option]
+    (text.parent / "run.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": {"class_path": f"{__name__}.Preset"},
+                "data": {"class_path": "TextBytes"},
+                "trainer": {"max_steps": 1},
+            }
+        )
+    )
+    options[0] = f"--config={text.parent / 'run.yaml'}"
+    options = [option for option in options if "logger" not in option]
+    with pytest.raises(ValueError, match="use preset small") as refused:
+        main(["fit", *options])
+    assert not isinstance(refused.value, ConfigError)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
