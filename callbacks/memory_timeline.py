@@ -21,7 +21,7 @@ from lightning_ptm.errors import ConfigError
 
 from .outside_fit import OutsideFit
 from .recorder import Batch, Recorder
-from .where import boards_of, folder_of, own_name, pages_of
+from .where import boards_of, file_of, loop_tag, own_name, pages_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,7 +49,8 @@ class MemoryTimeline(Recorder, OutsideFit):
 
     - TensorBoard's picture `memory/timeline`, and curves `memory_timeline/<tier>_planned_MB`, `..._measured_MB`, whose
       axis of steps is that of ticks;
-    - `memory_timeline.csv` and the same picture, `memory_timeline.png`, in the logger's folder;
+    - `memory_timeline.csv` and the same picture, `memory_timeline.png`, in the logger's folder, or without a logger in
+      `lightning_ptm_logs` in the Trainer's root folder;
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
       batch, as `memory/<tier>_MB/<loop>`.
 
@@ -57,7 +58,8 @@ class MemoryTimeline(Recorder, OutsideFit):
     of the tick's begin and end; it may be more than planned where there is room: gradients keep their pages until they have
     reached the disk. Activations and what else is no page are in neither. Where a batch goes through the plan several
     times, a tick shows the most. Numbers are of rank 0. Does nothing with other strategies. A Trainer's second one adds
-    `_2` to what it names.
+    `_2` to what it names. Of validate, test and predict files end in `_<loop>` (`memory_timeline_test.csv`) and names in
+    TensorBoard in `/<loop>`, beside those of fit. `fast_dev_run` writes nothing.
 
     Args:
         batch: the one that is recorded, counted from 0; the first two are traced and planned anew.
@@ -99,22 +101,30 @@ class MemoryTimeline(Recorder, OutsideFit):
             for curve in self.curves:
                 for name, values in (("planned", curve.planned), ("measured", curve.measured)):
                     for tick, value in enumerate(values):
-                        logger.experiment.add_scalar(f"{group}/{curve.tier}_{name}_MB", value / 1e6, tick)
+                        tag = loop_tag(trainer, f"{group}/{curve.tier}_{name}_MB")
+                        logger.experiment.add_scalar(tag, value / 1e6, tick)
+        path = file_of(trainer, self, "memory_timeline.png")
+        if path is None and not boards:
+            return
         image = picture(self.curves)
         if image is None:
             return
-        image.save(folder_of(trainer) / own_name(trainer, self, "memory_timeline.png"), format="PNG")
+        if path is not None:
+            image.save(path, format="PNG")
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
         for logger in boards:
-            tag = own_name(trainer, self, "memory/timeline")
+            tag = loop_tag(trainer, own_name(trainer, self, "memory/timeline"))
             logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
 
     def _write(self, trainer: Trainer, ticks: list[Event]) -> None:
+        path = file_of(trainer, self, "memory_timeline.csv")
+        if path is None:
+            return
         names: dict[int, str] = {}
         for event in ticks:
             names.setdefault(event.index, event.name)
         count = max(len(values) for curve in self.curves for values in (curve.planned, curve.measured))
-        with (folder_of(trainer) / own_name(trainer, self, "memory_timeline.csv")).open("w", newline="") as file:
+        with path.open("w", newline="") as file:
             writer = csv.writer(file)
             columns = [f"{curve.tier}_{what}_bytes" for curve in self.curves for what in ("planned", "measured")]
             writer.writerow(["tick", "name", *columns])

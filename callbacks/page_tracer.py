@@ -12,19 +12,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptm import Trace
 
-from .where import folder_of, own_name, pages_of, show_text
+from .where import file_of, loop_tag, own_name, pages_of, show_text
 
 COLUMNS = ("tensor_id", "first_id", "end_id", "cpu_time", "gpu_time", "name")
 
 
 class PageTracer(Callback):
-    """Writes the table of the last traced iteration to `page_trace.csv` in the logger's folder, and to TensorBoard as the
-    page of text `pages/trace`: for each tensor `tensor_id`, the first and the last tick of its use (`first_id`,
-    `end_id`), the seconds that the ticks of its unit took (`cpu_time`, `gpu_time`), and its name.
+    """Writes the table of the last traced iteration to `page_trace.csv` in the logger's folder (without a logger, in
+    `lightning_ptm_logs` in the Trainer's root folder), and to TensorBoard as the page of text `pages/trace`: for each tensor
+    `tensor_id`, the first and the last tick of its use (`first_id`, `end_id`), the seconds that the ticks of its unit took
+    (`cpu_time`, `gpu_time`), and its name.
 
     The runtime traces an iteration when there is no plan to confirm, so this costs nothing but the writing, once or twice
-    a run. A training iteration's trace is complete when the next one begins: a run of one step has none. Numbers are of
-    rank 0. Does nothing with other strategies.
+    a run. A training iteration's trace is complete when the next one begins: a run of one step has none. In validate,
+    test and predict the file is `page_trace_<loop>.csv` and the page `pages/trace/<loop>`. `fast_dev_run` writes nothing.
+    Numbers are of rank 0. Does nothing with other strategies.
     """
 
     def __init__(self) -> None:
@@ -61,12 +63,14 @@ class PageTracer(Callback):
             return
         self._written = trace
         rows = [[getattr(use, column) for column in COLUMNS] for use in trace.tensors]
-        with (folder_of(trainer) / own_name(trainer, self, "page_trace.csv")).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(rows)
+        path = file_of(trainer, self, "page_trace.csv")
+        if path is not None:
+            with path.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                writer.writerows(rows)
         titles = [f"{column}, s" if column.endswith("_time") else column for column in COLUMNS]
         lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(COLUMNS)]
         for number, first, end, cpu_s, gpu_s, name in rows:
             lines.append(f"| {number} | {first} | {end} | {cpu_s:.6f} | {gpu_s:.6f} | `{name}` |")
-        show_text(trainer, own_name(trainer, self, "pages/trace"), "\n".join(lines))
+        show_text(trainer, loop_tag(trainer, own_name(trainer, self, "pages/trace")), "\n".join(lines))

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning_ptm import Event, EventKind
 
 from .recorder import Batch, Recorder
-from .where import folder_of, own_name, pages_of
+from .where import file_of, pages_of
 
 TITLES = {
     EventKind.TICK: "compute",
@@ -32,12 +32,14 @@ _FLAT = re.compile(r"(?:flat |\d+/)(?P<flat>\d+)[ /](?P<what>.+)")
 
 
 class PerfettoTrace(Recorder):
-    """Writes `perfetto_trace.json` into the logger's folder: ticks of compute, stalls, arithmetic of updates, copies by
+    """Writes `perfetto_trace.json` into the logger's folder (without a logger, into `lightning_ptm_logs` in the
+    Trainer's root folder): ticks of compute, stalls, arithmetic of updates, copies by
     link, collectives, and bytes in each tier, for a few batches. Open it in https://ui.perfetto.dev.
 
     The events are those of rank 0 (`AngelPTMStrategy.trace_events` says what each begin and end means; on CUDA, compute and
     updates are shown while they are launched). Copies of one link that overlap are shown on several tracks. Does nothing
-    with other strategies, and nothing outside those batches. A Trainer's second one writes `perfetto_trace_2.json`.
+    with other strategies, and nothing outside those batches. A Trainer's second one writes `perfetto_trace_2.json`; in
+    validate, test and predict files end in `_<loop>` (`perfetto_trace_test.json`). `fast_dev_run` writes nothing.
 
     Args:
         start: the first batch, counted from 0; the first two are traced and planned anew.
@@ -51,8 +53,9 @@ class PerfettoTrace(Recorder):
         """Writes the file."""
         strategy = pages_of(trainer)
         names = strategy.flat_names() if strategy is not None else {}
-        path = folder_of(trainer) / own_name(trainer, self, "perfetto_trace.json")
-        path.write_text(json.dumps(chrome_trace(events, batches, names)))
+        path = file_of(trainer, self, "perfetto_trace.json")
+        if path is not None:
+            path.write_text(json.dumps(chrome_trace(events, batches, names)))
 
 
 def chrome_trace(events: list[Event], batches: list[Batch], names: Mapping[int, str]) -> dict[str, Any]:

@@ -10,8 +10,13 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ptm import AngelPTMStrategy
+
+LOGS = "lightning_ptm_logs"
+"""The folder for files of a run without a logger, in the Trainer's root folder."""
 
 
 def pages_of(trainer: Trainer) -> AngelPTMStrategy | None:
@@ -24,22 +29,63 @@ def boards_of(trainer: Trainer) -> list[TensorBoardLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def folder_of(trainer: Trainer) -> Path:
-    """The first logger's folder, or the Trainer's root folder; made if need be. Rank 0 only."""
-    # Lightning's DummyLogger (fast_dev_run, the Tuner) answers to any name, with a method.
-    named = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
-    found = next((each for each in named if isinstance(each, (str, os.PathLike)) and each), None)
-    folder = Path(found or trainer.default_root_dir)
+def folder_of(trainer: Trainer) -> Path | None:
+    """Where files go: the first logger's folder; without one, LOGS in the Trainer's root folder. None in a run that promises
+    to log nothing (fast_dev_run, the Tuner)."""
+    loggers = trainer.loggers
+    if trainer.fast_dev_run or (loggers and all(isinstance(logger, DummyLogger) for logger in loggers)):  # type: ignore[attr-defined]
+        return None
+    for logger in loggers:
+        folder = getattr(logger, "log_dir", None)
+        if isinstance(folder, (str, os.PathLike)) and folder:
+            return Path(folder)
+    for logger in loggers:
+        if isinstance(logger.save_dir, (str, os.PathLike)) and logger.save_dir:
+            # A run's own folder, the one that Lightning's checkpoints of such a logger go to.
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            return Path(logger.save_dir, str(logger.name), version)
+    return Path(trainer.default_root_dir, LOGS)
+
+
+def file_of(trainer: Trainer, callback: Callback, name: str) -> Path | None:
+    """The file to write, under its own name, its folder made if need be; None where nothing is to be written. Rank 0 only.
+
+    A new file in a folder that no logger has named is announced.
+    """
+    folder = folder_of(trainer)
+    if folder is None:
+        return None
+    stem, dot, ending = name.partition(".")
+    number, loop = place_of(trainer, callback), loop_of(trainer)
+    path = folder / f"{stem}{f'_{number}' if number > 1 else ''}{f'_{loop}' if loop else ''}{dot}{ending}"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    if not trainer.loggers and not path.exists():
+        rank_zero_info(f"{type(callback).__name__} writes {path.absolute()}")
+    return path
+
+
+def place_of(trainer: Trainer, callback: Callback) -> int:
+    """1 for the Trainer's first callback of a class, 2 for its second..."""
+    of_kind = [each for each in trainer.callbacks if type(each) is type(callback)]  # type: ignore[attr-defined]
+    return next((number for number, each in enumerate(of_kind, 1) if each is callback), 1)
+
+
+def loop_of(trainer: Trainer) -> str:
+    """validate, test or predict; nothing in fit, whose names have no ending."""
+    loop = trainer.state.fn
+    return "" if loop is None or loop == "fit" else loop.value
 
 
 def own_name(trainer: Trainer, callback: Callback, name: str) -> str:
-    """`name` for the Trainer's first callback of a class; `name_2`, before a file's ending, for its second..."""
-    of_kind = [each for each in trainer.callbacks if type(each) is type(callback)]  # type: ignore[attr-defined]
-    place = next((number for number, each in enumerate(of_kind) if each is callback), 0)
-    stem, dot, ending = name.partition(".")
-    return name if place == 0 else f"{stem}_{place + 1}{dot}{ending}"
+    """`name` for the Trainer's first callback of a class, `name_2` for its second..."""
+    number = place_of(trainer, callback)
+    return name if number == 1 else f"{name}_{number}"
+
+
+def loop_tag(trainer: Trainer, tag: str) -> str:
+    """`tag`, or `tag/<loop>` outside fit, which keeps it apart from fit's."""
+    loop = loop_of(trainer)
+    return f"{tag}/{loop}" if loop else tag
 
 
 def show_text(trainer: Trainer, tag: str, markdown: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_ptm.callbacks import (
     GradNormMonitor,
@@ -42,6 +42,10 @@ def everything() -> list[Any]:
     ]
 
 
+def of_loop(loop: str) -> set[str]:
+    return {f"{Path(name).stem}_{loop}{Path(name).suffix}" for name in FILES}
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_file()}
 
@@ -53,7 +57,7 @@ def test_other_loops_log_under_their_own_names(strategy_at, board_trainer, model
     getattr(trainer, loop)(model, data)
     shown = board()
     scalars = {tag for tag in shown.Tags()["scalars"] if tag.endswith(f"/{loop}")}
-    assert {tag.split("/")[0] for tag in scalars} == {"memory", "links", "stall", "speed"}
+    assert {tag.split("/")[0] for tag in scalars} == {"memory", "memory_timeline", "links", "stall", "speed"}
     assert [event.step for event in shown.Scalars(f"links/cache_hits/{loop}")] == [2, 4]
     assert [event.step for event in shown.Scalars(f"memory/disk_MB/{loop}")] == [2, 4]
     *_, speed = shown.Scalars(f"speed/model_TFLOP_per_s/{loop}")
@@ -64,14 +68,21 @@ def test_other_loops_log_under_their_own_names(strategy_at, board_trainer, model
     # Two batches a log; each reads the three blocks' 16-bit parameters.
     read = [event.value for event in shown.Scalars(f"links/disk_to_device_MB_per_step/{loop}")]
     assert read[1] == pytest.approx(2 * parameters / 1e6, rel=0.05)
-    assert names(tmp_path / "logs") >= FILES
+    assert names(tmp_path / "logs") >= of_loop(loop)
 
 
-def test_a_loop_after_fit_does_not_mix_with_it(strategy_at, board_trainer, model, data, board) -> None:
-    trainer = board_trainer(strategy_at("three_tiers"), [PageMonitor(), MemoryTimeline()])
+def test_a_loop_after_fit_does_not_mix_with_it(strategy_at, board_trainer, model, data, board, tmp_path) -> None:
+    callbacks = [PageMonitor(), MemoryTimeline(), PerfettoTrace(start=1, count=1), PageTracer()]
+    trainer = board_trainer(strategy_at("three_tiers"), callbacks)
     trainer.fit(model, data)
+    of_fit = {name: (tmp_path / "logs" / name).read_bytes() for name in FILES}
     trainer.test(model, data, verbose=False)
+    assert {name: (tmp_path / "logs" / name).read_bytes() for name in FILES} == of_fit
+    assert names(tmp_path / "logs") >= of_loop("test")
     shown = board()
+    assert len(shown.Images("memory/timeline")) == len(shown.Images("memory/timeline/test")) == 1
+    curve = "memory_timeline/device_measured_MB"
+    assert (len(shown.Scalars(curve)), len(shown.Scalars(f"{curve}/test"))) == (8, 4)  # ticks
     for tag in ("links/overlap", "memory/host_MB", "stall/fetch_s_per_step"):
         assert [event.step for event in shown.Scalars(tag)] == [0, 1, 2, 3], tag
         assert [event.step for event in shown.Scalars(f"{tag}/test")] == [1, 2, 3, 4], tag
@@ -130,7 +141,7 @@ def test_without_tensorboard_there_are_the_files_and_the_numbers(
     )
     trainer.fit(model, data, data)
     trainer.predict(model, data)
-    assert names(tmp_path / "csv") == FILES | {"metrics.csv"}
+    assert names(tmp_path / "csv") == FILES | of_loop("predict") | {"metrics.csv"}
     with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
         logged = {column for row in csv.DictReader(file) for column, value in row.items() if value}
     groups = {column.split("/")[0] for column in logged}
@@ -138,24 +149,66 @@ def test_without_tensorboard_there_are_the_files_and_the_numbers(
     assert "links/overlap/predict" in logged
 
 
-def test_without_a_logger_files_go_to_the_root_folder(strategy_at, board_trainer, model, data, tmp_path) -> None:
+def test_without_a_logger_files_go_to_a_folder_of_their_own_and_say_so(
+    strategy_at, board_trainer, model, data, tmp_path, caplog
+) -> None:
+    caplog.set_level("INFO")
     trainer = board_trainer(
         strategy_at("three_tiers"), everything(), logger=False, default_root_dir=tmp_path / "root", max_epochs=2
     )
     trainer.fit(model, data, data)
     for loop in (trainer.validate, trainer.test, trainer.predict):
         loop(model, data)
-    assert names(tmp_path / "root") == FILES
+    folder = tmp_path / "root" / "lightning_ptm_logs"
+    assert names(tmp_path / "root") == set()
+    assert names(folder) == FILES | of_loop("validate") | of_loop("test") | of_loop("predict")
+    for path in folder.iterdir():
+        assert caplog.text.count(f" writes {path}\n") == 1
 
 
-def test_a_run_that_only_tries(strategy_at, board_trainer, model, data, tmp_path) -> None:
+class Service(Logger):
+    """A logger that has a folder for runs but no log_dir, as those of services have."""
+
+    name, version = "project", "run7"
+
+    def __init__(self, save_dir: Path | None) -> None:
+        super().__init__()
+        self.folder = save_dir
+
+    @property
+    def save_dir(self) -> str | None:
+        return None if self.folder is None else str(self.folder)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *rest: Any, **more: Any) -> None: ...
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loggers_folder_for_runs_is_where_files_go(
+    strategy_at, board_trainer, model, data, tmp_path, monkeypatch, saves
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    logger = Service(tmp_path / "runs" if saves else None)
+    board_trainer(strategy_at("ram"), [PerfettoTrace(0, 1)], logger=logger).fit(model, data)
+    folder = tmp_path / "runs" / "project" / "run7" if saves else tmp_path / "here" / "lightning_ptm_logs"
+    assert list(tmp_path.rglob("perfetto*")) == [folder / "perfetto_trace.json"]
+
+
+def test_a_run_that_only_tries_writes_nothing(strategy_at, board_trainer, model, data, tmp_path, monkeypatch) -> None:
     """fast_dev_run has a logger that answers to everything and logs nothing."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     trainer = board_trainer(
         strategy_at("three_tiers"), everything(), default_root_dir=tmp_path / "root", fast_dev_run=3
     )
     trainer.fit(model, data, data)
     trainer.predict(model, data)
-    assert names(tmp_path / "root") == FILES
+    trainer = board_trainer(strategy_at("three_tiers"), everything(), logger=False, fast_dev_run=3)
+    trainer.fit(model, data)
+    written = {path.name for path in tmp_path.rglob("*")}
+    assert not written & FILES and not list((tmp_path / "here").iterdir())
 
 
 def test_two_of_a_kind_keep_out_of_each_others_way(strategy_at, board_trainer, model, data, board, tmp_path) -> None:

@@ -32,7 +32,7 @@ def test_fit_writes_the_table(strategy_at, board_trainer, model, data, page, tmp
 def test_other_loops(strategy_at, board_trainer, model, data, loop, tmp_path) -> None:
     trainer = board_trainer(strategy_at("three_tiers"), [PageTracer()])
     getattr(trainer, loop)(model, data)
-    rows = read(tmp_path / "logs" / "page_trace.csv")
+    rows = read(tmp_path / "logs" / f"page_trace_{loop}.csv")
     assert {(row["first_id"], row["end_id"]) for row in rows} == {("1", "1"), ("2", "2"), ("3", "3")}
 
 

@@ -33,12 +33,12 @@ def assert_spans_are_apart(spans: list[dict[str, Any]]) -> None:
     assert all(span["ts"] >= 0 and span["dur"] >= 0 for span in spans)
 
 
-Read = Callable[[], dict[str, Any]]
+Read = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def trace(tmp_path) -> Read:
-    return lambda: json.loads((tmp_path / "logs" / "perfetto_trace.json").read_text())
+    return lambda ending="": json.loads((tmp_path / "logs" / f"perfetto_trace{ending}.json").read_text())
 
 
 @pytest.mark.parametrize("tier", ["masters_on_disk", "three_tiers", "lock_free"])
@@ -117,7 +117,7 @@ def test_what_overlaps_gets_a_track_of_its_own() -> None:
 def test_other_loops(strategy_at, board_trainer, model, data, trace, loop) -> None:
     trainer = board_trainer(strategy_at("three_tiers"), [PerfettoTrace(start=0, count=1)])
     getattr(trainer, loop)(model, data)
-    assert len(tracks(trace())["compute forward"]) == 4
+    assert len(tracks(trace(f"_{loop}"))["compute forward"]) == 4
 
 
 def test_a_run_that_ends_early_or_fails_leaves_what_was_heard(strategy_at, board_trainer, model, data, trace) -> None:

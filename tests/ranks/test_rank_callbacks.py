@@ -84,6 +84,7 @@ def test_two_ranks(tier: str, disk: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack(several[0][1]), torch.stack(ranks.norms), rtol=1e-5, atol=0)
     assert torch.equal(torch.stack(several[0][1]), torch.stack(several[1][1]))
     assert [curves > 0 for _, _, curves in several] == [True, False]
+    root /= "lightning_ptm_logs"
     written = {path.name for path in root.iterdir()}
     assert written == {"page_trace.csv", "memory_timeline.csv", "memory_timeline.png", "perfetto_trace.json"}
     text = (root / "perfetto_trace.json").read_text()
@@ -131,8 +132,15 @@ def all_loops_watched(folder: Path, root: Path) -> list[str]:
 def test_all_loops_with_late_updates(disk: Path, tmp_path: Path) -> None:
     written, nothing = run_ranks(all_loops_watched, 2, disk, tmp_path)
     assert nothing == []
-    traces = ["perfetto_trace.json", "perfetto_trace_2.json"]
-    assert written == ["memory_timeline.csv", "memory_timeline.png", "metrics.csv", "page_trace.csv", *traces]
+    stems = {"memory_timeline": ("csv", "png"), "page_trace": ("csv",)}
+    stems |= dict.fromkeys(("perfetto_trace", "perfetto_trace_2"), ("json",))
+    each = [
+        f"{stem}{loop}.{ending}"
+        for stem, endings in stems.items()
+        for ending in endings
+        for loop in ("", "_validate", "_test", "_predict")
+    ]
+    assert written == sorted([*each, "metrics.csv"])
     with (tmp_path / "0" / "logs" / "metrics.csv").open(newline="") as file:
         logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
     for loop in ("", "/validate", "/test", "/predict"):
