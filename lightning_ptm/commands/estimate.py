@@ -362,15 +362,23 @@ class _Counter:
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)
-            rows = max(1, math.ceil(len(tokens) * module.choices * of_group / len(module.experts)))
-            scores = F.linear(tokens, module.router.weight)
+            capacity = module.capacity(len(tokens))  # of an expert, for each rank of the group
+            even = math.ceil(len(tokens) * module.choices * of_group / len(module.experts))
+            rows = max(1, min(even, of_group * capacity))
+            scores = module.router.probabilities(tokens)
+            weights = scores.topk(module.choices, dim=-1).values
+            if module.choices > 1:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            # Results of all its choices that an expert computes, which are kept to be weighted.
+            kept = min(len(tokens) * module.choices, capacity * len(module.experts))
+            weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
             part = tokens[:1].expand(rows, -1)
             out = tokens
             for expert in experts:
                 out = out + expert(part.clone()).sum(0)
             for unit in first_units:
                 self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
-            zero = scores.sum() * 0
+            zero = scores.sum() * 0 + weighted.sum() * 0
             return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
 
         return forward

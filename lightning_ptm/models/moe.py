@@ -161,10 +161,14 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, experts) for (n, width)."""
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            if self.training and self.jitter:
-                x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
-            return F.linear(x, self.weight.to(x.dtype)).softmax(dim=-1)
+            return self.probabilities(x)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """What `forward` gives where no autocast is on; on the meta device, which has none, too."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.training and self.jitter:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+        return F.linear(x, self.weight.to(x.dtype)).softmax(dim=-1)
 
 
 class Expert(nn.Module):

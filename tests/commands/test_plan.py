@@ -29,7 +29,8 @@ from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.models import GPT, T5MoE
+from lightning_ptm.models import GPT, T5, T5MoE
+from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.planning import Link, Tick, Trace
 from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint
@@ -162,9 +163,8 @@ def test_operations_are_those_of_the_formula() -> None:
     assert works[1] == works[2] == works[3]  # but for what they share
 
 
-def test_what_is_kept_is_what_autograd_keeps() -> None:
-    """Against a forward on the CPU; fused attention keeps a number for each row more than is counted."""
-    model = GPT(**MODEL)
+def kept_bytes(model: LanguageModel, *tokens: torch.Tensor) -> int:
+    """What autograd keeps of a forward on the CPU."""
     model.configure_model()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -177,12 +177,45 @@ def test_what_is_kept_is_what_autograd_keeps() -> None:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens = torch.zeros(4, 16, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.loss((tokens, tokens))
+        model.loss(tokens)  # type: ignore[arg-type]
+    return sum(kept.values())
+
+
+def test_what_is_kept_is_what_autograd_keeps() -> None:
+    """Fused attention keeps a number for each row more than is counted."""
+    tokens = torch.zeros(4, 16, dtype=torch.long)
     works = counted(on_meta(GPT(**MODEL, meta=True)), 16, 4)
-    assert sum(work.saved_bytes for work in works) == pytest.approx(sum(kept.values()), rel=0.05)
+    assert sum(work.saved_bytes for work in works) == pytest.approx(kept_bytes(GPT(**MODEL), tokens, tokens), rel=0.05)
     assert works[2].input_bytes == 4 * 16 * 64 * 4
+
+
+DENSE: dict[str, Any] = {"width": 128, "layers": 2, "heads": 2, "feed_forward_width": 64}
+MANY = DENSE | {"experts": 128, "jitter": 0.0, "capacity_factor": 8.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"choices": 2, "jitter": 0.1}, {"experts": 4, "capacity_factor": 0.5}])
+def test_what_a_router_keeps_and_what_finds_no_room_counts(changes: dict[str, Any]) -> None:
+    """Of what layers with experts keep beyond others: attention with a bias keeps more on the CPU than is counted."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 300, (8, 64))
+    sizes = MANY | changes
+    of_mixed, of_dense = (
+        sum(work.saved_bytes for work in counted(on_meta(model), 64, 8))
+        for model in (T5MoE(**sizes, meta=True), T5(**DENSE, meta=True))
+    )
+    kept = kept_bytes(T5MoE(**sizes), tokens, tokens) - kept_bytes(T5(**DENSE), tokens, tokens)
+    assert of_mixed - of_dense == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize(("factor", "rows"), [(1.25, 16), (1.0, 16), (0.5, 8)])
+def test_an_expert_computes_no_more_than_its_capacity(factor: float, rows: int) -> None:
+    model = on_meta(T5MoE(**MANY | {"width": 32, "experts": 4, "capacity_factor": factor}, meta=True))
+    units = discover(model, ["Block", "Expert"])
+    tokens = torch.empty(4, 16, dtype=torch.long, device="meta")
+    works = estimate(model, units, (tokens, tokens), torch.float32)
+    expert = next(work for unit, work in zip(units, works, strict=True) if type(unit.module).__name__ == "Expert")
+    assert expert.flops == 4 * rows * 32 * 64
 
 
 def test_experts_share_the_tokens_evenly() -> None:
