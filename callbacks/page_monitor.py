@@ -125,8 +125,9 @@ class TransferMonitor(_Monitor):
     - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
       step, and their bandwidth while the link was busy; activations that `activations="host"` takes to RAM are links of
       their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
-    - `links/overlap`: the share of the time in which links were busy that compute did not wait, at least: waiting for
-      other ranks and for the arithmetic of updates counts against it, too.
+    - `links/overlap`: the share of the time in which links were busy that compute did not wait. It is too low where compute
+      waited for other ranks or for the arithmetic of updates, which counts against it, too; on CUDA it may be too high, as
+      copies between RAM and the device that go on at once, on streams of their own, each count as busy time.
     - `links/cache_hits`: the share of the uses of units whose parameters were still on the device (from their last use, or
       for good); `links/fetched_ahead`: the share that was fetched before compute asked.
     - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds a step that compute waited for
