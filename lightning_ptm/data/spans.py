@@ -143,7 +143,7 @@ class SpanCorruption(TextBytes):
                 f"SpanCorruption takes {self.spans} spans out of {sequence_length} bytes, which takes {self.spans + 1} "
                 f"sentinels, and there are {sentinels}; raise sentinels (and the model's vocab_size) or mean_span"
             )
-        self.save_hyperparameters(logger=False)
+        self.save_hyperparameters()
 
     @functools.cached_property
     def tokens_used(self) -> int:

@@ -13,8 +13,10 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -119,9 +121,7 @@ class TextBytes(LightningDataModule):
             )
         if not 0.0 < validation_fraction < 1.0:
             raise ConfigError(f"TextBytes got validation_fraction={validation_fraction}; it lies between 0 and 1")
-        # Not merged with the model's for loggers: Lightning refuses those that have a name in common and differ, such as a
-        # sequence_length below the model's. The callback HyperParameters shows both.
-        self.save_hyperparameters(logger=False)
+        self.save_hyperparameters()
         self.path = Path(path).expanduser() if path is not None else None
         self.suffixes = (".py",) if path is None else tuple([suffixes] if isinstance(suffixes, str) else suffixes)
         self.sequence_length = sequence_length
@@ -145,6 +145,19 @@ class TextBytes(LightningDataModule):
                     "validation_fraction"
                 )
         self.train_text, self.validation_text = train_text, validation_text
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers are told beside the model's: `data/sequence_length` where the model has another `sequence_length`, as
+        Lightning refuses two values of one name. `hparams` has the names of `__init__`."""
+        model = getattr(self.trainer, "lightning_module", None)
+        theirs = {} if model is None else model.hparams_initial
+        return AttributeDict(
+            {
+                f"data/{name}" if name in theirs and _differ(theirs[name], value) else name: value
+                for name, value in super().hparams_initial.items()
+            }
+        )
 
     @functools.cached_property  # and no property, so that a subclass may set it
     def tokens_used(self) -> int:
@@ -213,6 +226,11 @@ class TextBytes(LightningDataModule):
             find_files(root, self.suffixes), root=root, validation_fraction=self.validation_fraction
         )
         return _join(train_files), _join(validation_files)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """As Lightning compares them."""
+    return type(one) is not type(other) or bool(one != other)
 
 
 def find_files(root: Path, suffixes: Sequence[str]) -> list[Path]:

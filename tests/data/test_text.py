@@ -9,6 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_ptm.data import SpanCorruption, TextBytes
@@ -232,3 +234,19 @@ def test_a_model_is_compared_with_the_data_of_its_own_call(folder: Path) -> None
     runs.test(small(vocab_size=2), dataloaders=pairs, verbose=False)
     with pytest.raises(ConfigError, match="uses 256 tokens and GPT knows 2"):
         runs.test(small(vocab_size=2), datamodule=TextBytes(str(folder), sequence_length=16, batch_size=4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("longest", [16, 24])
+def test_loggers_are_told_what_the_data_is_beside_the_model(folder: Path, tmp_path: Path, longest: int) -> None:
+    """Also where both have something of one name, of which Lightning would refuse two values."""
+    logger = CSVLogger(tmp_path, name="", version="run")
+    runs = L.Trainer(accelerator="cpu", max_steps=1, limit_val_batches=0, logger=logger, enable_checkpointing=False)
+    data = SpanCorruption(str(folder), sequence_length=16, batch_size=4, noise_density=0.25)
+    model = small(vocab_size=300, sequence_length=longest)
+    model.loss = lambda batch: model(batch[0]).mean()  # type: ignore[method-assign]
+    runs.fit(model, datamodule=data)
+    told = yaml.full_load((tmp_path / "run" / "hparams.yaml").read_text())
+    assert (told["width"], told["batch_size"], told["noise_density"]) == (8, 4, 0.25)
+    assert (told["sequence_length"], told.get("data/sequence_length")) == (longest, 16 if longest != 16 else None)
+    assert data.hparams["sequence_length"] == 16
