@@ -28,7 +28,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.update.forecast import REACH, Forecast
-from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.job import Pending
 from lightning_ptm.update.shadow import HyperParameters
 
@@ -51,7 +51,7 @@ class Contribution:
     Attributes:
         source: the gradients; owned by whoever has the contribution.
         origins: a step each, oldest first; none: there is no gradient, the parameters are to be published again.
-        transform: still to be done to the gradients: the clip factor and loss scale of their step.
+        transform: still to be done to the gradients: the clip factor and loss scale of their step, or what sums need.
         after: what the gradients wait for.
         discard: gives their memory back; called once, after the update.
     """
@@ -81,10 +81,7 @@ class Contribution:
         """Take in a later step's gradients of the same parameters. Each step's transform is done to its own first."""
         for contribution in (self, other):
             contribution.settle()
-            if not contribution.transform.is_identity:
-                contribution.source.transform_(contribution.transform)
-                contribution.transform = NO_TRANSFORM
-        self.source.add_(other.source)  # type: ignore[arg-type]  # a flat's gradients are of one kind
+        self.transform = add_(self.source, self.transform, other.source, other.transform)
         self.origins = (*self.origins, *other.origins)
         other.discard()
 

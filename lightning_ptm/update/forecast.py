@@ -179,9 +179,7 @@ class Forecast:
             transform: what an update would do to it first; clipping by value is left out.
             steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
         """
-        factor = transform.share
-        for scale in (transform.unscale, transform.clip):
-            factor *= 1.0 if scale is None else float(scale)
+        factor = transform.factor
         if isinstance(gradient, ParameterGradients):
             for segment in self._states.segments:
                 if gradient.has(segment.parameter):

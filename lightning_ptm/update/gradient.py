@@ -42,6 +42,11 @@ class Transform:
     def is_identity(self) -> bool:
         return self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
 
+    @property
+    def factor(self) -> float:
+        """All factors in one; a device's are waited for."""
+        return self.share * _value(self.unscale) * _value(self.clip)
+
     def apply_(self, gradient: torch.Tensor) -> None:
         """Transform `gradient` in place."""
         for factor in (self.unscale, self.clip):
@@ -59,6 +64,10 @@ NO_TRANSFORM = Transform()
 def _is_one(factor: torch.Tensor | None) -> bool:
     # Asking a device tensor for its value would stop the host: there, multiply by one.
     return factor is None or (factor.device.type == "cpu" and bool(factor == 1))
+
+
+def _value(factor: torch.Tensor | None) -> float:
+    return 1.0 if factor is None else float(factor)
 
 
 class GradientReader(Protocol):
@@ -109,13 +118,9 @@ class ShardGradient:
         """For each parameter, whether it has a gradient; None: all have."""
         return None if self._present is None or all(self._present) else tuple(self._present)
 
-    def transform_(self, transform: Transform) -> None:
-        """Transform every element where it lies; pages in RAM only."""
-        transform.apply_(self.paged.tensor())
-
-    def add_(self, other: ShardGradient) -> None:
-        """Add another step's gradient of the same parameters, rounded to this one's dtype; pages in RAM only."""
-        self.paged.tensor().add_(other.paged.tensor())
+    def tensors(self) -> list[torch.Tensor]:
+        """All elements where they lie; pages in RAM only."""
+        return [self.paged.tensor()]
 
 
 class ParameterGradients:
@@ -161,17 +166,9 @@ class ParameterGradients:
         here = tuple(gradient is not None for gradient in self._flat)
         return None if all(here) else here
 
-    def transform_(self, transform: Transform) -> None:
-        """Transform every gradient in place."""
-        for gradient in self._flat:
-            if gradient is not None:
-                transform.apply_(gradient)
-
-    def add_(self, other: ParameterGradients) -> None:
-        """Add another step's gradients of the same parameters, rounded to this one's dtype."""
-        for ours, theirs in zip(self._flat, other._flat, strict=True):
-            if ours is not None and theirs is not None:
-                ours.add_(theirs)
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients that there are, where they lie."""
+        return [gradient for gradient in self._flat if gradient is not None]
 
     def view(self, run: Run) -> torch.Tensor | None:
         return self.piece(run.segments[0]) if len(run.segments) == 1 else None
@@ -202,6 +199,41 @@ class ParameterGradients:
 
 
 GradientSource = ShardGradient | ParameterGradients
+
+
+def add_(ours: GradientSource, our: Transform, theirs: GradientSource, their: Transform) -> Transform:
+    """Add another step's gradients of the same parameters, each transformed by its own step's transform.
+
+    Rounded to the gradients' dtype. float16 has not the range for gradients without their loss scale, nor for sums of
+    scaled ones, which come near its largest number: there `ours` becomes a mean of both, weighted by their factors. It is
+    no larger than the larger of both, and what is small loses no more than it had lost when it became float16.
+
+    Args:
+        ours: gets the sum, up to what is returned. In RAM, as is `theirs`, which is changed too.
+
+    Returns:
+        What is still to be done to `ours`.
+    """
+    pairs = list(zip(ours.tensors(), theirs.tensors(), strict=True))
+    if any(mine.dtype is torch.float16 for mine, _ in pairs):
+        factors = our.factor, their.factor
+        whole = sum(factors)
+        for mine, other in pairs:
+            _clamp_scaled_(mine, our.clamp, factors[0])
+            _clamp_scaled_(other, their.clamp, factors[1])
+            mine.lerp_(other, factors[1] / whole if whole else 0.5)
+        return Transform(unscale=torch.tensor(whole, dtype=torch.float32))
+    for mine, other in pairs:
+        our.apply_(mine)
+        their.apply_(other)
+        mine.add_(other)
+    return NO_TRANSFORM
+
+
+def _clamp_scaled_(gradient: torch.Tensor, bound: float | None, factor: float) -> None:
+    """Clamp a gradient that is still to be multiplied by `factor` where it will exceed `bound` then."""
+    if bound is not None and bound < factor * torch.finfo(gradient.dtype).max:
+        gradient.clamp_(min=-bound / factor, max=bound / factor)
 
 
 def _zero_gaps(target: torch.Tensor, run: Run) -> None:

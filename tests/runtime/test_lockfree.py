@@ -17,7 +17,7 @@ import pytest
 import torch
 from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
 from tiny_models import Block, ScheduledStack, Stack
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptm import (
     AngelPTMPrecision,
@@ -334,6 +334,41 @@ def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
     audits = watch.seen[-1][1]
     assert_all_applied(audits, 12)
     assert [audit.skipped for audit in audits] == [2] * len(audits)
+
+
+class Steady(TrainModule):
+    """Each element has the same gradient at all steps: of the first half so small that float16 holds it only scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(4096))
+        self.large = nn.Parameter(torch.ones(4096))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-15)
+
+    def loss(self, batch: Tensor, index: int) -> Tensor | None:
+        return (self.small.float() * 1e-8).sum() + (self.large.float() * 1e-4).sum()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("hold_updates", [False, True])
+def test_small_gradients_of_several_steps_are_not_lost_in_float16(strategy_at, where, hold_updates) -> None:
+    def after(step: int) -> None:
+        if step in (1, 8):
+            (gate.open_.clear if step == 1 else gate.open_.set)()
+
+    gate = Gate()
+    plugin = AngelPTMPrecision("16-mixed")
+    strategy = strategy_at(
+        where, max_staleness=8, hold_updates=hold_updates, forecast=False, poison=False, precision_plugin=plugin
+    )
+    strategy.file_ops = gate
+    module = built(Steady)
+    make_trainer(strategy, None, callbacks=[Watch(after)]).fit(module, tokens(12).loader())  # type: ignore[arg-type]
+    assert isinstance(module, Steady)
+    for weight in (module.small, module.large):  # each step of Adam is one learning rate
+        torch.testing.assert_close(weight.detach(), torch.full((4096,), 1 - 12 * 1e-2), rtol=1e-4, atol=0.0)
 
 
 class TwoOptimizers(ScheduledStack):

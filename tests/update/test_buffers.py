@@ -389,3 +389,47 @@ def test_spare_pages_of_a_kind() -> None:
         None,
     ]  # of a single flat: nothing can be in its way
     assert SparePages([pages(1)]).take(NUMEL, torch.float32, urgent=True) is None
+
+
+# -- float16 under a loss scale ---------------------------------------------------------------------------------------
+
+
+def scaled(step: int, value: float, scale: float, clip: float = 1.0, clamp: float | None = None) -> Contribution:
+    """A gradient of `value` as the backward pass leaves it: in float16, times the loss scale."""
+    gradients = ParameterGradients([torch.full((NUMEL,), value * scale, dtype=torch.float16)])
+    transform = Transform(torch.tensor(1 / scale), torch.tensor(clip), clamp)
+    return Contribution(gradients, (Origin(step, hyper()),), transform)
+
+
+def applied_value(contribution: Contribution) -> float:
+    """What an update adds up to, before it takes the mean of its steps."""
+    values = torch.tensor([value_of(contribution)])
+    dataclasses.replace(combined(contribution)[1], share=1.0).apply_(values)
+    return float(values)
+
+
+@pytest.mark.parametrize("value", [1e-8, 1e-4, 0.9])
+def test_scaled_gradients_of_many_steps_are_added_without_loss(value: float) -> None:
+    """Alone, 1e-8 is nothing in float16, and the sum of 0.9 times the scale is more than float16 holds."""
+    bench = Bench(flats=1)
+    (flat,) = bench.flats
+    expected = 0.0
+    for step in range(16):
+        scale = 2.0**16 if step < 10 else 2.0**15  # it has overflowed meanwhile
+        clip = 1.0 if step % 3 else 0.01
+        expected += value * clip
+        bench.buffers.offer(flat, scaled(step, value, scale, clip), begin=False)
+    (waiting,) = flat.waiting
+    assert len(waiting.origins) == 16
+    assert applied_value(waiting) == pytest.approx(expected, rel=4e-3)
+
+
+def test_scaled_gradients_are_clipped_by_value_one_by_one() -> None:
+    first = scaled(0, 0.5, 1024.0, clamp=0.25)
+    first.add(scaled(1, -0.125, 2048.0, clamp=0.25))
+    assert applied_value(first) == pytest.approx(0.125, rel=1e-3)
+    first.add(scaled(2, -3.0, 2048.0, clip=0.5, clamp=0.25))
+    assert applied_value(first) == pytest.approx(-0.125, rel=4e-3)
+    nothing = scaled(0, 0.5, 1024.0, clip=0.0)
+    nothing.add(scaled(1, 0.5, 1024.0, clip=0.0))
+    assert applied_value(nothing) == 0.0
