@@ -153,6 +153,34 @@ def test_after_a_drain_all_begins_anew() -> None:
     assert pace.came(1, 1) == [1]
 
 
+@pytest.mark.parametrize("every", [2, 5, 30])
+def test_a_flat_that_has_gradients_in_few_steps_is_not_forgotten(every: int) -> None:
+    """No gradient waits for more steps than the bound, and passes over such flats are as few as they can be."""
+    bound, steps, sizes = 16, 300, [10] * 12
+    pace = Pace(bound, sizes)
+    waits_since: dict[int, int] = {}
+    came = [0] * len(sizes)
+    taken = [0] * len(sizes)
+    passes = [0] * len(sizes)
+    for step in range(steps):
+        for place in reversed(range(len(sizes))):
+            if place >= 6 and step % every != place % every:
+                continue
+            came[place] += 1
+            waits_since.setdefault(place, step)
+            for each in pace.came(place, taken[place]):
+                assert came[each] > taken[each]
+                taken[each] = came[each]
+                passes[each] += 1
+                del waits_since[each]
+        assert all(step - since < bound for since in waits_since.values())
+    assert sum(taken) >= sum(came) - bound * len(sizes)
+    for count in passes[:6]:
+        assert 0.9 * paced_steps(bound) <= steps / count <= bound
+    for count in passes[6:]:
+        assert max(every, 0.8 * paced_steps(bound)) <= steps / count + 1
+
+
 # -- what is held back in the buffers --------------------------------------------------------------------------------
 
 
