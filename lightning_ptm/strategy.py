@@ -258,6 +258,8 @@ class AngelPTMStrategy(ParallelStrategy):
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
         self._watches.zero_grad_of_modules(self.lightning_module)
+        if self.world_size > 1:
+            self._watches.loops(trainer, self._meet_the_others)
         if fitting:
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
@@ -347,24 +349,6 @@ class AngelPTMStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.iteration(Mode.FORWARD):
             return super().predict_step(*args, **kwargs)
-
-    # After evaluation ranks may have had different numbers of batches, and Lightning's next collective is not called here.
-
-    @override
-    def on_validation_end(self) -> None:
-        self._evaluation_has_ended()
-
-    @override
-    def on_test_end(self) -> None:
-        self._evaluation_has_ended()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._evaluation_has_ended()
-
-    def _evaluation_has_ended(self) -> None:
-        if not self._is_alone():
-            self._meet(Together.END_OF_EVALUATION)
 
     @override
     @contextmanager
@@ -657,6 +641,10 @@ class AngelPTMStrategy(ParallelStrategy):
     def _meet(self, what: Together = Together.COLLECTIVE) -> None:
         if self._engine is not None:
             self._engine.meet(what)
+
+    def _meet_the_others(self, what: Together) -> None:
+        if not self._is_alone():
+            self._meet(what)
 
     @override
     def barrier(self, name: str | None = None) -> None:

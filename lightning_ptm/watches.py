@@ -6,6 +6,7 @@ Owns the methods that it puts in place of others', until `undo`. Knows objects o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.config import Settings
 from lightning_ptm.precision import AngelPTMPrecision
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
 
 
@@ -64,6 +65,31 @@ class Watches:
             if isinstance(callback, ModelCheckpoint):
                 self._replace(callback, "_link_checkpoint", link)
 
+    def loops(self, trainer: Trainer, meet: Callable[[Together], None]) -> None:
+        """Ranks may come with different numbers of batches, and Lightning (or a metric) talks between them without asking:
+        `meet` is called before, where a rank can still help the others with the batches that it has not."""
+        epochs = trainer.fit_loop
+        for loop in (epochs.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            # Lightning reads the metrics of a loader when it is through.
+            self._before(loop, "_store_dataloader_outputs", partial(_meet_for_metrics, trainer, meet))
+        for each in (epochs.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._before(each, "on_run_end", partial(meet, Together.END_OF_EVALUATION))
+        self._before(epochs.epoch_loop, "_broadcast_sigterm_tensor", partial(meet, Together.TRAINING_BATCH))
+        self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH))
+
+    def _before(self, owner: Any, name: str, ours: Callable[[], None]) -> None:
+        """Calls `ours` before a method, where this Lightning has it: the underscored ones are its own business."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            if self._engine is not None:
+                ours()
+            return original(*args, **kwargs)
+
+        self._replace(owner, name, both)
+
     def undo(self) -> None:
         """The run is over: all methods are their owners' again."""
         self._engine = None
@@ -74,6 +100,13 @@ class Watches:
     def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         setattr(owner, name, method)
         self._replaced.append((owner, name))
+
+
+def _meet_for_metrics(trainer: Trainer, meet: Callable[[Together], None]) -> None:
+    """Metrics of torchmetrics reduce themselves over all ranks; what else is logged asks the strategy to."""
+    results = trainer._results
+    if results is not None and any(not each.is_tensor and each.meta.on_epoch for _, each in results.valid_items()):
+        meet(Together.METRICS)
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

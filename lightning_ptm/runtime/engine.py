@@ -68,6 +68,9 @@ class Together(enum.IntEnum):
     TRAINING_STEP = 4
     BY_HAND = 8
     END_OF_EVALUATION = 16
+    METRICS = 32
+    TRAINING_BATCH = 64
+    END_OF_EPOCH = 128
 
     def __str__(self) -> str:
         return _DOING[self]
@@ -78,8 +81,15 @@ _DOING = {
     Together.TRAINING_STEP: "begins a training step",
     Together.BY_HAND: "reads, edits or saves weights",
     Together.END_OF_EVALUATION: "has ended its evaluation",
+    Together.METRICS: "computes metrics of its evaluation",
+    Together.TRAINING_BATCH: "goes on to another training batch",
+    Together.END_OF_EPOCH: "has ended its training epoch",
 }
 _ANY_TOGETHER = sum(Together)
+_AS_MANY_BATCHES = (
+    "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
+    "fewest)"
+)
 
 _REASON_CHARACTERS = 500
 """Of an error's text, what other ranks are told."""
@@ -469,11 +479,15 @@ class Engine:
 
     def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
         others = [each for each in Together if seen & each & ~mine]
-        if others:
-            raise RankError(
-                f"rank {self.communicator.rank} {doing} and another rank {others[0]}, so they would wait for each other for "
-                f"ever; call collectives on all ranks, as often, and give all of them as many training batches"
-            )
+        if not others:
+            return
+        told = f"rank {self.communicator.rank} {doing} and another rank {others[0]}"
+        if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
+            raise RankError(f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}")
+        raise RankError(
+            f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, as "
+            f"often, and {_AS_MANY_BATCHES}"
+        )
 
     def _reach(self, position: int, flags: int = 0) -> int:
         """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""

@@ -15,6 +15,7 @@ from rank_training import BATCH, Outcome, Training, loader, make_strategy, make_
 from test_rank_experts import MoETower
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 from lightning_ptm.errors import RankError
 
@@ -44,6 +45,36 @@ class Logs(Tower):
 
 class LogsExperts(Logs, MoETower):
     pass
+
+
+class Measures(Tower):
+    """Metrics that reduce themselves: one that Lightning reads, one that the user does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged, self.by_hand = MeanMetric(), MeanMetric()
+        self.read: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        super().validation_step(batch, index)
+        for metric in (self.logged, self.by_hand):
+            metric.update(self.validation_losses[-1])
+        self.log("mean", self.logged)
+
+    def on_validation_epoch_end(self) -> None:
+        self.read.append(self.by_hand.compute())
+        self.by_hand.reset()
+
+    def on_validation_end(self) -> None:
+        assert torch.equal(self.trainer.callback_metrics["mean"], self.read[-1])
+
+
+class MeasuresByHand(Measures):
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning knows of no metric, and asks for none."""
+
+    def on_validation_end(self) -> None:
+        pass
 
 
 class Read(L.Callback):
@@ -86,6 +117,32 @@ def test_evaluation_goes_on_where_there_are_batches(
         assert all(torch.equal(one, other) for one, other in zip(ours.losses, theirs[rank].losses, strict=True))
 
 
+def metrics_read(build: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What each evaluation came to, and this rank's losses."""
+    modules: list[Measures] = []
+
+    def built() -> Measures:
+        modules.append(build())
+        return modules[-1]
+
+    losses = evaluate(Training(built, batches=4), *arguments).validation_losses
+    return modules[0].read, losses
+
+
+@pytest.mark.parametrize(("build", "batches"), [(Measures, (3, 1)), (MeasuresByHand, (1, 3))])
+def test_metrics_are_of_all_batches_of_all_ranks(build: Any, batches: tuple[int, ...], disk: Path) -> None:
+    ranks = run_ranks(metrics_read, 2, build, disk, batches, "all_on_disk", {}, False, limit_s=30.0)
+    for read, _ in ranks:
+        assert len(read) == 2
+        for index, mean in enumerate(read):
+            of_all = [
+                losses[each + index * count]
+                for (_, losses), count in zip(ranks, batches, strict=True)
+                for each in range(count)
+            ]
+            torch.testing.assert_close(mean, torch.stack(of_all).mean())
+
+
 def test_each_group_of_ranks_with_experts_may_have_its_own_number(disk: Path) -> None:
     training = Training(LogsExperts, "64-true", batches=2)
     arguments = (training, disk, (2, 2, 1, 1), "all_on_disk", EXPERTS, False)
@@ -125,3 +182,55 @@ def test_a_collective_of_one_rank_alone_ends_the_run(disk: Path) -> None:
     told = run_ranks(refused, 2, Impatient, disk, (1, 1), {}, limit_s=30.0)
     for text in told:
         assert "rank 1 is in an optimizer step and another rank is in a collective (a barrier, a reduction)" in text
+
+
+def test_a_rank_without_a_metric_that_others_compute_ends_the_run(disk: Path) -> None:
+    first, second = run_ranks(refused, 2, Measures, disk, (0, 2), {}, limit_s=30.0)
+    assert first.startswith("rank 0 has ended its evaluation and another rank computes metrics of its evaluation")
+    assert second.startswith("rank 1 computes metrics of its evaluation and another rank has ended its evaluation")
+
+
+def train(folder: Path, batches: tuple[int, ...], options: dict[str, Any], validation: tuple[int, ...]) -> str:
+    """What training on so many batches a rank ends with."""
+    torch.manual_seed(0)
+    training = Training(Tower)
+    trainer = make_trainer(training, make_strategy(folder, "all_on_disk"), len(batches), **options)
+    with pytest.raises(RankError) as caught:
+        trainer.fit(training.build(), stream(batches), stream(validation) if validation else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batches", "doing"),
+    [
+        ((3, 1), ("goes on to another training batch", "has ended its training epoch")),
+        ((1, 3), ("has ended its training epoch", "goes on to another training batch")),
+        ((0, 2), ("has ended its training epoch", "begins a training step")),
+    ],
+)
+def test_training_needs_as_many_batches_on_all_ranks(
+    batches: tuple[int, ...], doing: tuple[str, str], disk: Path
+) -> None:
+    for rank, text in enumerate(run_ranks(train, 2, disk, batches, {}, (), limit_s=30.0)):
+        told = f"rank {rank} {doing[rank]} and another rank {doing[1 - rank]}: they got different numbers of training batches"
+        assert text.startswith(told)
+        assert text.endswith("(a DistributedSampler(drop_last=True), or limit_train_batches of the fewest)")
+
+
+@pytest.mark.parametrize(
+    ("options", "validation", "doing"),
+    [
+        ({}, (1, 1), "goes on to another training batch"),
+        (
+            {"accumulate_grad_batches": 2},
+            (),
+            "rank 1 is in an optimizer step and another rank goes on to another training",
+        ),
+    ],
+)
+def test_training_needs_as_many_batches_whatever_follows_the_last(
+    options: dict[str, Any], validation: tuple[int, ...], doing: str, disk: Path
+) -> None:
+    for text in run_ranks(train, 2, disk, (3, 1), options, validation, limit_s=30.0):
+        assert doing in text
+        assert "give all of them as many training batches" in text
