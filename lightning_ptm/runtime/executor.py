@@ -232,8 +232,7 @@ class Executor:
     def enter(self, unit: int, phase: Phase) -> None:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
         self.rest()
-        if self._goes_round(unit, phase):
-            self._begin_again()
+        self._go_round(unit, phase)
         self._reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
         store = self._stores[unit]
         store.users += 1
@@ -265,19 +264,19 @@ class Executor:
             name = f"{store.unit.name or 'root'} {phase.value}"
             self._open_tick = _OpenTick(self._mode.value, name, time.perf_counter(), index, self._used_bytes())
 
-    def _goes_round(self, unit: int, phase: Phase) -> bool:
-        """Whether a forward plan has been followed to its end and begins again behind the root's tick, in one iteration."""
-        if self._mode is not Mode.FORWARD or not self._followed:
-            return False
-        ticks = self._plans[self._mode][1].ticks
-        return len(ticks) > 1 and (ticks[1].unit, ticks[1].phase) == (unit, phase)
-
-    def _begin_again(self) -> None:
-        """As if an iteration ended and another one began, but the root stays."""
-        plan = self._plans[Mode.FORWARD][0]
-        self._perform(plan, self._tick)
-        self._perform(plan, 0)
-        self._tick = 1
+    def _go_round(self, unit: int, phase: Phase) -> None:
+        """Where a forward plan, or this rank's own trace, has been gone through to its end and begins again behind the root's
+        tick, in one iteration: as if that ended and another one began, but the root stays."""
+        if self._mode is not Mode.FORWARD:
+            return
+        if self._followed:
+            plan, trace = self._plans[Mode.FORWARD]
+            if _is_at(trace, 1, unit, phase):
+                self._perform(plan, self._tick)
+                self._perform(plan, 0)
+                self._tick = 1
+        elif self._repeated and _is_at(self._traced[Mode.FORWARD], 1, unit, phase):
+            self._tick = 1
 
     def rest(self) -> None:
         """Nothing computes from here to the next tick."""

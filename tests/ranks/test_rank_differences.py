@@ -39,6 +39,7 @@ from rank_training import (
     plain,
     tokens,
 )
+from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.executor import Mode
@@ -243,3 +244,25 @@ def test_the_plan_is_for_one_trace_on_all_ranks(disk: Path) -> None:
     assert first.order == second.order
     assert [unit for unit, phase in first.order if phase is Phase.FORWARD] == [0, 1, 2, 3]
     assert first.plans_made == second.plans_made == 1
+
+
+class SeveralPasses(Reversed):
+    """A batch goes through the blocks three times, as a text that is continued token by token does."""
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        for _ in range(3):
+            super().validation_step(batch, index)
+
+
+def plans_of_validation(folder: Path) -> int:
+    torch.manual_seed(0)
+    training = Training(SeveralPasses, batches=4)
+    strategy, made = make_strategy(folder, "all_on_disk"), []
+    watch = L.pytorch.callbacks.LambdaCallback(on_validation_end=lambda *_: made.append(strategy.plans_made))
+    trainer = make_trainer(training, strategy, 2, callbacks=[watch])
+    trainer.validate(training.build(), loader(tokens(training, 2), 2), verbose=False)
+    return made[0]
+
+
+def test_several_passes_in_another_order_are_planned_once(disk: Path) -> None:
+    assert run_ranks(plans_of_validation, 2, disk) == [1, 1]
