@@ -202,7 +202,9 @@ class MixtureOfExperts(nn.Module):
     loop is over experts that have tokens, never over tokens.
 
     Routing, capacity included, is each rank's own, of its own tokens, and the same whether ranks divide experts or not: an
-    expert then computes up to its capacity for each rank of the group.
+    expert then computes up to its capacity for each rank of the group. Where they do, a loss must depend on experts by
+    this layer's output alone: under 16-mixed a term of their weights themselves, e.g. an L2 penalty, counts more than it says
+    (the loss scale's gradients are kept smaller inside of the exchange only). Use the optimizer's weight decay.
 
     Args:
         width, inner, gated, dropout: of each expert.

@@ -83,7 +83,9 @@ class DividedExperts:
         layers: modules with experts, with their names.
         units: by layer and expert, the units that an expert consists of, its own first.
         members: by unit the member of a group that holds it; other units are everybody's.
-        gradient_divisor: of gradients while experts compute them, where tokens of several ranks add up in 16 bits.
+        gradient_divisor: of gradients while experts compute them, where tokens of several ranks add up in 16 bits (the
+            loss scale's case). Experts' gradients are multiplied by it before they are reduced, whatever they come from:
+            see `ExpertGroup.compute`.
     """
 
     split: ExpertSplit
@@ -326,6 +328,11 @@ class ExpertGroup:
     @torch.compiler.disable
     def compute(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
         """The results of rows whose experts may be on other ranks of the group. Collective for it.
+
+        A loss must depend on experts by these results alone. With a gradient divisor other than 1 (16-mixed), a term
+        that reads an expert's weights or what it has computed inside, e.g. an L2 penalty that its forward leaves in an
+        attribute, has a gradient that is too large by that number, and nothing here sees it: weight decay is the
+        optimizer's, or train in bf16-mixed.
 
         Args:
             rows: (n, width), sorted by expert.
