@@ -201,7 +201,7 @@ class Engine:
         self._save_buffers = self._buffers_for_saves() if drawn.saves_behind else None
         self.updates = self._update_scheduler(pages)
         if gradient_pages is not None:
-            gradient_pages.while_waiting = self.updates.progress
+            gradient_pages.while_waiting = self.updates.make_room
         in_order = (*reversed(range(1, len(self.flats))), 0)  # as units end in a backward pass
         self._read_ahead = [
             flat.states

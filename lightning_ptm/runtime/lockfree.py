@@ -10,6 +10,9 @@ I2: what is read lacks the gradients of at most `max_staleness` steps; compute w
     Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
 I4: where updates are held back (update/pace.py), a gradient waits here or in the buffers; nobody waits for it.
+I5: of a flat that is read, gradients of one kind wait at most: those that cannot be added to one another (of different
+    parameters) are applied before, while versions can still be adopted. So while compute waits for gradient pages,
+    there are flats that wait with more and are read no longer.
 """
 
 from __future__ import annotations
@@ -89,6 +92,17 @@ class _Clock:
     held: Contribution | None = None
     """Gradients that were not handed over yet (I4)."""
 
+    offers: int = 0
+    """Contributions that were handed over, each as one, whatever it was added up from."""
+    changed: int = 0
+    """How many these were when the last came that could not be added to the one before."""
+    which: tuple[bool, ...] | None = None
+    """The parameters that the last was for."""
+    needed: int = 0
+    """Contributions that the version that is read next must include, whatever the bound (I5)."""
+    hurried: int = 0
+    """Those that the buffering thread was last asked for."""
+
     @property
     def received(self) -> int:
         """Contributions that were handed over, or are held."""
@@ -150,6 +164,8 @@ class LockFreeUpdates(UpdateScheduler):
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
         self._read: set[int] = set()
         """Flats, by place, that the micro-batch in progress has read."""
+        self._given: set[int] = set()
+        """Flats, by place, whose gradients of the step in progress have gone: no graph of its own needs them any more."""
         self._steps = 0
         self._training = False
         self._drained = True
@@ -182,13 +198,21 @@ class LockFreeUpdates(UpdateScheduler):
         self._foresee(unit, place, contribution)
         self._clocks[place].produced += 1
         self._drained = False
+        self._given.add(place)
         if self._pace is None:
-            self._buffering.offer(place, contribution)
+            self._offer(place, contribution, begin=True)
             return
         begin = self._pace.came(place, self._buffering.applied(place))
         self._hold(place, contribution)
         for each in begin:
             self._hand_on(each, begin=True)
+
+    def _offer(self, place: int, contribution: Contribution, *, begin: bool) -> None:
+        clock = self._clocks[place]
+        clock.offers += 1
+        if contribution.source.which != clock.which:
+            clock.which, clock.changed = contribution.source.which, clock.offers
+        self._buffering.offer(place, contribution, begin=begin)
 
     def _hold(self, place: int, contribution: Contribution) -> None:
         """A gradient waits: here, or with those that wait in the buffers."""
@@ -198,17 +222,17 @@ class LockFreeUpdates(UpdateScheduler):
             held.add(contribution)
             return
         if held is not None:
-            self._buffering.offer(place, held, begin=False)
+            self._offer(place, held, begin=False)
         clock.held = contribution
         # A flat's gradients wait in one place, or they would take twice the memory.
-        if not self._adds or not clock.flat.gradient.in_place or self._buffering.waits(place):
+        if not self._adds or not clock.flat.gradient.in_place or self._buffering.waiting(place):
             self._hand_on(place, begin=False)
 
     def _hand_on(self, place: int, *, begin: bool) -> None:
         clock = self._clocks[place]
         held, clock.held = clock.held, None
         if held is not None:
-            self._buffering.offer(place, held, begin=begin)
+            self._offer(place, held, begin=begin)
         elif begin:
             self._buffering.begin(place)
 
@@ -249,6 +273,7 @@ class LockFreeUpdates(UpdateScheduler):
         # In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
         # those of other optimizers may still be alive.
         self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
+        self._given.clear()
         self._adopt_all()  # so that updates of what no graph needs any more have pages again
 
     def skip(self, optimizer: int) -> None:
@@ -258,12 +283,14 @@ class LockFreeUpdates(UpdateScheduler):
                 clock.produced += 1
                 clock.skipped += 1
         self._graph_open = False
+        self._given.clear()
         super().skip(optimizer)
 
     def abandon(self) -> None:
         super().abandon()
         self._graph_open = False  # its backward will never come
         self._read.clear()
+        self._given.clear()
 
     # -- parameters come ----------------------------------------------------------------------------------------------
 
@@ -304,11 +331,18 @@ class LockFreeUpdates(UpdateScheduler):
         self._begin_now(places)
         for place in places:
             clock = self._clocks[place]
-            self._buffering.hurry(place, clock.received - self._max_staleness)
+            clock.hurried = self._needed(clock)
+            self._buffering.hurry(place, clock.hurried)
+
+    def _needed(self, clock: _Clock) -> int:
+        """Contributions that the version that is read next must include."""
+        return max(clock.received - self._max_staleness, clock.needed)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
             return True
+        if any(self._needed(self._clocks[place]) > self._clocks[place].hurried for place in late):
+            return True  # to be asked for
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only what can be collected: one that still lacks a forecast would be news again and again.
         return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
@@ -338,6 +372,17 @@ class LockFreeUpdates(UpdateScheduler):
 
     def progress(self) -> None:
         self._buffering.check()
+        self._adopt_all()
+
+    def make_room(self) -> None:
+        self._buffering.check()
+        self._read -= self._given
+        # Only these: pages of others come back when the buffering thread has added up what was handed over.
+        piled = [place for place in range(len(self._clocks)) if self._buffering.waiting(place) > 1]
+        piled = [place for place in piled if place not in self._read]
+        for place in piled:
+            self._need_one_more(place)
+        self._hurry(piled)
         self._adopt_all()
 
     def start(self) -> None:
@@ -375,10 +420,21 @@ class LockFreeUpdates(UpdateScheduler):
     def _fits(self, place: int) -> bool:
         """Whether there is a version that may be read."""
         clock = self._clocks[place]
+        if self._buffering.offers(place) < clock.changed:
+            return False  # it is not known what waits
+        if self._buffering.waiting(place) > 1:
+            self._need_one_more(place)
         newer = self._buffering.peek(place, clock.received)
+        if (newer.applied if newer is not None else clock.adopted) < clock.needed:
+            return False
         if newer is not None:
             return clock.received - newer.applied <= self._max_staleness
         return clock.fits(self._max_staleness)
+
+    def _need_one_more(self, place: int) -> None:
+        """What waits longest of a flat has to be in the version that is read next (I5)."""
+        clock = self._clocks[place]
+        clock.needed = max(clock.needed, min(clock.received, self._buffering.applied(place) + 1))
 
     def _staleness(self, place: int) -> int:
         """Steps whose gradients the newest version lacks."""

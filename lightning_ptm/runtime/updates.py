@@ -201,6 +201,10 @@ class UpdateScheduler(abc.ABC):
     def progress(self) -> None:
         """Moves updates on that wait for nothing, and raises what went wrong with them."""
 
+    def make_room(self) -> None:
+        """Compute waits for memory for a gradient: as `progress`, and those that have it are used first."""
+        self.progress()
+
     @abc.abstractmethod
     def start(self) -> None:
         """Everything else is built: threads may start."""

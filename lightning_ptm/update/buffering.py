@@ -136,9 +136,14 @@ class Buffering:
         """Whether there is a version of a flat to collect. Never blocks."""
         return self._flats[flat].buffer.slot.published
 
-    def waits(self, flat: int) -> bool:
-        """Whether gradients of a flat wait that were handed over, as far as the thread has come. Never blocks."""
-        return bool(self._flats[flat].buffer.waiting)
+    def offers(self, flat: int) -> int:
+        """Calls of `offer` for a flat that the thread has come to. Never blocks."""
+        return self._flats[flat].buffer.offers
+
+    def waiting(self, flat: int) -> int:
+        """Sums of gradients of a flat that wait, as far as the thread has come; never more later, but by `offer`. Several
+        where they cannot be added. Never blocks."""
+        return len(self._flats[flat].buffer.waiting)
 
     def applied(self, flat: int) -> int:
         """Contributions that the newest version of a flat includes. Never blocks."""
@@ -249,8 +254,7 @@ class Buffering:
 
     def _offer(self, buffer: FlatBuffer, contribution: Contribution, begin: bool) -> None:
         self._buffers.offer(buffer, contribution, begin=begin)
-        if buffer.slot.published:
-            self._notify()  # compute may have waited for the forecast
+        self._notify()  # compute may have waited for the forecast, or to know what waits
 
     def _finish(self, buffer: FlatBuffer, forecast: Forecast | None, update: bool) -> None:
         del self._handles[id(buffer)]

@@ -212,6 +212,8 @@ class FlatBuffer:
         self.taken: Contribution | None = None
         self.target: PagedTensor | None = None
         """Pages that the job of `taken` writes."""
+        self.offers = 0
+        """Calls of `hold` that have ended; compute looks at it."""
         self.received = 0
         self.applied = 0
         self.due = 0
@@ -250,6 +252,7 @@ class FlatBuffer:
             self.waiting[-1].add(contribution)
         else:
             self.waiting.append(contribution)
+        self.offers += 1
 
     def take(self, target: PagedTensor) -> Contribution:
         """A job takes what waits and will write `target` (I1)."""

@@ -14,13 +14,13 @@ import pytest
 import torch
 from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
 from test_lockfree import WHERE, Gate, Watch, assert_all_applied, built, run
-from tiny_models import Block, ScheduledStack, Stack
+from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import nn
 
 from lightning_ptm import PageIOError
 from lightning_ptm.config import Settings
 from lightning_ptm.memory import Allocator, FileOps
-from lightning_ptm.runtime import heap
+from lightning_ptm.runtime import gradient_pages, heap
 from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.gradient_pages import GradientPages
@@ -343,3 +343,69 @@ def test_lock_free_gives_freed_memory_back_when_told(strategy_at) -> None:
         make_trainer(strategy_at("lock_free", freed_memory=freed)).fit(module, BATCHES.loader())
         losses.append(module.losses)
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
+
+
+class Adapters(nn.Module):
+    """One of two, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, 16 * WIDTH) for _ in range(2))
+        self.down = nn.Linear(16 * WIDTH, WIDTH)
+        self.used = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.adapters[self.used](x)))
+
+
+class Alternating(Stack):
+    """All blocks change the adapter after so many micro-batches."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__(depth=12, make_block=Adapters)
+        self.period = period
+
+    def middle(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        for block in self.blocks:
+            block.used = index // self.period % 2  # type: ignore[assignment]
+        return super().middle(x, index)
+
+
+@pytest.mark.parametrize(
+    ("bound", "settings", "options"),
+    [
+        (4, {}, {}),
+        (16, {}, {}),
+        (16, {"device_memory": "auto"}, {}),  # gradients in `.grad`
+        (16, {"hold_updates": True}, {}),
+        (4, {}, {"gradient_clip_val": 1.0}),
+        (4, {}, {"accumulate_grad_batches": 2}),
+    ],
+)
+def test_gradients_that_cannot_be_added_never_take_all_pages(
+    strategy_at, monkeypatch, bound, settings, options
+) -> None:
+    """The gradients of each step are of other parameters than those that wait, in all blocks."""
+    monkeypatch.setattr(gradient_pages, "_PATIENCE_S", 5.0)
+    strategy = strategy_at(
+        "lock_free_three_tiers",
+        max_staleness=bound,
+        poison=False,
+        **{"device_memory": "8MiB", "host_memory": "256MiB", **settings},
+    )
+    most: list[int] = []
+
+    def after(step: int) -> None:
+        buffers = [flat.buffer for flat in engine_of(strategy).updates._buffering._flats]  # type: ignore[attr-defined]
+        most.append(max(len(buffer.waiting) for buffer in buffers))
+
+    torch.manual_seed(0)
+    accumulate = options.get("accumulate_grad_batches", 1)
+    module, watch = Alternating(accumulate), Watch(after)
+    make_trainer(strategy, callbacks=[watch], **options).fit(module, tokens(8).loader())
+    assert all(torch.isfinite(loss) for loss in module.losses)
+    assert all(
+        (audit.produced, audit.applied, audit.pending) == (8 // accumulate, 8 // accumulate, 0)
+        for audit in watch.seen[-1][1]
+    )
+    assert max(most) <= 2
