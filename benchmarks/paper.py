@@ -7,7 +7,7 @@ from. Where prediction and publication differ, the report says by how much. A pr
 
     python benchmarks/paper.py                      # into results/paper.md and results/paper.json
     python benchmarks/paper.py --tables figure8     # this anew, the others as the JSON file has them
-    python benchmarks/paper.py --tables table6_10t  # eight more minutes of a core, and 4 GB: not part of the first
+    python benchmarks/paper.py --tables table6_10t  # some more minutes of a core: not part of the first
 """
 
 from __future__ import annotations
