@@ -6,7 +6,9 @@ apart on the same machine in the same state, while allocator, thread pool and pe
 
 I1: at most one side runs at any moment; the order of the sides is reversed at every second repeat.
 I2: a turn ends when its last step has ended and the process's disk traffic has been still for `QUIET_S`, so that no
-    side has its writes done in another side's time. The quiet time itself is not counted.
+    side has its writes done in another side's time. The quiet time itself is not counted. A side that goes on with such
+    work from step to step (lock-free updates) is measured in the middle of it: some steps before do not count, and the clock
+    stops with the last step; what is still to be done then is as much as there was when it started.
 I3: a side that fails ends the race with that side's traceback. No process outlives `Race`.
 """
 
@@ -143,23 +145,47 @@ class Baton:
         self._orders = orders
         self._reports = reports
         self._steps = 0
+        self._before = 0
+        """Steps of the turn that still do not count."""
+        self._in_the_middle = False
         self._started_s = 0.0
         self._started_bytes = (0, 0)
+        self._stepped_s = 0.0
+        self._stepped_bytes = (0, 0)
 
     def wait(self) -> int:
-        """Sleep until this side's turn. Returns the steps to run, 0 when the race is over. The clock starts here."""
-        self._steps = int(self._orders.readline() or 0)
+        """Sleep until this side's turn. Returns the steps to run, 0 when the race is over. The clock starts here, or after
+        those steps that do not count."""
+        before, self._steps = map(int, (self._orders.readline() or "0 0").split())
+        self._before, self._in_the_middle = before, before > 0
+        self._start_clock()
+        return before + self._steps
+
+    def stepped(self) -> bool:
+        """A step has ended. Returns whether it was the last that does not count: the clock starts now."""
+        self._stepped_s, self._stepped_bytes = time.perf_counter(), disk_bytes()
+        if self._before == 0:
+            return False
+        self._before -= 1
+        if self._before == 0:
+            self._start_clock()
+        return self._before == 0
+
+    def _start_clock(self) -> None:
         self._started_bytes = disk_bytes()
         self._started_s = time.perf_counter()
-        return self._steps
 
     def report(self, loss: float, extra: Mapping[str, float] | None = None) -> None:
         """End the turn (I2) and send what it took. `extra` holds numbers that only this side has."""
+        if self._before:
+            raise RuntimeError("this side does not say when its steps end, so none can be left out; call Baton.stepped")
         ended_s, bytes_now = time.perf_counter(), disk_bytes()
         while time.perf_counter() - ended_s < QUIET_S:
             time.sleep(QUIET_S / 10)
             if (later := disk_bytes()) != bytes_now:
                 ended_s, bytes_now = time.perf_counter(), later
+        if self._in_the_middle:
+            ended_s, bytes_now = self._stepped_s, self._stepped_bytes
         turn = Turn(
             steps=self._steps,
             seconds=ended_s - self._started_s,
@@ -191,6 +217,7 @@ def take_turns(baton: Baton, step: Callable[[], float], extra: Mapping[str, floa
         loss = 0.0
         for _ in range(steps):
             loss = step()
+            baton.stepped()
         baton.report(loss, extra)
 
 
@@ -225,9 +252,9 @@ class _Worker:
         self._orders = os.fdopen(order_write, "w")
         self._reports = os.fdopen(report_read)
 
-    def order(self, steps: int) -> None:
+    def order(self, before: int, steps: int) -> None:
         try:
-            self._orders.write(f"{steps}\n")
+            self._orders.write(f"{before} {steps}\n")
             self._orders.flush()
         except BrokenPipeError as error:
             raise SideError(self._obituary("has ended")) from error
@@ -287,21 +314,29 @@ class Race:
         self._stop()
 
     def run(
-        self, *, repeats: int, steps: int, warmup: int, before: Mapping[str, int] | None = None
+        self,
+        *,
+        repeats: int,
+        steps: int,
+        warmup: int,
+        before: Mapping[str, int] | None = None,
+        longer: Mapping[str, int] | None = None,
     ) -> dict[str, Score]:
         """Let each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count.
 
         Args:
-            before: steps of a side right before each turn that do not count: work that it does behind others' turns, such as
-                updates that wait, would make the first steps other than those among many.
+            before: steps of a side at the beginning of each turn that do not count (I2).
+            longer: how many times as many steps a side takes in a turn.
         """
+        before, longer = before or {}, longer or {}
         turns: dict[str, list[Turn]] = {side.name: [] for side in self.sides}
         for repeat in range(-1 if warmup else 0, repeats):
             for side in self.sides if repeat % 2 == 0 else reversed(self.sides):
-                if before is not None and side.name in before and repeat >= 0:
-                    self._turn(side, before[side.name])
-                turn = self._turn(side, warmup if repeat < 0 else steps)
-                if repeat >= 0:
+                if repeat < 0:
+                    turn = self._turn(side, before=0, steps=warmup)
+                else:
+                    count = steps * longer.get(side.name, 1)
+                    turn = self._turn(side, before=before.get(side.name, 0), steps=count)
                     turns[side.name].append(turn)
                 print(f"  {'warm-up' if repeat < 0 else f'repeat {repeat + 1}'}: {side.name} {turn.step_s:.4f} s/step")
         return {name: Score(name, tuple(taken)) for name, taken in turns.items()}
@@ -315,10 +350,10 @@ class Race:
         for worker in self._workers[side.name]:
             worker.receive(self._timeout_s)
 
-    def _turn(self, side: Side, steps: int) -> Turn:
+    def _turn(self, side: Side, *, before: int, steps: int) -> Turn:
         workers = self._workers[side.name]
         for worker in workers:
-            worker.order(steps)
+            worker.order(before, steps)
         turns = [Turn(**worker.receive(self._timeout_s)) for worker in workers]  # type: ignore[arg-type]
         return replace(
             turns[0],

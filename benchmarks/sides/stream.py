@@ -5,6 +5,7 @@ Options: `folder`; `numel`, of the model; `page_bytes`; `flats`, over which the 
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from race import Baton
 from lightning_ptm.memory import Allocator
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import FlatStates, ParameterGradients, Shadow, UpdateJob, Updater, probe, snapshot
+from lightning_ptm.update import FlatStates, JobHandle, ParameterGradients, Shadow, UpdateJob, Updater, probe, snapshot
 
 CPU = torch.device("cpu")
 STAGING_CHUNKS = 12
@@ -49,22 +50,25 @@ def run(options: dict[str, Any], baton: Baton) -> None:
             jobs.append((states, torch.randn(numel).bfloat16(), target))
         moved_bytes = 0
 
-        def step() -> None:
+        def run_steps(count: int) -> None:
+            """One pass after the other, as beside compute: a flat's next job begins when its last has ended."""
             hyper = snapshot(optimizer, traits)
-            handles = [
-                updater.submit(UpdateJob(states, shadow, ParameterGradients([gradient]), target, hyper))
-                for states, gradient, target in jobs
-            ]
+            handles: deque[JobHandle] = deque()
+            for _ in range(count):
+                for states, gradient, target in jobs:
+                    if len(handles) == flats:
+                        updater.finish(handles.popleft())
+                    job = UpdateJob(states, shadow, ParameterGradients([gradient]), target, hyper)
+                    handles.append(updater.submit(job))
             for handle in handles:
                 updater.finish(handle)
             updater.drain()
 
-        step()  # the first reads nothing: there are no moments yet
+        run_steps(1)  # the first reads nothing: there are no moments yet
         baton.ready()
         while steps := baton.wait():
             moved_bytes = updater.stats.bytes_read + updater.stats.bytes_written
-            for _ in range(steps):
-                step()
+            run_steps(steps)
             moved_bytes = updater.stats.bytes_read + updater.stats.bytes_written - moved_bytes
             baton.report(0.0, {"page_bytes": float(moved_bytes)})
         updater.close()

@@ -84,6 +84,8 @@ class Pacer(Callback):
             trainer.save_checkpoint(self.save_to)
         self.fresh = False
         self.left -= 1
+        if self.baton.stepped() and self.count_disk:
+            self.before = disk_numbers(trainer.strategy)
         if self.left == 0:
             if self.save_to is not None:
                 trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
