@@ -1,6 +1,6 @@
 """Fine-tune a causal language model of Hugging Face Transformers, whole or with LoRA adapters of peft.
 
-    pip install "lightning-ptm[hf]"
+    python -m pip install -e ".[hf]"    # in a checkout
     python examples/finetune_causal_lm.py path/to/model --data path/to/texts
     python examples/finetune_causal_lm.py path/to/model --lora-rank 8 --output path/to/adapters
 
