@@ -29,7 +29,7 @@ from lightning_ptm.commands.plan import plan
 from lightning_ptm.commands.probe import probe
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError
+from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
 from lightning_ptm.strategy import AngelPTMStrategy
 
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
@@ -38,7 +38,8 @@ CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] /
 CONFIG_OPTIONS = ("--config", "-c")
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
-"""Errors that are about what was given, not about where in the code it was found."""
+"""Errors that are about what was given, not about where in the code it was found. So is a PageIOError of no page:
+the disk has no room for the files."""
 
 LIBRARIES = frozenset(
     {"jsonargparse", "lightning", "lightning_ptm", "lightning_utilities", "safetensors", "torch", "yaml"}
@@ -258,8 +259,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments or arguments[0] not in COMMANDS:
         try:
             command_line(None if args is None else arguments)
-        except REFUSALS as error:
-            if _of_users_code(error):
+        except (*REFUSALS, PageIOError) as error:
+            if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
                 raise
             sys.exit(f"lightning-ptm {' '.join(arguments[:1])}: {error}")
         return

@@ -91,7 +91,8 @@ class Settings:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. All else is as without; 1 divides nothing.
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
-            unit computes with the newest parameters that there are. Needs a `disk_path`.
+            unit computes with the newest parameters that there are. Without a `disk_path` and a `master_home` they are in the
+            Trainer's root folder.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
             than exceed it. 0 gives the numbers of a synchronous run.
         hold_updates: With `lock_free` and a `max_staleness` of 8 or more: updates wait until about three quarters of it are
@@ -163,9 +164,20 @@ class Settings:
             )
         for name in ("device_memory", "host_memory", "disk_memory", "staging_memory"):
             self._bytes_or_none(name)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):  # the text "false" would count as true
+                raise ConfigError(f"{field.name}={value!r} is neither on nor off; give True or False")
         for name in ("parameter_home", "master_home"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
+        paths = [self.disk_path] if isinstance(self.disk_path, (str, Path)) else self.disk_path
+        if paths is not None and not (
+            isinstance(paths, Sequence) and paths and all(isinstance(path, (str, Path)) and str(path) for path in paths)
+        ):
+            raise ConfigError(
+                f"disk_path={self.disk_path!r}: give the path of a folder, or a list of some ('.' is the current one)"
+            )
         if self.state_dict_type not in ("full", "sharded"):
             raise ConfigError(f"state_dict_type={self.state_dict_type!r}: use 'full' or 'sharded'")
         if self.async_save and self.state_dict_type != "sharded":
@@ -271,9 +283,8 @@ class Settings:
     def disk_paths(self) -> tuple[Path, ...]:
         if self.disk_path is None:
             return ()
-        if isinstance(self.disk_path, (str, Path)):
-            return (Path(self.disk_path),)
-        return tuple(Path(path) for path in self.disk_path)
+        paths = (self.disk_path,) if isinstance(self.disk_path, (str, Path)) else self.disk_path
+        return tuple(Path(path).expanduser() for path in paths)  # no shell does it for what is in a config file
 
     @property
     def recompute_every(self) -> int:

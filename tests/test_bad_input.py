@@ -109,6 +109,13 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"master_home": "ssd"}, r"master_home='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"reduce_gradients": "never"}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
         ({"freed_memory": "free"}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
+        ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True or False"),
+        ({"forecast": "false"}, r"forecast='false' is neither on nor off"),
+        ({"hold_updates": 1}, r"hold_updates=1 is neither on nor off"),
+        ({"disk_path": ""}, r"disk_path='': give the path of a folder, or a list of some"),
+        ({"disk_path": []}, r"disk_path=\[\]: give the path of a folder"),
+        ({"disk_path": ["/a", ""]}, r"disk_path=\['/a', ''\]: give the path"),
+        ({"disk_path": 3}, r"disk_path=3: give the path"),
         ({"recompute": "some"}, r"recompute='some': use 'none', 'all', or 'every 2nd'"),
         ({"recompute": "every 0th"}, r"recompute='every 0th': use 'none', 'all'"),
         ({"recompute": True}, r"recompute=True: use 'none', 'all'"),
@@ -194,9 +201,16 @@ def test_host_too_small_for_the_master_states() -> None:
 def test_disk_memory_too_small(disk: Path) -> None:
     settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "256KiB"}
     message = refused(small(**settings), Stack(), CapacityError)
-    assert "master states" in message
-    assert "256 KiB" in message
-    assert "raise disk_memory" in message or "disk_memory" in message
+    assert re.match(
+        r"the master states of .*need .* left of 256 KiB; raise disk_memory, or give a disk_path with", message
+    )
+
+
+def test_the_smallest_module_is_one_unit_with_a_name(disk: Path) -> None:
+    module = Stack()
+    module.blocks = nn.ModuleList([nn.Linear(64, 8)])
+    settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "64KiB"}
+    assert "the master states of root need 128 KiB" in refused(small(**settings), module, CapacityError)
 
 
 def test_staging_too_small(disk: Path) -> None:
@@ -258,6 +272,12 @@ def test_a_disk_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = refused(on(tmp_path / "file"), Stack(), ConfigError)
     assert message == f"disk_path {tmp_path / 'file'} is not a folder; give a folder on the disk to use"
+
+
+def test_a_disk_path_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a config file no shell has replaced the tilde."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert AngelPTMStrategy(disk_path=["~/disk", "/other"]).settings.disk_paths == (tmp_path / "disk", Path("/other"))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

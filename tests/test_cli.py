@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,21 @@ def test_what_cannot_work_is_said_in_a_sentence(text: Path, options: str) -> Non
     with pytest.raises(SystemExit) as stop:
         main(["fit", *quiet(text), *options.split()])
     assert re.match(f"lightning-ptm fit: .*{REFUSED[options]}", str(stop.value.code))
+    assert "\n" not in str(stop.value.code)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_disk_without_room_is_said_in_a_sentence(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    options = (f"--trainer.strategy.init_args.{name}" for name in (f"disk_path={text.parent}", "master_home=disk"))
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *quiet(text, *options)])
+    assert re.match(
+        r"lightning-ptm fit: disk_path .* needs \d+ bytes for pages .*free some space", str(stop.value.code)
+    )
     assert "\n" not in str(stop.value.code)
 
 

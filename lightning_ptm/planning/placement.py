@@ -328,9 +328,8 @@ class _Problem:
 
     def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
-        names = self._layout.units[missing[0][0]].name
-        if len(missing) > 1:
-            names = f"{len(missing)} units ({names} to {self._layout.units[missing[-1][0]].name})"
+        first, last = (self._layout.units[missing[at][0]].name or "root" for at in (0, -1))
+        names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first
         what = "master states" if kind is Kind.MASTER else "parameters"
         rooms = ", ".join(
             f"the {_name(tier)} tier has {format_bytes(max(self._left[tier], 0))} left of "
@@ -364,4 +363,5 @@ def _name(tier: Tier) -> str:
 
 
 def _setting(tier: Tier) -> str:
-    return {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "disk_path and disk_memory"}[tier]
+    larger_disk = "disk_memory, or give a disk_path with more room"
+    return {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: larger_disk}[tier]

@@ -191,14 +191,14 @@ def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
         placed(layout, pages(100, host=10), update_on_device=False)
     with pytest.raises(CapacityError, match="disk_memory"):
         placed(layout, pages(10, disk=20))
-    with pytest.raises(CapacityError, match=r"parameters of .* raise disk_path and disk_memory"):
+    with pytest.raises(CapacityError, match=r"parameters of .* raise disk_memory, or give a disk_path with more room"):
         placed(layout, pages(100, disk=3), wishes=Wishes(parameter=DISK))
 
 
 @pytest.mark.parametrize(
     ("wishes", "budget", "unified", "message"),
     [
-        (Wishes(parameter=DISK), pages(100), True, "set disk_path and disk_memory"),
+        (Wishes(parameter=DISK), pages(100), True, "set disk_memory, or give a disk_path with more room"),
         (Wishes(master=HOST), pages(100, disk=100), True, "set host_memory"),
         (Wishes(), pages(100, host=1), True, "the device tier is RAM"),
         (Wishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot run"),
