@@ -1,19 +1,21 @@
 """The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
 
-LightningCLI with four additions: a bare name of a config file is also looked up in `configs/`, the config of a run may
-be written over the one of an earlier run in the same folder, `fit` ends by printing its losses and its checkpoint, and
-there are commands beside those of the Trainer (COMMANDS).
+LightningCLI with five additions: a mistake is answered in a sentence, a bare name of a config file is also looked up in
+`configs/`, the config of a run may be written over the one of an earlier run in the same folder, `fit` ends by printing
+its losses and its checkpoint, and there are commands beside those of the Trainer (COMMANDS).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace, auto_cli
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -59,6 +61,65 @@ COMMANDS: dict[str, Callable[..., None]] = {
 A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and has
 no default, as `NAME`.
 """
+
+
+class Parser(LightningArgumentParser):
+    """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Ends the process with status 2 and the mistake on standard error."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        name = parser.prog.replace(" [options]", "")
+        options = [option for action in parser._actions for option in action.option_strings]
+        sys.stderr.write(f"{name}: {_in_short(message, options)} (see {name} --help)\n")
+        self.exit(2)
+
+
+_REFUSED_NAME = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
+_REFUSED_VALUE = re.compile(r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(Expected .*)")
+_UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
+_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--[\w.-]+)(?:=\S*)?$")
+
+
+def _in_short(message: str, options: Sequence[str]) -> str:
+    """A misspelt name with the nearest that exists, a value of another type, without the types that were tried; what is
+    neither as it is.
+
+    Args:
+        message: jsonargparse's. options: of the command line, as `--name`.
+    """
+    if (found := _REFUSED_NAME.search(message)) is not None:
+        path, name = found.groups()
+        return f"{path} has no setting {name!r}{_nearest(name, _settings_of(path))}"
+    if (found := _REFUSED_VALUE.search(message)) is not None:
+        path, name, problem = found.groups()
+        return f"{path}: {name}: {problem.rstrip('.')}"
+    commands = [*LightningCLI.subcommands(), *COMMANDS]
+    if (found := _UNKNOWN_COMMAND.search(message)) is not None:
+        near = _nearest(found[1], commands) or f"; the commands are {', '.join(commands)}"
+        return f"there is no command {found[1]!r}{near}"
+    if message.startswith('expected "subcommand"'):
+        return f"give a command: {', '.join(commands)}"
+    if (found := _UNKNOWN_OPTION.search(message)) is not None:
+        return f"there is no option {found[1]!r}{_nearest(found[1], options)}"
+    return message
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _settings_of(path: str) -> list[str]:
+    """Names of what a class takes."""
+    module, _, name = path.rpartition(".")
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None:
+        return []
+    ours = dataclasses.fields(Settings) if found is AngelPTMStrategy else ()
+    return [*inspect.signature(found).parameters, *(field.name for field in ours)]
 
 
 class PTMCommandLine(LightningCLI):
@@ -195,6 +256,7 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
     """
     settings.setdefault("parser_kwargs", {"epilog": _own_commands_help()})
+    settings.setdefault("parser_class", Parser)
     return PTMCommandLine(
         LightningModule,
         LightningDataModule,

@@ -74,10 +74,39 @@ def test_the_main_config_is_found_from_here() -> None:
     assert any((folder / "gpt.yaml").samefile(CONFIGS / "gpt.yaml") for folder in CONFIG_FOLDERS if folder.is_dir())
 
 
-def test_a_misspelt_setting_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["fit", "--config", "gpt.yaml", "--trainer.max_stepz=3"])
-    assert "max_stepz" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("trainer.max_stepz=3", "there is no option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
+        (
+            "trainer.strategy.init_args.max_stalness=2",
+            "lightning_ptm.AngelPTMStrategy has no setting 'max_stalness'; did you mean 'max_staleness'?",
+        ),
+        ("model.init_args.widht=3", "lightning_ptm.models.GPT has no setting 'widht'; did you mean 'width'?"),
+        (
+            "trainer.strategy.init_args.max_staleness=1.5",
+            "lightning_ptm.AngelPTMStrategy: max_staleness: Expected a <class 'int'>. Got value: 1.5",
+        ),
+    ],
+)
+def test_a_mistake_is_answered_in_a_line(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "gpt.yaml", "--seed_everything=false", f"--{option}"])
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"\S+( \S+)?: {re.escape(message)} \(see .* --help\)", lines[-1])
+    assert not any(line.startswith("usage") for line in lines)
+
+
+def test_commands_are_listed_ours_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ([], "give a command: fit, validate, test, predict, export, .*, probe "),
+        (["plna"], "there is no command 'plna'; did you mean 'plan'?"),
+        (["xyz"], "there is no command 'xyz'; the commands are fit, .*, probe "),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert re.search(message.replace("?", r"\?"), capsys.readouterr().err)
 
 
 def quiet(text: Path, *options: str) -> list[str]:
