@@ -306,6 +306,14 @@ def test_drained_before_validation(strategy_at) -> None:
     assert module.applied == [4, 4, 8, 8, 12, 12]
 
 
+@pytest.mark.parametrize("restore_weights", [True, False])
+def test_what_became_of_gradients_is_told_after_the_run_too(strategy_at, restore_weights) -> None:
+    strategy = strategy_at("lock_free", max_staleness=4, restore_weights=restore_weights)
+    assert strategy.update_audit() == ()
+    run(strategy, built())
+    assert_all_applied(strategy.update_audit(), 12)
+
+
 class Overflows(ScheduledStack):
     """The gradients of steps 3 and 4 are infinite."""
 
