@@ -165,7 +165,7 @@ def picture(curves: tuple[Curve, ...]) -> Image | None:
             lines=[Line(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
             limit_name="pages may take",
             limit=max(curve.budget, curve.room),
-            bound_name="and take from the start",
+            bound_name="taken at the start",
             bound=curve.room,
             axis=curve is curves[-1],
         )

@@ -257,7 +257,7 @@ class _Canvas:
                 words.append(
                     f"{name} {format_bytes(limit)} ({f'{line} line' if limit in shown else 'above this scale'})"
                 )
-        self.write(self._x1, top + 2, ",  ".join(words), _DIM, anchor="ra")
+        self.write(self._x1, top + 2, "; ".join(words), _DIM, anchor="ra")
 
     def _legend(self, entries: Sequence[tuple[str, str]], y: int) -> None:
         x = float(self._x0)
