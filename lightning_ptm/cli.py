@@ -21,6 +21,7 @@ from jsonargparse import Namespace, auto_cli
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ptm.commands.export import export
@@ -150,6 +151,9 @@ class PTMCommandLine(LightningCLI):
         """
         strategy = self._get(self.config, "trainer.strategy")
         names = {field.name for field in dataclasses.fields(Settings)}
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if isinstance(strategy, str) and strategy not in known:
+            self.parser.error(f"there is no strategy {strategy!r}{_nearest(strategy, known)}")
         if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
             given = vars(strategy.get("init_args") or Namespace())
             try:

@@ -77,6 +77,10 @@ def test_the_main_config_is_found_from_here() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
+        (
+            "trainer.strategy=angel_ptm_lockfree",
+            "there is no strategy 'angel_ptm_lockfree'; did you mean 'angel_ptm_lock_free'?",
+        ),
         ("trainer.max_stepz=3", "there is no option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
         (
             "trainer.strategy.init_args.max_stalness=2",
