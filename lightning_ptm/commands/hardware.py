@@ -212,7 +212,8 @@ class Node:
         if dtype not in self.compute_flops_per_s:
             raise ConfigError(
                 f"{self.source}: compute_flops_per_s has no {dtype}, which this config computes in; it has "
-                f"{', '.join(self.compute_flops_per_s)}; choose another trainer.precision, or add the rate"
+                f"{', '.join(self.compute_flops_per_s)}; set another trainer.precision in a copy of the config (16-mixed, "
+                f"say), or add the rate to the hardware file"
             )
         return self.compute_flops_per_s[dtype] * self.compute_efficiency
 
