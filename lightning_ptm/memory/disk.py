@@ -106,12 +106,19 @@ class DiskRegion:
             self.close()
             raise
 
+    @property
+    def is_one_file(self) -> bool:
+        """Whether neighbouring pages lie side by side, so that one transfer may go on from page to page."""
+        return len(self.paths) == 1
+
     def lane(self, frame: int) -> int:
         """Index of the path that page `frame` lives on."""
         return frame % len(self.paths)
 
     def read(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
         """Fill `views`, one after the other, from page `frame` on; lengths, addresses and offset are whole blocks.
+
+        They may go on into the next pages only where `is_one_file`.
 
         Raises:
             PageIOError: with the path, the page, and errno (None for a short read).

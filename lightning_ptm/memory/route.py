@@ -16,7 +16,7 @@ def round_up(value_bytes: int, unit_bytes: int = BLOCK_BYTES) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start_bytes, stop_bytes) of page `frame`."""
+    """Bytes [start_bytes, stop_bytes) of page `frame`, and of the pages behind it where `stop_bytes` lies there."""
 
     frame: int
     start_bytes: int
@@ -81,6 +81,20 @@ def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_byt
         found.append(Piece(spans[index].frame, position - index * page_size, stop - index * page_size))
         position = stop
     return found
+
+
+def join(found: Sequence[Piece], page_size: int) -> list[Piece]:
+    """The same bytes in fewer pieces, none longer than a page, where each page lies right behind the one before."""
+    joined: list[Piece] = []
+    for piece in found:
+        last = joined[-1] if joined else None
+        if last is not None and last.bytes + piece.bytes <= page_size:
+            shift_bytes = (piece.frame - last.frame) * page_size
+            if last.stop_bytes == piece.start_bytes + shift_bytes:
+                joined[-1] = Piece(last.frame, last.start_bytes, piece.stop_bytes + shift_bytes)
+                continue
+        joined.append(piece)
+    return joined
 
 
 def extents(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> list[Extent]:

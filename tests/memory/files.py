@@ -57,6 +57,21 @@ class ScriptedFiles(FileOps):
         return [buffers[0][: len(buffers[0]) // 2 - 512 if step == SHORT else step]]
 
 
+class CountedFiles(FileOps):
+    """Real files; `moved` has the bytes of each call."""
+
+    def __init__(self) -> None:
+        self.moved: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.moved.append(super().preadv(fd, buffers, offset))
+        return self.moved[-1]
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.moved.append(super().pwritev(fd, buffers, offset))
+        return self.moved[-1]
+
+
 class HandDrivenFiles(FileOps):
     """Real files whose transfers each wait for `let_go`; `started` counts those that have reached the disk."""
 

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError, UsageError
 from lightning_ptm.memory import Allocator, PagedTensor
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 from .conftest import PAGE, MakeAllocator
-from .files import HandDrivenFiles
+from .files import CountedFiles, HandDrivenFiles
 
 FLOATS_PER_PAGE = PAGE // 4
 BLOCK_FLOATS = 1024
@@ -638,3 +638,26 @@ AllocatorAgainstTensors.TestCase.settings = settings(
     max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAllocatorAgainstTensors = AllocatorAgainstTensors.TestCase
+
+
+@pytest.mark.parametrize(("paths", "transfers"), [(1, [PAGE]), (2, [BLOCK_BYTES, PAGE - BLOCK_BYTES])])
+def test_a_chunk_across_two_pages_of_one_file_is_one_transfer(
+    make_allocator: MakeAllocator, paths: int, transfers: list[int]
+) -> None:
+    files = CountedFiles()
+    allocator = make_allocator(paths=paths, files=files, poison=False, threads=1)
+    before = allocator.allocate(
+        "before", FLOATS_PER_PAGE - BLOCK_BYTES // 4, torch.float32, Tier.DISK, shared_tail=True
+    )
+    home = allocator.allocate("home", 3 * FLOATS_PER_PAGE, torch.float32, Tier.DISK, shared_tail=True)
+    chunk = allocator.allocate("chunk", FLOATS_PER_PAGE, torch.float32, Tier.HOST)
+    values = torch.arange(3 * FLOATS_PER_PAGE, dtype=torch.float32)
+    for start in range(0, home.numel, FLOATS_PER_PAGE):
+        chunk.tensor().copy_(values[start : start + FLOATS_PER_PAGE])
+        allocator.copy(chunk, home, target_start=start).wait()
+    for start in range(0, home.numel, FLOATS_PER_PAGE):
+        allocator.copy(home, chunk, source_start=start).wait()
+        assert torch.equal(chunk.tensor(), values[start : start + FLOATS_PER_PAGE])
+
+    assert home.pages[0].frame == before.pages[0].frame
+    assert sorted(files.moved) == sorted(transfers * 6)
