@@ -75,7 +75,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
         Side(
             "stream",
             "stream",
-            {"folder": str(folder), "numel": shape.numel, "flats": 16, "page_bytes": page_bytes},
+            {"folders": [str(folder)], "numel": shape.numel, "flats": 16, "page_bytes": page_bytes},
         ),
         disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),
     ]

@@ -22,22 +22,21 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from common import ROOT, SEED, Bar, argument_parser, disk_folder, publish, quicken, show_table
 from race import Score
+from slow_disk import SlowDisks
 
 sys.path.insert(0, str(ROOT))
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import command_line
-from lightning_ptm.memory import FileOps
 from lightning_ptm.update import HyperParameters, Transform, buffering, job
 from lightning_ptm.update.buffers import Contribution
 from lightning_ptm.update.forecast import REACH
@@ -95,25 +94,6 @@ class Counted:
         return sum(count for steps, count in self.gradients.items() if steps > REACH) / total if total else 0.0
 
 
-class SlowDisk(FileOps):
-    """Reads and writes at a fixed bandwidth, one after the other."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._at_speed(super().preadv(fd, buffers, offset))
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._at_speed(super().pwritev(fd, buffers, offset))
-
-    def _at_speed(self, moved_bytes: int) -> int:
-        with self._lock:
-            time.sleep(moved_bytes / self._bytes_per_s)
-        return moved_bytes
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """How one training ended."""
@@ -159,7 +139,7 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
             strategy = cli.trainer.strategy
             assert isinstance(strategy, AngelPTMStrategy)
             if lock_free:
-                strategy.file_ops = SlowDisk(args.disk_mb_per_s * 1e6)
+                strategy.file_ops = SlowDisks(args.disk_mb_per_s * 1e6)
             last: list[Any] = []
             cli.model.on_train_end = lambda: last.append(strategy.statistics())  # type: ignore[method-assign]
             started = time.perf_counter()

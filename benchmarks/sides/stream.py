@@ -1,6 +1,7 @@
 """This project's updater alone: AdamW over master states on disk, with nothing else computing.
 
-Options: `folder`; `numel`, of the model; `page_bytes`; `flats`, over which the parameters are spread evenly.
+Options: `folders`, one for each disk; `numel`, of the model; `page_bytes`; `flats`, over which the parameters are spread
+evenly; `bytes_per_s`, the speed that each disk is slowed down to, if it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from race import Baton
+from slow_disk import SlowDisks
 
 from lightning_ptm.memory import Allocator
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
@@ -37,7 +39,8 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         device_bytes=flats * (2 * numel // page_bytes + 1) * page_bytes + 6 * STAGING_CHUNKS * page_bytes,
         host_bytes=0,
         disk_bytes=room,
-        disk_paths=[Path(options["folder"])],
+        disk_paths=[Path(folder) for folder in options["folders"]],
+        file_ops=SlowDisks(options["bytes_per_s"]) if "bytes_per_s" in options else None,
     ) as allocator:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
         traits = probe(optimizer, dtype=torch.float32, device=CPU)
