@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import models
-from lightning_ptm.commands.params import read_config
+from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import Settings
 from lightning_ptm.data.text import TEXT_END, decode, encode
 from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError
@@ -149,18 +148,10 @@ def built_for(source: Source, document: Mapping[str, Any], config_file: str | No
 
 
 def _instantiate(class_path: str, arguments: dict[str, Any], where: str) -> LightningModule:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
     known = getattr(models, class_path.rpartition(".")[2], None)
     if inspect.isclass(known) and "meta" in inspect.signature(known).parameters:
         arguments = {**arguments, "meta": True}
-    try:
-        parsed = parser.parse_object({"model": {"class_path": class_path, "init_args": arguments}})
-    except ArgumentError as error:
-        raise ConfigError(f"the model of {where} cannot be built: {error}") from error
-    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
-    module: LightningModule = instantiate(parsed).model
-    return module
+    return builder(LightningModule, "model", {"class_path": class_path, "init_args": arguments}, where)()
 
 
 def _short(class_path: str) -> str:

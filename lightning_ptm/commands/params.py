@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped,unused-ignore]
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
@@ -116,38 +115,16 @@ def render(title: str, counted: Count) -> str:
     return "\n".join(lines)
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
-    """A config file of `fit` that names a model.
-
-    Raises:
-        ConfigError: it cannot be read, or names none.
-    """
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a config ({error}); name a YAML file of `fit`") from error
-    if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
-        raise ConfigError(f"{path} names no model, so there is nothing to count; it needs model.class_path")
-    return document
-
-
 def build_on_meta(document: Mapping[str, Any], path: str | Path) -> LightningModule:
     """The model of a config, its parameters on the meta device.
 
     Raises:
         ConfigError: it cannot be built.
     """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
-    try:
-        parsed = parser.parse_object({"model": document["model"]})
-    except ArgumentError as error:
-        raise ConfigError(f"the model of {path} cannot be built: {error}") from error
-    # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
-    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+    build = builder(LightningModule, "model", document["model"], path)
     try:
         with torch.device("meta"):
-            model: LightningModule = instantiate(parsed).model
+            model = build()
             model.configure_model()
     except AngelPTMError:
         raise

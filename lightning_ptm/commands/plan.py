@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptm.commands import hardware as machines
+from lightning_ptm.commands.configured import read_config
 from lightning_ptm.commands.estimate import resized, sample_count, token_count
 from lightning_ptm.commands.forecast import Forecast, homes_of, tiers_of
-from lightning_ptm.commands.params import read_config
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.report import as_json, render

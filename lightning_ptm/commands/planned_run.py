@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ptm.commands import hardware as machines
+from lightning_ptm.commands.configured import builder
 from lightning_ptm.commands.estimate import example_batch
 from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
@@ -100,12 +100,4 @@ def _page_bytes(node: machines.Node, settings: Settings) -> int:
 def _data(document: Mapping[str, Any], path: str | Path) -> LightningDataModule:
     if not isinstance(document.get("data"), Mapping):
         raise ConfigError(f"{path} names no data, so the shape of a batch is not known; it needs data.class_path")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    try:
-        parsed = parser.parse_object({"data": document["data"]})
-    except ArgumentError as error:
-        raise ConfigError(f"the data of {path} cannot be built: {error}") from error
-    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
-    data: LightningDataModule = instantiate(parsed).data
-    return data
+    return builder(LightningDataModule, "data", document["data"], path)()

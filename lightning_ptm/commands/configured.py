@@ -1,0 +1,57 @@
+"""Config files of `fit`, read, and what they name, built as `fit` would build it. Owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_ptm.errors import ConfigError
+
+Built = TypeVar("Built")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """A config file of `fit` that names a model.
+
+    Raises:
+        ConfigError: it cannot be read, or names none.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a config ({error}); name a YAML file of `fit`") from error
+    if not isinstance(document, Mapping) or not isinstance(document.get("model"), Mapping):
+        raise ConfigError(f"{path} names no model, so there is nothing to count; it needs model.class_path")
+    return document
+
+
+def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Callable[[], Built]:
+    """What builds a part of a config; whatever its class raises comes from there.
+
+    Args:
+        kind: the part's class or an ancestor of it.
+        part: its name in the config: `model`, `data`.
+        given: its `class_path` and `init_args`.
+        path: where they are from.
+
+    Raises:
+        ConfigError: `given` names no such class, or arguments that it does not take.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(kind, part)
+    try:
+        parsed = parser.parse_object({part: given})
+    except ArgumentError as error:
+        raise ConfigError(f"the {part} of {path} cannot be built: {error}") from error
+    # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
+    instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
+
+    def build() -> Built:
+        built: Built = getattr(instantiate(parsed), part)
+        return built
+
+    return build
