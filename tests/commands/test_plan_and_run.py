@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import yaml
+from planned_runs import LIMITS, NEAR, make_trainer, planned
 
-from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.forecast import Forecast
-from lightning_ptm.commands.plan import forecast
 from lightning_ptm.data import TextBytes
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
@@ -22,7 +19,6 @@ from lightning_ptm.terms import Tier
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
 BATCH, STEPS = 8, 4
-NEAR = 0.03
 ON_DISK = {"parameter_home": "disk", "master_home": "disk"}
 THREE = {"device_memory": "3MiB", "parameter_home": "host", "master_home": "disk"}
 RUNS: dict[str, dict[str, Any]] = {
@@ -65,66 +61,24 @@ class Measured(L.Callback):
             self.beside = trace.non_model_peak_bytes - self._before
 
 
-def train(settings: Mapping[str, Any], trainer: Mapping[str, Any], data: Mapping[str, Any]) -> Measured:
-    measured = Measured()
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision="bf16-mixed",
-        strategy=AngelPTMStrategy(**settings),
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[measured],
-        limit_val_batches=0,
-        **trainer,
-    )
-    run.fit(GPT(**MODEL), datamodule=TextBytes(**data))
-    return measured
-
-
 def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Forecast, Measured]:
     """The forecast of a run, and what it measured."""
-    trainer = {name: given[name] for name in OF_TRAINER if name in given}
-    settings = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB", "disk_path": str(folder)}
-    settings |= {name: value for name, value in given.items() if name not in trainer}
+    options = {name: given[name] for name in OF_TRAINER if name in given}
+    settings = {**LIMITS, "disk_path": str(folder)}
+    settings |= {name: value for name, value in given.items() if name not in options}
     if settings["disk_path"] is None:
         del settings["disk_memory"]
     text = folder / "text.txt"
     text.write_bytes(bytes(range(256)) * 256)
     data = {"path": str(text), "sequence_length": MODEL["sequence_length"], "batch_size": BATCH}
-    strategy = {"class_path": "lightning_ptm.AngelPTMStrategy", "init_args": settings}
-    document = {
-        "trainer": {"precision": "bf16-mixed", "strategy": strategy, "max_steps": STEPS, **trainer},
-        "model": {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL | {"meta": True}},
-        "data": {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
-    }
-    config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(document))
-    return forecast(config, hardware_file(folder))[0], train(settings, trainer, data)
-
-
-def hardware_file(folder: Path) -> str:
-    """Of a CPU with a disk; only its sizes matter here."""
-    rates = dict.fromkeys(("host_memory_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"), 1e9)
-    absent = ("device_memory", "host_to_device", "device_to_host", "intra_node", "inter_node")
-    fields = {
-        "device": "cpu",
-        "ranks_per_node": 1,
-        "device_memory": 0,
-        "host_memory": "64GiB",
-        "disk_memory": "1TiB",
-        "cpu_cores": os.cpu_count(),
-        "compute_flops_per_s": {"bfloat16": 1e11},
-        "compute_efficiency": 1,
-        **dict.fromkeys((f"{name}_bytes_per_s" for name in absent), None),
-        **rates,
-    }
-    path = folder / "machine.yaml"
-    path.write_text(yaml.safe_dump(fields))
-    return str(path)
+    described = (
+        {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL},
+        {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
+    )
+    found = planned(folder, settings, STEPS, *described, ranks=1, **options)
+    measured = Measured()
+    make_trainer(settings, STEPS, measured, ranks=1, **options).fit(GPT(**MODEL), datamodule=TextBytes(**data))
+    return found, measured
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
+from planned_runs import LIMITS, NEAR, make_trainer, planned
 from rank_harness import run_ranks
 from torch import Tensor
 
-from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.commands.forecast import Forecast
-from lightning_ptm.commands.plan import forecast
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
 from lightning_ptm.planning import Link
@@ -31,8 +28,7 @@ WIDTH = 128
 MODEL: dict[str, Any] = {"vocab_size": 300, "width": WIDTH, "layers": 4, "heads": 4, "feed_forward_width": 256}
 MODEL |= {"experts": 4, "dropout": 0.0, "jitter": 0.0, "warmup_steps": 1}
 BATCH, LENGTH, STEPS = 8, 64, 2
-NEAR = 0.03
-BASE = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB", "units": ["Block", "Expert"]}
+BASE = {**LIMITS, "units": ["Block", "Expert"]}
 THREE = {"device_memory": "3MiB", "parameter_home": "host", "master_home": "disk"}
 CLIPPED = {"gradient_clip_val": 1.0}
 
@@ -100,61 +96,19 @@ class Watch(L.Callback):
         self.measured = Measured(pages, self.sent_bytes / batches * trainer.accumulate_grad_batches)
 
 
-def train(folder: str, text: str, runs: Sequence[Run]) -> list[Measured]:
+def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
     for run in runs:
         torch.manual_seed(0)
         watch = Watch()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            precision="bf16-mixed",
-            strategy=AngelPTMStrategy(**BASE | run.settings, disk_path=folder),
-            max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[watch],
-            limit_val_batches=0,
-            **run.trainer,
-        )
+        settings = BASE | run.settings | {"disk_path": folder}
+        trainer = make_trainer(settings, STEPS, watch, int(os.environ["WORLD_SIZE"]), **run.trainer)
         with warnings.catch_warnings(), watch.counting():
             warnings.simplefilter("ignore")
-            trainer.fit(T5MoE(**MODEL), datamodule=SpanCorruption(path=text, sequence_length=LENGTH, batch_size=BATCH))
+            trainer.fit(T5MoE(**MODEL), datamodule=SpanCorruption(**data))
         found.append(watch.measured)
     return found
-
-
-def planned(folder: Path, text: str, ranks: int, run: Run) -> Forecast:
-    strategy = {
-        "class_path": "lightning_ptm.AngelPTMStrategy",
-        "init_args": {**BASE, **run.settings, "disk_path": str(folder)},
-    }
-    data = {"path": text, "sequence_length": LENGTH, "batch_size": BATCH}
-    document = {
-        "trainer": {"precision": "bf16-mixed", "strategy": strategy, "max_steps": STEPS, **run.trainer},
-        "model": {"class_path": "lightning_ptm.models.T5MoE", "init_args": MODEL | {"meta": True}},
-        "data": {"class_path": "lightning_ptm.data.SpanCorruption", "init_args": data},
-    }
-    rates = ("host_memory", "disk_read", "disk_write", "intra_node")
-    absent = ("device_memory", "host_to_device", "device_to_host", "inter_node")
-    machine = {
-        "device": "cpu",
-        "ranks_per_node": ranks,
-        "device_memory": 0,
-        "host_memory": "64GiB",
-        "disk_memory": "1TiB",
-        "cpu_cores": os.cpu_count(),
-        "compute_flops_per_s": {"bfloat16": 1e11},
-        "compute_efficiency": 1,
-        **dict.fromkeys((f"{name}_bytes_per_s" for name in absent), None),
-        **dict.fromkeys((f"{name}_bytes_per_s" for name in rates), 1e9),
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(document))
-    (folder / "machine.yaml").write_text(yaml.safe_dump(machine))
-    return forecast(folder / "config.yaml", str(folder / "machine.yaml"))[0]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -162,10 +116,16 @@ def planned(folder: Path, text: str, ranks: int, run: Run) -> Forecast:
 def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path, ranks: int) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(256)) * 256)
+    data = {"path": str(text), "sequence_length": LENGTH, "batch_size": BATCH}
+    described = (
+        {"class_path": "lightning_ptm.models.T5MoE", "init_args": MODEL},
+        {"class_path": "lightning_ptm.data.SpanCorruption", "init_args": data},
+    )
     runs = RUNS[ranks]
-    measured = run_ranks(train, ranks, str(disk), str(text), list(runs.values()), limit_s=200)
+    measured = run_ranks(train, ranks, str(disk), data, list(runs.values()), limit_s=200)
     for place, (name, run) in enumerate(runs.items()):
-        found = planned(tmp_path, str(text), ranks, run)
+        settings = BASE | run.settings | {"disk_path": str(disk)}
+        found = planned(tmp_path, settings, STEPS, *described, ranks=ranks, **run.trainer)
         assert found.fits and found.timing is not None
         pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
         for of_rank in measured[:2]:  # of a group

@@ -1,0 +1,84 @@
+"""One run as `lightning-ptm plan` sees it, a config and a hardware file, and as it is: a quiet Trainer of few steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.commands.forecast import Forecast
+from lightning_ptm.commands.plan import forecast
+
+LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
+"""Settings of all runs that are compared."""
+NEAR = 0.03
+"""Planned bytes against measured ones."""
+
+
+def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ranks: int, **options: Any) -> L.Trainer:
+    """Of `steps` steps with the strategy of these settings, without anything to log or to save."""
+    return L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        precision="bf16-mixed",
+        strategy=AngelPTMStrategy(**settings),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+        limit_val_batches=0,
+        **options,
+    )
+
+
+def planned(
+    folder: Path,
+    settings: Mapping[str, Any],
+    steps: int,
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+    ranks: int,
+    **options: Any,
+) -> Forecast:
+    """The forecast of the same run; its files are written to `folder`.
+
+    Args:
+        model: as in a config: class_path and init_args. It is built on the meta device.
+        data: likewise.
+    """
+    strategy = {"class_path": "lightning_ptm.AngelPTMStrategy", "init_args": dict(settings)}
+    document = {
+        "trainer": {"precision": "bf16-mixed", "strategy": strategy, "max_steps": steps, **options},
+        "model": {**model, "init_args": {**model["init_args"], "meta": True}},
+        "data": dict(data),
+    }
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
+    return forecast(config, _hardware_file(folder, ranks))[0]
+
+
+def _hardware_file(folder: Path, ranks: int) -> str:
+    """Of a CPU with a disk and `ranks` ranks; only its sizes matter where bytes are compared."""
+    rates = ("host_memory", "disk_read", "disk_write", *(["intra_node"] if ranks > 1 else []))
+    links = ("device_memory", "host_memory", "host_to_device", "device_to_host", "disk_read", "disk_write")
+    fields = {
+        "device": "cpu",
+        "ranks_per_node": ranks,
+        "device_memory": 0,
+        "host_memory": "64GiB",
+        "disk_memory": "1TiB",
+        "cpu_cores": os.cpu_count(),
+        "compute_flops_per_s": {"bfloat16": 1e11},
+        "compute_efficiency": 1,
+        **{f"{name}_bytes_per_s": 1e9 if name in rates else None for name in (*links, "intra_node", "inter_node")},
+    }
+    path = folder / "machine.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return str(path)
