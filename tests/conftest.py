@@ -19,6 +19,8 @@ import pytest
 # cores take many times as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from lightning_ptm import AngelPTMStrategy
 
