@@ -11,7 +11,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import lightning as L
@@ -67,11 +69,17 @@ def behind(strategy_at: Any, tier: str, ops: SaveOps | None = None, **settings: 
     return strategy
 
 
+@cache
+def written_at_once(base: Path, precision: str = "bf16-mixed") -> tuple[Outcome, Path]:
+    """A run whose checkpoints are written before it goes on, and their folder; not to be written to."""
+    folder = Path(mkdtemp(dir=base))
+    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded")
+    return fit(strategy, folder, precision=precision, save_last=False)[0], folder
+
+
 @pytest.fixture
-def expected(strategy_at: Any, tmp_path: Path) -> tuple[Outcome, Path]:
-    """A run whose checkpoints are written before it goes on."""
-    outcome, _ = fit(sharded(strategy_at, "ram"), tmp_path / "expected", save_last=False)
-    return outcome, tmp_path / "expected"
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+    return written_at_once(tmp_path_factory.getbasetemp())
 
 
 def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected, tmp_path: Path) -> None:
@@ -88,13 +96,13 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
-def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path) -> None:
+def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path, tmp_path_factory) -> None:
     gate = Gate()
     settings: dict[str, Any] = {"precision": precision, "save_last": False}
-    fit(sharded(strategy_at, tier), tmp_path / "expected", **settings)
     fit(behind(strategy_at, tier, gate), tmp_path / "it", callbacks=[Opens(gate, tmp_path)], **settings)
+    _, expected = written_at_once(tmp_path_factory.getbasetemp(), precision)
     for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
-        assert same(load(tmp_path / "it" / name), load(tmp_path / "expected" / name)), name
+        assert same(load(tmp_path / "it" / name), load(expected / name)), name
 
 
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "lock_free"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import time
 import zlib
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import lightning as L
@@ -148,10 +151,18 @@ def test_last_finds_the_newest_and_old_ones_are_removed(strategy_at, tmp_path: P
 # -- damage ---------------------------------------------------------------------------------------------------------------
 
 
+@cache
+def undamaged(base: Path) -> Path:
+    place = Path(mkdtemp(dir=base))
+    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded")
+    fit(strategy, place)
+    return place / "last.ckpt"
+
+
 @pytest.fixture
-def saved(strategy_at, tmp_path: Path) -> Path:
-    fit(sharded(strategy_at, "masters_on_disk"), tmp_path / "saved")
-    return tmp_path / "saved" / "last.ckpt"
+def saved(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(undamaged(tmp_path_factory.getbasetemp()), tmp_path / "saved.ckpt"))
 
 
 def flip(path: Path, offset: int) -> None:
