@@ -7,6 +7,7 @@ the order of additions shows, and the difference is bounded.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from rank_models import (
     UsesOneBlockEach,
 )
 from rank_training import (
-    TIERS,
     Outcome,
     Training,
+    Variant,
     fit,
-    fit_in_all_tiers,
+    fit_variants,
     loader,
     make_strategy,
     make_trainer,
@@ -56,28 +57,25 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.parametrize("build", DIFFERENT)
-def test_two_ranks(build: Any, precision: str, disk: Path) -> None:
-    training = Training(build, precision, batches=5)
-    theirs = plain(training, 2)
-    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, {}, list(TIERS))
-    for rank, tiers in enumerate(per_rank):
-        for ours in tiers.values():
-            ours.assert_equal(theirs[rank])
+def assert_plain(variants: Sequence[Variant], folder: Path) -> None:
+    """Bit for bit, on each of two ranks."""
+    expected = [plain(variant.training, 2) for variant in variants]
+    for rank, outcomes in enumerate(run_ranks(fit_variants, 2, variants, 2, folder)):
+        for tiers, theirs in zip(outcomes, expected, strict=True):
+            for ours in tiers.values():
+                ours.assert_equal(theirs[rank])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
-)
 @pytest.mark.parametrize("build", DIFFERENT)
-def test_two_ranks_with_other_settings(build: Any, settings: dict[str, Any], disk: Path) -> None:
+def test_two_ranks(build: Any, disk: Path) -> None:
+    assert_plain([Variant(Training(build, precision, batches=5)) for precision in ("bf16-mixed", "32-true")], disk)
+
+
+@pytest.mark.parametrize("build", DIFFERENT)
+def test_two_ranks_with_other_settings(build: Any, disk: Path) -> None:
     training = Training(build, batches=5)
-    theirs = plain(training, 2)
-    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, ["ram", "three_tiers"])
-    for rank, tiers in enumerate(per_rank):
-        for ours in tiers.values():
-            ours.assert_equal(theirs[rank])
+    others: list[dict[str, Any]] = [{"recompute": "all"}, {"update_in_backward": False}]
+    assert_plain([Variant(training, settings, ["ram", "three_tiers"]) for settings in others], disk)
 
 
 class MomentumSkips(SkipsABlock, MomentumTower):
@@ -102,25 +100,18 @@ class MomentumNothing(NothingOnOneRank, MomentumTower):
 
 @pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumBonus])
 def test_two_ranks_with_accumulation(build: Any, disk: Path) -> None:
-    training = Training(build, batches=6, accumulate=2)
-    theirs = plain(training, 2)
-    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, {}, ["ram", "all_on_disk"])
-    for rank, tiers in enumerate(per_rank):
-        for ours in tiers.values():
-            torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
-            ours.assert_same_weights(per_rank[0]["ram"])
-
-
-@pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumBonus])
-def test_two_ranks_that_reduce_once_a_step(build: Any, disk: Path) -> None:
-    training = Training(build, batches=6, accumulate=2, reduce_once=True)
-    theirs = plain(training, 2)
-    settings = {"reduce_gradients": "each_step"}
-    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, ["ram", "all_on_disk"])
-    for rank, tiers in enumerate(per_rank):
-        for ours in tiers.values():
-            torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
-            ours.assert_same_weights(per_rank[0]["ram"])
+    """Gradients are reduced after each micro-batch, and once a step."""
+    tiers = ["ram", "all_on_disk"]
+    each = Training(build, batches=6, accumulate=2)
+    once = dataclasses.replace(each, reduce_once=True)
+    variants = [Variant(each, {}, tiers), Variant(once, {"reduce_gradients": "each_step"}, tiers)]
+    per_rank = run_ranks(fit_variants, 2, variants, 2, disk)
+    for place, variant in enumerate(variants):
+        theirs = plain(variant.training, 2)
+        for rank, outcomes in enumerate(per_rank):
+            for ours in outcomes[place].values():
+                torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
+                ours.assert_same_weights(per_rank[0][place]["ram"])
 
 
 @pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumNothing])
