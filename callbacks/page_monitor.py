@@ -166,8 +166,35 @@ class StalenessMonitor(_Monitor):
     and with lock-free updates `update/updates_per_step`, and in steps `update/staleness_mean` (since the last log) and
     `update/staleness_max` (since the run began). In other loops nothing is updated.
 
+    With lock-free updates also the audit, behind each validation and at the end of fit, when it has just been checked: how
+    many gradients `update/gradients_produced`, `..._applied`, `..._pending` and `..._skipped`, of all flats together.
+
     Does nothing with other strategies.
     """
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs the audit."""
+        super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._log_audit(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Logs the audit of the end."""
+        super().teardown(trainer, pl_module, stage)
+        if stage == "fit":
+            self._log_audit(trainer)
+
+    @staticmethod
+    def _log_audit(trainer: Trainer) -> None:
+        strategy = pages_of(trainer)
+        audits = strategy.update_audit() if strategy is not None else ()  # updates are at rest: nobody is waited for
+        if audits:
+            numbers = {
+                f"update/gradients_{name}": float(sum(getattr(audit, name) for audit in audits))
+                for name in ("produced", "applied", "pending", "skipped")
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, trainer.global_step)
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
         """Updates and their staleness."""

@@ -20,6 +20,7 @@ from lightning_ptm.checkpoint import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.saving import file_names, index_of, write_dictionary
 from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, StateFile, write_ranges
@@ -37,6 +38,7 @@ class Ended:
         weights: whether the module's parameters have their values.
         optimizer_states: whether the optimizers have their states.
         torn: whether the weights are of two steps.
+        audits: what had become of each flat's gradients at the last drain.
     """
 
     units: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Ended:
     weights: bool = True
     optimizer_states: bool = False
     torn: bool = False
+    audits: tuple[UpdateAudit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

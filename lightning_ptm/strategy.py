@@ -65,7 +65,7 @@ from lightning_ptm.runtime.inspection import (
 )
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.statistics import Statistics, audit, collect
+from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
@@ -114,7 +114,6 @@ class AngelPTMStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
         self._ended = afterwards.Ended()
-        self._last_audit: tuple[UpdateAudit, ...] = ()
         self._saves = Saves(self.settings.failed_save)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
@@ -451,9 +450,9 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
         """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
-        pending. Checked by itself at each drain; empty for synchronous updates. After a run, of the last one that did not
-        fail."""
-        return self._last_audit if self._engine is None else audit(self._engine)
+        pending. Checked by itself at each drain; empty for synchronous updates. After a run: as at its last drain, which is
+        its end if it did not fail; before the first one: empty."""
+        return self._ended.audits if self._engine is None else audit(self._engine)
 
     @property
     def _unsaved(self) -> str:
@@ -726,9 +725,8 @@ class AngelPTMStrategy(ParallelStrategy):
                 self._ended = dataclasses.replace(self._ended, weights=True)
                 if not engine.failed and restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
-            if not engine.failed and self.optimizers:  # a run that evaluates updates nothing
-                self._last_audit = audit(engine)
         finally:
+            self._ended = dataclasses.replace(self._ended, audits=last_audit(engine))
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()

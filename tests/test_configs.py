@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import PTMCommandLine, command_line
 from lightning_ptm.data import TextBytes
 
@@ -91,6 +93,46 @@ def test_a_small_config_soon_knows_more_than_how_often_bytes_occur(
     assert metrics["val_loss"] < run.datamodule.unigram_loss - 0.1
     if "moe" in name:
         assert metrics["moe/load_entropy"] > 0.4
+
+
+LOCK_FREE = {
+    "gpt_lock_free.yaml": "--trainer.strategy.init_args.page_size=64KiB",
+    "gpt.yaml": "--trainer.strategy=angel_ptm_lock_free",
+}
+
+
+@pytest.mark.parametrize("name", LOCK_FREE)
+def test_lock_free_from_the_command_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the callbacks, the clipping, the checkpoints and the logger of the configs; pages in the current folder."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    monkeypatch.chdir(tmp_path)
+    run = fit(
+        name,
+        tmp_path / "runs",
+        LOCK_FREE[name],
+        f"--data.init_args.path={Path(sysconfig.get_path('stdlib'), 'asyncio')}",
+        "--data.init_args.validation_fraction=0.3",
+        "--data.init_args.batch_size=2",
+        "--data.init_args.sequence_length=32",
+        "--model.init_args.width=48",
+        "--model.init_args.layers=2",
+        "--trainer.max_steps=3",
+        "--trainer.val_check_interval=2",
+        "--trainer.limit_val_batches=1",
+        "--trainer.log_every_n_steps=1",
+    )
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, AngelPTMStrategy)
+    assert strategy.settings.lock_free and strategy.settings.max_staleness == 1
+    assert {(audit.produced, audit.applied, audit.pending) for audit in strategy.update_audit()} == {(3, 3, 0)}
+    (folder,) = (tmp_path / "runs").glob("*/version_0")
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    shown = {"update/staleness_mean", "update/staleness_max", "update/updates_per_step", "update/gradients_applied"}
+    shown |= {"stall/update_s_per_step", "links/disk_to_device_GB_per_s", "links/device_to_disk_MB_per_step"}
+    assert shown <= set(board.Tags()["scalars"])
+    assert len(list(folder.glob("checkpoints/*.ckpt"))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 # What runs reached: 2.58 nats/byte (the mean of three seeds), where a unigram model of the same text has 3.16; 2.522 and

@@ -173,6 +173,8 @@ class LockFreeUpdates(UpdateScheduler):
         self._graph_open = False
         """Whether a forward of training may still have its backward before it."""
         self.stats = StalenessStats()
+        self.last_audit: tuple[UpdateAudit, ...] = ()
+        """As it was at the last drain."""
         self._buffering = Buffering(
             updater,
             [LockFreeFlat(_buffer(clock.flat), clock.flat.states, self.shadow(clock.flat)) for clock in self._clocks],
@@ -405,7 +407,7 @@ class LockFreeUpdates(UpdateScheduler):
         )
 
     def _check_audit(self) -> None:
-        audits = self.audit()
+        self.last_audit = audits = self.audit()
         for audit in audits:
             if not audit.balanced or audit.pending:
                 raise InternalError(f"gradients were lost or applied twice: {audit}")

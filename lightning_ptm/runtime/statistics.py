@@ -69,3 +69,8 @@ def collect(engine: Engine) -> Statistics:
 def audit(engine: Engine) -> tuple[UpdateAudit, ...]:
     """What became of each flat's gradients; empty for synchronous updates, where nothing can be pending between steps."""
     return engine.updates.audit() if isinstance(engine.updates, LockFreeUpdates) else ()
+
+
+def last_audit(engine: Engine) -> tuple[UpdateAudit, ...]:
+    """As `audit`, at the last drain. Waits for nothing, and can be asked when updates have failed."""
+    return engine.updates.last_audit if isinstance(engine.updates, LockFreeUpdates) else ()

@@ -63,6 +63,45 @@ def test_lock_free_updates_say_how_stale_they_are(strategy_at, board_trainer, mo
     assert "update/updates_per_step" in metrics
 
 
+LOCK_FREE_TAGS = {
+    *(f"update/{name}" for name in ("staleness_mean", "staleness_max", "updates_per_step", "arithmetic_s_per_step")),
+    *(f"links/disk_to_host_{name}" for name in ("MB_per_step", "GB_per_s")),
+    *(f"links/host_to_disk_{name}" for name in ("MB_per_step", "GB_per_s")),
+    *(f"links/{way}_{name}" for way in ("host_to_device", "device_to_host") for name in ("MB_per_step", "GB_per_s")),
+    *(f"stall/{cause}_s_per_step" for cause in ("fetch", "update", "save")),
+    *(f"update/gradients_{name}" for name in ("produced", "applied", "pending", "skipped")),
+}
+
+
+@pytest.mark.parametrize("settings", [{"max_staleness": 1}, {"max_staleness": 16, "hold_updates": True}])
+def test_what_tensorboard_shows_of_lock_free_updates(strategy_at, board_trainer, model, data, board, settings) -> None:
+    seen = []
+
+    class Look(PageMonitor):
+        def on_train_batch_end(self, trainer, module, *rest) -> None:
+            super().on_train_batch_end(trainer, module, *rest)
+            seen.append(self._last)
+
+    strategy = strategy_at("lock_free_three_tiers", **settings)
+    board_trainer(strategy, [Look()], val_check_interval=2, limit_val_batches=1).fit(model, data, data)
+    shown = board()
+    tags = set(shown.Tags()["scalars"])
+    assert tags >= LOCK_FREE_TAGS
+    values = {tag: [event.value for event in shown.Scalars(tag)] for tag in tags}
+    bound = settings["max_staleness"]
+    assert all(0 <= mean <= most <= bound for mean, most in zip(*staleness(values), strict=True))
+    assert values["update/staleness_max"] == [each.staleness.maximum for each in seen]
+    assert values["update/updates_per_step"] == pytest.approx([each.updates_per_step for each in seen])
+    # Three blocks, after two steps, after four, and at the end; a drain has applied all of them.
+    assert values["update/gradients_produced"] == [6, 12, 12]
+    assert values["update/gradients_applied"] == values["update/gradients_produced"]
+    assert values["update/gradients_pending"] == values["update/gradients_skipped"] == [0, 0, 0]
+
+
+def staleness(values: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    return values["update/staleness_mean"], values["update/staleness_max"]
+
+
 @pytest.mark.parametrize("name", lightning_ptm.callbacks.__all__)
 def test_every_callback_works_from_yaml_without_arguments_in_all_loops(
     strategy_at, board_trainer, model, data, name
