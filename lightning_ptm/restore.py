@@ -36,21 +36,20 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
         log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
         engine.values.let_go()
         return False
-    if not wanted:
-        try:
-            if not engine.failed:
-                engine.drain()
-        finally:
-            engine.values.let_go()
-        return False
     needed = engine.precise_bytes() * ranks_here
-    if not engine.all_ranks(needed <= free_host_bytes()):
+    room = wanted and engine.all_ranks(needed <= free_host_bytes())
+    if wanted and not room:
         warnings.warn(
             f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
             f"NaN after this run; load them from a checkpoint",
             stacklevel=2,
         )
-        engine.values.let_go()
+    if not room:
+        try:
+            if not engine.failed:
+                engine.drain()
+        finally:
+            engine.values.let_go()
         return False
     try:
         engine.drain()

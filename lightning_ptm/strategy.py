@@ -725,6 +725,9 @@ class AngelPTMStrategy(ParallelStrategy):
                 self._ended = dataclasses.replace(self._ended, weights=True)
                 if not engine.failed and restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+        except Exception as error:
+            engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
+            raise
         finally:
             self._ended = dataclasses.replace(self._ended, audits=last_audit(engine))
             # First: a collective in flight may still write into the pages that the engine frees.
