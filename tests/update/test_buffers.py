@@ -34,8 +34,7 @@ def pages(tensor_id: int) -> PagedTensor:
 def value_of(contribution: Contribution) -> float:
     source = contribution.source
     assert isinstance(source, ParameterGradients)
-    (tensor,) = source._flat
-    assert tensor is not None
+    (tensor,) = (tensor for tensor in source._flat if tensor is not None)
     return float(tensor[0])
 
 
@@ -266,7 +265,11 @@ def test_the_last_spare_pages_are_for_what_compute_waits_for() -> None:
 
 
 class Interleaving(Bench):
-    """Random events, with a model beside them: every contribution is a power of two, so a sum tells which are in it."""
+    """Random events, with a model beside them: every contribution is a power of two, so a sum tells which are in it.
+
+    In every other run updates are held back until they may begin, and in every other one gradients are of one parameter or
+    another, so that not all of them can be added.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -276,11 +279,17 @@ class Interleaving(Bench):
         self.used: set[str] = set()
         self.requests: list[tuple[FlatBuffer, int]] = []
         self.bound = self.random.randint(0, 3)
+        self.holds = seed % 2 == 1
+        self.kinds = 1 + seed // 2 % 2
 
     def offer_one(self, flat: FlatBuffer) -> None:
         offered = self.offered[flat.name]
         offered.append(2.0 ** len(offered))
-        self.buffers.offer(flat, gradient(len(offered) - 1, offered[-1]))
+        values: list[torch.Tensor | None] = [None, None]
+        values[self.random.randrange(self.kinds)] = torch.full((NUMEL,), offered[-1])
+        source = ParameterGradients(values)
+        contribution = Contribution(source, (Origin(len(offered) - 1, hyper()),))
+        self.buffers.offer(flat, contribution, begin=not self.holds or self.random.random() < 0.1)
 
     def end_one(self) -> None:
         if self.jobs:
@@ -300,7 +309,7 @@ class Interleaving(Bench):
         for _ in range(events):
             flat = self.random.choice(self.flats)
             event = self.random.choice(
-                ("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next", "deliver")
+                ("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next", "deliver", "begin")
             )
             if event == "offer" and len(self.offered[flat.name]) < 20:
                 self.offer_one(flat)
@@ -314,6 +323,8 @@ class Interleaving(Bench):
                 self.used.clear()
             elif event == "deliver":
                 self.deliver(1)
+            elif event == "begin":
+                self.buffers.begin(flat)
             self.check()
         self.drain()
         for flat in self.flats:
@@ -363,6 +374,8 @@ class Interleaving(Bench):
     def drain(self) -> None:
         """As at a validation: nothing is in use."""
         self.used.clear()
+        for flat in self.flats:
+            self.buffers.begin(flat)
         while not self.buffers.idle:
             for flat in self.flats:
                 self.read(flat)
