@@ -24,7 +24,7 @@ def main() -> None:
     parser = argument_parser(__doc__, disk=True)
     parser.add_argument("--size", default="124M", choices=tuple(SHAPES))
     parser.add_argument("--mb-per-s", type=float, default=500.0, help="bandwidth of each disk")
-    parser.set_defaults(repeats=3, steps=1, warmup=1)
+    parser.set_defaults(repeats=3, steps=3, warmup=1)
     args = quicken(parser.parse_args())
     size = "tiny" if args.quick else args.size
     with disk_folder(args.disk_path) as folder:
