@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import yaml
 from gpt import GPTShape
 from race import Score, Side, speed_ratios
 
@@ -132,11 +133,11 @@ def argument_parser(description: str | None, *, disk: bool = False) -> argparse.
     return parser
 
 
-def _setting(text: str) -> tuple[str, str]:
+def _setting(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
+    return name, yaml.safe_load(value)
 
 
 def quicken(args: argparse.Namespace) -> argparse.Namespace:

@@ -9,9 +9,9 @@ Sides, in turns, on the same GPT, with so few tokens a step that the disk domina
   stream       the updater alone, with nothing computing (sides/stream.py)
   disk         O_DIRECT alone, as many bytes read as written, as this disk likes best (sides/disk.py)
 Once with all cores computing, and once with one core fewer, which is left to the updates (`--threads` says how many
-compute in the first case); for each number of tokens that `--sequence` names. The last two sides take part with the first
-of these only: they have no tokens. Printed beside: how far from balance a setting is (synchronous over compute), mean and
-largest staleness, and each side's loss after as many steps.
+compute in the first case); for each number of tokens that `--sequence` names. The last two sides have no tokens, and a
+race of their own before. Printed beside: how far from balance a setting is (synchronous over compute), mean and
+largest staleness (benchmarks/lock_free_loss.py tells what it costs; sides take different numbers of steps here).
 A turn of a side that trains begins with steps that do not count, so that updates are in full course when the clock starts.
 Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
 less); step time of ours over compute; both of held, too; bytes a second of stream over the disk's; speed of synchronous over
@@ -48,7 +48,6 @@ from race import Race, Score, Side
 PAPERS_SPEED_UP = 2.96
 COMPUTE_LIMIT = {"to spare": 1.10, "that compute": 1.25}
 STREAM_LIMIT = 0.90
-WITHOUT_TOKENS = ("stream", "disk")
 LOCK_FREE = ("ours", "held")
 LONGER = {"ours": 5, "held": 5, "compute": 3}
 """How many times as many steps a turn has: a pass of updates goes on for several of these sides' steps."""
@@ -57,7 +56,6 @@ LONGER = {"ours": 5, "held": 5, "compute": 3}
 def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
     """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=args.batch)
-    page_bytes = args.page_size * MIB
     settings = {
         "page_size": f"{args.page_size}MiB",
         "disk_path": str(folder),
@@ -72,11 +70,15 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
         replace(ours(options, args, settings), name="synchronous"),
         replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
         replace(compute_side(options, args), environment=side_environment(args) | KEEP_FREED_MEMORY),
-        Side(
-            "stream",
-            "stream",
-            {"folders": [str(folder)], "numel": shape.numel, "flats": 16, "page_bytes": page_bytes},
-        ),
+    ]
+
+
+def stream_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
+    """The updater alone, and the disk alone."""
+    page_bytes = args.page_size * MIB
+    options = {"folders": [str(folder)], "numel": shape.numel, "flats": 16, "page_bytes": page_bytes}
+    return [
+        Side("stream", "stream", options, threads=args.threads),
         disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),
     ]
 
@@ -87,16 +89,19 @@ def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
     for name, what in zip(LOCK_FREE, ("lock-free", "lock-free with updates held"), strict=True):
         if name in scores:
             made += _of_lock_free(scores, name, f"{size} {what}, cores {cores}", COMPUTE_LIMIT[cores])
-    if "stream" in scores and "disk" in scores:
-        speed = median(turn.extra["page_bytes"] / turn.seconds for turn in scores["stream"].turns)
-        alone = scores["disk"].traffic_bytes / scores["disk"].step_s
-        name = f"{size} updates' stream alone over the disk, {cores}"
-        made.append(Bar(name, speed / 1e9, alone / 1e9, "GB/s", speed / alone, STREAM_LIMIT, at_least=True))
     if "synchronous" in scores and "at_step" in scores:
         behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
         name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
         made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
     return made
+
+
+def stream_bar(size: str, scores: Mapping[str, Score]) -> Bar:
+    """The updates' stream over the disk."""
+    speed = median(turn.extra["page_bytes"] / turn.seconds for turn in scores["stream"].turns)
+    alone = scores["disk"].traffic_bytes / scores["disk"].step_s
+    name = f"{size} updates' stream alone over the disk"
+    return Bar(name, speed / 1e9, alone / 1e9, "GB/s", speed / alone, STREAM_LIMIT, at_least=True)
 
 
 def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: float) -> list[Bar]:
@@ -119,11 +124,10 @@ def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: floa
         )
     staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
     largest = mine.turns[-1].extra["max_staleness"]
-    losses = ", ".join(f"{each} {scores[each].loss:.3f}" for each in (name, "synchronous") if each in scores)
     # A short turn may be one in which all updates were held.
     stream = median(page_speed(turn) if turn.extra["disk_busy_s"] else 0.0 for turn in mine.turns)
     print(
-        f"{what}: mean staleness {staleness:.2f} steps, largest {largest:.0f}; loss {losses}; "
+        f"{what}: mean staleness {staleness:.2f} steps, largest {largest:.0f}; "
         f"the updates' stream beside compute {stream / 1e9:.2f} GB/s"
     )
     return made
@@ -131,8 +135,6 @@ def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: floa
 
 def _steps_before(name: str, args: argparse.Namespace) -> int:
     """Steps of a turn that do not count: as many updates are to be under way when the clock starts as when it stops."""
-    if name in WITHOUT_TOKENS:
-        return 0
     return args.max_staleness if name in LOCK_FREE and not args.quick else 1
 
 
@@ -156,6 +158,16 @@ def main() -> None:
     all_bars: list[Bar] = []
     all_scores: dict[str, Score] = {}
     threads = args.threads
+    nowhere = Path()
+    all_sides = [*stream_sides(SHAPES[size], args, nowhere), *sides(SHAPES[size], args, nowhere)]
+    asked = {side.name for side in chosen(all_sides, args)}
+    if {"stream", "disk"} <= asked:
+        shape = SHAPES[size]
+        with disk_folder(args.disk_path) as folder, Race(stream_sides(shape, args, folder)) as race:
+            scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
+        show_scores(scores, tokens_per_step=0)
+        all_bars.append(stream_bar(size, scores))
+        all_scores |= scores
     for sequence in args.sequence:
         shape = SHAPES[size].with_sequence(sequence)
         tokens = args.batch * sequence
@@ -167,17 +179,15 @@ def main() -> None:
             args.threads = computing
             print(f"cores {cores}: {computing} threads compute")
             with disk_folder(args.disk_path) as folder:
-                sides_here = [
-                    side
-                    for side in chosen(sides(shape, args, folder), args)
-                    if sequence == args.sequence[0] or side.name not in WITHOUT_TOKENS
-                ]
-                with Race(sides_here) as race:
+                here = [side for side in sides(shape, args, folder) if side.name in asked]
+                if not here:
+                    continue
+                with Race(here) as race:
                     scores = race.run(
                         repeats=args.repeats,
                         steps=args.steps,
                         warmup=args.warmup,
-                        before={side.name: _steps_before(side.name, args) for side in sides_here},
+                        before={side.name: _steps_before(side.name, args) for side in here},
                         longer={name: LONGER[name] for name in LONGER if not args.quick},
                     )
             show_scores(scores, tokens_per_step=tokens)

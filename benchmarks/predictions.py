@@ -38,6 +38,8 @@ LIMIT = 1.2
 LEAD_STEPS = 16
 """Of lock-free sides, before each turn: what waits for an update while others have their turns is soon applied, and the plan
 is of a step among many."""
+LONGER = 5
+"""How many times as many steps their turns have: a pass over the master states goes on for several."""
 SEQUENCE = 256
 MODELS: dict[str, tuple[dict[str, int | bool], int]] = {
     "tiny": ({"vocab_size": 256, "width": 64, "layers": 2, "heads": 2}, 2),
@@ -161,10 +163,13 @@ def main() -> None:
         lead = {
             title: args.warmup if args.quick else LEAD_STEPS for title, side in sides.items() if _is_lock_free(side)
         }
+        longer = {} if args.quick else dict.fromkeys(lead, LONGER)
         with Race(list(sides.values())) as race:
             for repeat in range(args.repeats):
                 probes.append(probed(args, folder))
-                found = race.run(repeats=1, steps=args.steps, warmup=0 if repeat else args.warmup, before=lead)
+                found = race.run(
+                    repeats=1, steps=args.steps, warmup=0 if repeat else args.warmup, before=lead, longer=longer
+                )
                 for title, score in found.items():
                     turns[title] += score.turns
         scores = {title: Score(title, tuple(taken)) for title, taken in turns.items()}

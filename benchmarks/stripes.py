@@ -8,10 +8,11 @@ Ratio: bytes a second of n paths over n times those of one.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from statistics import median
 
-from common import MIB, Bar, argument_parser, disk_folder, publish, quicken
+from common import MIB, Bar, argument_parser, chosen, disk_folder, publish, quicken, side_environment
 from gpt import SHAPES
 from race import Race, Side
 
@@ -28,13 +29,13 @@ def main() -> None:
     args = quicken(parser.parse_args())
     size = "tiny" if args.quick else args.size
     with disk_folder(args.disk_path) as folder:
-        sides = [_side(SHAPES[size].numel, count, args.page_size * MIB, args.mb_per_s * 1e6, folder) for count in PATHS]
-        with Race(sides) as race:
+        sides = [_side(SHAPES[size].numel, count, args, folder) for count in PATHS]
+        with Race(chosen(sides, args)) as race:
             scores = race.run(repeats=args.repeats, steps=args.steps, warmup=args.warmup)
     speeds = {
         name: median(turn.extra["page_bytes"] / turn.seconds for turn in score.turns) for name, score in scores.items()
     }
-    one = speeds[_name(1)]
+    one = speeds.get(_name(1), 0.0)
     bars = [
         Bar(
             f"{size} updates' stream, {count} disks of {args.mb_per_s:.0f} MB/s over {count} times one",
@@ -46,6 +47,7 @@ def main() -> None:
             at_least=True,
         )
         for count in PATHS[1:]
+        if one and _name(count) in speeds
     ]
     publish("stripes.py", args, bars, scores)
 
@@ -54,7 +56,7 @@ def _name(count: int) -> str:
     return f"{count} path{'s' if count > 1 else ''}"
 
 
-def _side(numel: int, count: int, page_bytes: int, bytes_per_s: float, folder: Path) -> Side:
+def _side(numel: int, count: int, args: argparse.Namespace, folder: Path) -> Side:
     folders = [folder / f"{count}-{index}" for index in range(count)]
     for path in folders:
         path.mkdir()
@@ -62,10 +64,10 @@ def _side(numel: int, count: int, page_bytes: int, bytes_per_s: float, folder: P
         "folders": [str(path) for path in folders],
         "numel": numel,
         "flats": 16,
-        "page_bytes": page_bytes,
-        "bytes_per_s": bytes_per_s,
+        "page_bytes": args.page_size * MIB,
+        "bytes_per_s": args.mb_per_s * 1e6,
     }
-    return Side(_name(count), "stream", options)
+    return Side(_name(count), "stream", options, threads=args.threads, environment=side_environment(args))
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ class StalenessMonitor(_Monitor):
     `update/staleness_max` (since the run began). In other loops nothing is updated.
 
     With lock-free updates also the audit, behind each validation and at the end of fit, when it has just been checked: how
-    many gradients `update/gradients_produced`, `..._applied`, `..._pending` and `..._skipped`, of all flats together.
+    many gradients `update/gradients_produced`, `..._applied`, `..._pending` and `..._skipped`, of all flats of rank 0
+    together.
 
     Does nothing with other strategies.
     """
@@ -194,7 +195,7 @@ class StalenessMonitor(_Monitor):
                 for name in ("produced", "applied", "pending", "skipped")
             }
             for logger in trainer.loggers:
-                logger.log_metrics(numbers, trainer.global_step)
+                logger.log_metrics(numbers, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
         """Updates and their staleness."""

@@ -1,6 +1,6 @@
 """The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
 
-LightningCLI with five additions: a mistake is answered in a sentence, a bare name of a config file is also looked up in
+LightningCLI with five additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
 `configs/`, the config of a run may be written over the one of an earlier run in the same folder, `fit` ends by printing
 its losses and its checkpoint, and there are commands beside those of the Trainer (COMMANDS).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -69,7 +70,7 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2 and the mistake on standard error."""
-        if not self.exit_on_error:
+        if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG"):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
@@ -81,7 +82,7 @@ class Parser(LightningArgumentParser):
 _REFUSED_NAME = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
 _REFUSED_VALUE = re.compile(r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(Expected .*)")
 _UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
-_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--[\w.-]+)(?:=\S*)?$")
+_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
 
 
 def _in_short(message: str, options: Sequence[str]) -> str:

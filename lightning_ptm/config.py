@@ -178,6 +178,10 @@ class Settings:
             raise ConfigError(
                 f"disk_path={self.disk_path!r}: give the path of a folder, or a list of some ('.' is the current one)"
             )
+        try:
+            self.disk_paths  # noqa: B018  raises where there is no such home folder
+        except RuntimeError as error:
+            raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
         if self.state_dict_type not in ("full", "sharded"):
             raise ConfigError(f"state_dict_type={self.state_dict_type!r}: use 'full' or 'sharded'")
         if self.async_save and self.state_dict_type != "sharded":

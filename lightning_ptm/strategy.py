@@ -450,8 +450,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
         """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
-        pending. Checked by itself at each drain; empty for synchronous updates. After a run: as at its last drain, which is
-        its end if it did not fail; before the first one: empty."""
+        pending. Checked by itself at each drain; empty for synchronous updates. After a run: as at the last drain, which is
+        the end of training if that did not fail; before the first one: empty."""
         return self._ended.audits if self._engine is None else audit(self._engine)
 
     @property
@@ -710,7 +710,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.precision_plugin.attach(None)
         torn = self._interruption is not None and self._interruption.torn
         self._interruption = None
-        self._ended = afterwards.remember(engine, torn=torn)
+        known_audits, self._ended = self._ended.audits, afterwards.remember(engine, torn=torn)
         unsaved: CheckpointError | None = None
         try:
             if engine.failed:
@@ -729,7 +729,7 @@ class AngelPTMStrategy(ParallelStrategy):
             engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
             raise
         finally:
-            self._ended = dataclasses.replace(self._ended, audits=last_audit(engine))
+            self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()

@@ -278,6 +278,8 @@ def test_a_disk_path_in_the_users_home(tmp_path: Path, monkeypatch: pytest.Monke
     """In a config file no shell has replaced the tilde."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert AngelPTMStrategy(disk_path=["~/disk", "/other"]).settings.disk_paths == (tmp_path / "disk", Path("/other"))
+    with pytest.raises(ConfigError, match=r"disk_path='~nobody-of-this-name/disk': .*; give the whole path"):
+        AngelPTMStrategy(disk_path="~nobody-of-this-name/disk")
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

@@ -82,6 +82,7 @@ def test_the_main_config_is_found_from_here() -> None:
             "there is no strategy 'angel_ptm_lockfree'; did you mean 'angel_ptm_lock_free'?",
         ),
         ("trainer.max_stepz=3", "there is no option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
+        ("trainer.max_stepz 3", "there is no option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?"),
         (
             "trainer.strategy.init_args.max_stalness=2",
             "lightning_ptm.AngelPTMStrategy has no setting 'max_stalness'; did you mean 'max_staleness'?",
@@ -95,7 +96,7 @@ def test_the_main_config_is_found_from_here() -> None:
 )
 def test_a_mistake_is_answered_in_a_line(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", "gpt.yaml", "--seed_everything=false", f"--{option}"])
+        main(["fit", "--config", "gpt.yaml", "--seed_everything=false", *f"--{option}".split(" ")])
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"\S+( \S+)?: {re.escape(message)} \(see .* --help\)", lines[-1])
