@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.errors import InternalError
+from lightning_ptm.runtime import blueprint
 from lightning_ptm.update import LossScale
 
 STEPS = 12
@@ -157,7 +158,7 @@ class NewerInBetween(TrainModule):
             updates: Any = self.trainer.strategy.engine.updates  # type: ignore[attr-defined]
             buffering = updates._buffering
             self.gate.open_.set()
-            buffering.wait(lambda: any(buffering.published(place) for place in updates._read))
+            buffering.wait(lambda: any(map(buffering.published, range(len(self.blocks)))))
             self.gate.open_.clear()
             self.came += 1
         return x.square().mean()
@@ -183,6 +184,44 @@ def test_forward_and_backward_of_a_micro_batch_see_one_version(strategy_at, wher
         steps = [block.noted[place : place + times] for place in range(0, times * 8, times)]  # type: ignore[index]
         assert all(torch.equal(noted[0], each) for noted in steps for each in noted)
         assert not torch.equal(steps[0][0], steps[-1][0])
+
+
+# -- the bound --------------------------------------------------------------------------------------------------------
+
+
+class SecondIsLate(Ledger):
+    """Step 2 does not use the first account, so that step 3 may read that one and has to wait for the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def loss(self, accounts: Any, step: int) -> Tensor:
+        x = torch.zeros(())
+        for place, account in enumerate(accounts):
+            if (step, place) == (3, 1):
+                self.gate.open_.set()
+            if (step, place) != (2, 0):
+                x = account(x, self.sides(step), self.factor(step, 0))
+        return x
+
+
+@pytest.mark.timeout(20)
+def test_the_last_spare_pages_serve_what_exceeds_the_bound(strategy_at, monkeypatch) -> None:
+    """The first account's update is older, and its version, which nobody can take now, would have the last pages."""
+
+    def after(trainer: L.Trainer, batch: int) -> None:
+        if batch == 0:
+            strategy.engine.drain()
+            module.gate.open_.clear()
+
+    monkeypatch.setattr(blueprint, "_SPARE_PAGES", 0)  # two, for three accounts
+    module, auditor = SecondIsLate(), Auditor(after)
+    strategy = strategy_at("lock_free", max_staleness=1, forecast=False, poison=False)
+    strategy.file_ops = module.gate
+    make_trainer(strategy, "32-true", callbacks=[auditor]).fit(module, pages_of_zeros(4))
+    assert auditor.staleness is not None and auditor.staleness.maximum == 1
+    assert [(audit.applied, audit.pending) for audit in strategy.update_audit()] == [(3, 0), (4, 0), (4, 0)]
 
 
 # -- the audit --------------------------------------------------------------------------------------------------------
@@ -223,6 +262,8 @@ def test_a_count_that_does_not_add_up_ends_the_run(strategy_at, drain) -> None:
             after(trainer, index)
 
     options = {"val_check_interval": 4, "limit_val_batches": 1} if drain == "validation" else {}
-    trainer = make_trainer(strategy_at("lock_free", max_staleness=2), callbacks=[Spoils()], **options)
+    # A forecast of the gradient that never comes would be waited for, did the run go on.
+    strategy = strategy_at("lock_free", max_staleness=2, forecast=False)
+    trainer = make_trainer(strategy, callbacks=[Spoils()], **options)
     with pytest.raises(InternalError, match=r"gradients were lost or applied twice: UpdateAudit\(name='accounts"):
         trainer.fit(Ledger(), pages_of_zeros(STEPS if drain != "end" else 4), pages_of_zeros(1))
