@@ -8,7 +8,7 @@ I1: what an optimizer keeps of a parameter in another shape than the parameter's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.saving import file_names, index_of, write_dictionary
 from lightning_ptm.sharded import without_parameters
-from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, StateFile, write_ranges
+from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, Seal, StateFile, write_ranges
 from lightning_ptm.storage.tensors import lay_out
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
@@ -161,9 +161,10 @@ def save(
             ranges = writer.finish()
         finally:
             writer.abort()
-        write_dictionary(draft.folder / LIGHTNING, checkpoint, ops)
+        dictionary = write_dictionary(draft.folder / LIGHTNING, checkpoint, ops)
         write_ranges(draft.folder, 0, ranges, ops)
-        index.write(draft.folder, ops)
+        headers = {file.name: Seal.of(layout.header) for file, layout in zip(files, layouts, strict=True)}
+        replace(index, seals={LIGHTNING: dictionary, **headers}).write(draft.folder, ops)
         draft.commit()
     except BaseException:
         draft.discard()

@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import torch
 from lightning.pytorch import LightningModule
@@ -40,6 +42,7 @@ from lightning_ptm.storage.folder import (
     Draft,
     Index,
     OptimizerIndex,
+    Seal,
     StateFile,
     all_have_written,
     write_ranges,
@@ -136,7 +139,13 @@ class Saving:
                 if self._draft is not None:
                     for name, layout in zip(names, layouts, strict=True):
                         self._writer.create(name, layout.header, layout.size_bytes)
-                    write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
+                    self._index = replace(
+                        self._index,
+                        seals={
+                            LIGHTNING: write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops),
+                            **{name: Seal.of(layout.header) for name, layout in zip(names, layouts, strict=True)},
+                        },
+                    )
             parts, self._outside = _parts(self._put, names, layouts, kinds, changing=behind)
             self._snapshot = engine.begin_snapshot(parts)
         except BaseException:
@@ -398,8 +407,9 @@ def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
     """`link(path, name)` at a time when nobody would see an error."""
     try:
         link(path, name)
-    except OSError as error:
-        rank_zero_warn(f"{name} could not be made a link to {path}: {error.strerror or error}; use save_last=True")
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or error
+        rank_zero_warn(f"{name} could not be made a link to {path}: {reason}; use save_last=True")
 
 
 def _remove(path: Path, remove: Callable[[Path], None]) -> None:
@@ -469,14 +479,16 @@ def _put(
 def file_names(units: Sequence[str], kinds: Sequence[str]) -> list[str]:
     """Names of the files with these units' states of these kinds."""
     places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
-    return [f"{places[unit]:04d}.{kind}.safetensors" for unit, kind in zip(units, kinds, strict=True)]
+    return [f"{places[unit]:04d}.{quote(kind, safe=' ')}.safetensors" for unit, kind in zip(units, kinds, strict=True)]
 
 
-def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> None:
+def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> Seal:
     """Write Lightning's own dictionary, synced. Raises CheckpointError."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
-    write_synced(path, buffer.getvalue(), ops)
+    content = buffer.getvalue()
+    write_synced(path, content, ops)
+    return Seal.of(content)
 
 
 def index_of(

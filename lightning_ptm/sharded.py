@@ -17,19 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer, read_file
-from lightning_ptm.errors import CheckpointError
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.storage.checked import CheckedFile
-from lightning_ptm.storage.folder import (
-    LIGHTNING,
-    PARAMETERS,
-    Index,
-    OptimizerIndex,
-    StateFile,
-    all_ranges,
-    read_index,
-)
+from lightning_ptm.storage.checked import CheckedFolder
+from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
 from lightning_ptm.storage.tensors import Mapped
 
 # -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
@@ -83,32 +74,24 @@ def load(
     Raises:
         CheckpointError: it is incomplete, damaged (with file, tensor and range), or of a newer version.
     """
-    path = Path(path)
-    index = read_index(path)
-    layouts = {file.name: Mapped(path / file.name) for file in index.files}
+    folder = CheckedFolder(Path(path))
+    index = folder.index
     if verify is not None:
-        check(path, index, verify(index), progress or Progress(shown=False))
-    checkpoint = read_file(path / LIGHTNING, weights_only=weights_only)
+        check(folder, verify(index), progress or Progress(shown=False))
+    checkpoint = read_file(folder.path / LIGHTNING, weights_only=weights_only)
+    folder.check_dictionary(checkpoint)
+    files = {name: Mapped(file.path, file.layout) for name, file in folder.files.items()}
     weights = {
-        name: mapped
-        for file in index.files
-        if file.kind == PARAMETERS
-        for mapped in [layouts[file.name]]
-        for name in mapped.names()
+        name: files[file.name] for file in index.files if file.kind == PARAMETERS for name in files[file.name].names()
     }
     rest = checkpoint.get("state_dict", {})
-    missing = sorted(set(index.parameters.values()) - set(weights))
-    if missing:
-        raise CheckpointError(
-            f"{path} has no file with {', '.join(missing[:5])}; it is damaged, use an earlier checkpoint"
-        )
     checkpoint["state_dict"] = {
         name: weights[index.parameters[name]].tensor(index.parameters[name]) if name in index.parameters else rest[name]
         for name in index.state
         if name in index.parameters or name in rest
     }
     if optimizers and index.optimizers:
-        slots = [(file.kind, layouts[file.name]) for file in index.files if file.kind != PARAMETERS]
+        slots = [(file.kind, files[file.name]) for file in index.files if file.kind != PARAMETERS]
         for state, known in zip(checkpoint["optimizer_states"], index.optimizers, strict=True):
             _add_slots(state["state"], known, slots)
     return checkpoint
@@ -122,13 +105,12 @@ def _add_slots(state: dict[int, dict[str, Any]], known: OptimizerIndex, slots: S
                 state[places[name]][kind] = mapped.tensor(name)
 
 
-def check(path: Path, index: Index, files: Sequence[StateFile], progress: Progress) -> None:
+def check(folder: CheckedFolder, files: Sequence[StateFile], progress: Progress) -> None:
     """Compare the bytes of these files with the checksums of those that were written.
 
     Raises:
         CheckpointError: with the file, the tensor and the range that differ.
     """
-    written = all_ranges(path, index)
-    with progress.bar(f"checking {path.name}", sum(file.size_bytes for file in files)) as seen:
+    with progress.bar(f"checking {folder.path.name}", sum(file.size_bytes for file in files)) as seen:
         for file in files:
-            CheckedFile(path, file, written[file.name]).check(seen)
+            folder.files[file.name].check(seen)

@@ -31,4 +31,13 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
         with Progress().bar("verify", source.size_bytes) as seen:
             source.check(seen)
         files = 1 + len(source.files)
-        print(f"verified: {format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}, all as written")
+        size = f"{format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}"
+        if source.sealed:
+            print(f"verified: {size}, all as written by one save")
+        elif source.index is not None:
+            print(
+                f"verified: {size}, elements as written; format version {source.index.version} has no checksum of names and "
+                f"of what belongs together: load the checkpoint and save it again to have one"
+            )
+        else:
+            print(f"verified: {size}, elements and Lightning's dictionary as written")

@@ -1,43 +1,148 @@
-"""One safetensors file of a sharded checkpoint, read against the checksums of those that wrote it.
+"""A sharded checkpoint, read against the checksums of those that wrote it: the folder as a whole, and each of its files.
 
 I1: every byte of every tensor was written by somebody, or opening it raises.
 I2: no byte is handed out before the range that it was written in has been compared with its checksum.
+I3: what the folder opens with (index, headers, lists of ranges, Lightning's dictionary) is of one save and as it was
+    written (folder.py, I4). Formats 1 and 2 say so of tensors' bytes alone; what else is known of them must agree: each file
+    is what the index calls it, a slot has its parameters' names and shapes, the dictionary its own checksums (CRC-32) and
+    the index's step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.archive import PIECE_BYTES
-from lightning_ptm.storage.folder import StateFile
+from lightning_ptm.storage.archive import PIECE_BYTES, Archive
+from lightning_ptm.storage.folder import (
+    INDEX,
+    LIGHTNING,
+    PARAMETERS,
+    SEALED_SINCE,
+    Index,
+    Seal,
+    StateFile,
+    all_ranges,
+    check_seal,
+    read_index,
+)
+from lightning_ptm.storage.reading import short
 from lightning_ptm.storage.tensors import Stored, read_layout
 from lightning_ptm.storage.writer import Range, read_range, read_ranges
 
 
+class CheckedFolder:
+    """See the file's contract. Holds no file open.
+
+    Args:
+        path: of the checkpoint.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, of several saves, or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index: Index = read_index(path)
+        ranges = all_ranges(path, self.index)
+        self.files = {file.name: CheckedFile(path, file, ranges[file.name], self.index) for file in self.index.files}
+        self._check_names()
+        if self.sealed:
+            check_seal(path / LIGHTNING, Seal.of_file(path / LIGHTNING), self.index)
+        else:
+            Archive(path / LIGHTNING).check()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether everything is under one checksum."""
+        return self.index.version >= SEALED_SINCE
+
+    def check_dictionary(self, dictionary: Mapping[str, Any]) -> None:
+        """That Lightning's dictionary, which was read from the folder, has what the index needs of it.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        path, saved = self.path / LIGHTNING, dictionary.get("optimizer_states") or ()
+        step = dictionary.get("global_step", 0)
+        if step != self.index.step:
+            raise CheckpointError(
+                f"{path} is of step {short(step)} and {INDEX} beside it of step {self.index.step}: they are of two saves; "
+                f"use an earlier checkpoint"
+            )
+        if not isinstance(dictionary.get("state_dict", {}), Mapping):
+            raise CheckpointError(f"{path} is damaged: its state_dict is none; use an earlier checkpoint")
+        well = isinstance(saved, (list, tuple)) and len(saved) == len(self.index.optimizers)
+        if self.index.optimizers and not (well and all(map(_is_state, saved))):
+            raise CheckpointError(
+                f"{path} has not the states of the {len(self.index.optimizers)} optimizers that {INDEX} beside it names; it "
+                f"is damaged, or on_save_checkpoint has changed them: use an earlier checkpoint"
+            )
+
+    def _check_names(self) -> None:
+        """What tensors are called in each file, against the index."""
+        parameters: dict[str, Stored] = {}
+        for file in self.index.files:
+            layout = self.files[file.name].layout
+            said = {key: layout.metadata.get(key, getattr(file, key)) for key in ("unit", "kind")}
+            if said != {"unit": file.unit, "kind": file.kind}:
+                raise self._contradiction(file, f"is {said['kind']} of {said['unit'] or 'the root'} by its header")
+            for stored in layout.tensors if file.kind == PARAMETERS else ():
+                if stored.name in parameters:
+                    raise self._contradiction(file, f"has {stored.name}, which another file has, too")
+                parameters[stored.name] = stored
+        known = {name for optimizer in self.index.optimizers for name in optimizer.parameters}
+        for file in self.index.files:
+            for stored in self.files[file.name].layout.tensors if file.kind != PARAMETERS else ():
+                if stored.name not in known or stored.name not in parameters:
+                    raise self._contradiction(file, f"has {stored.name}, which is no parameter of an optimizer")
+                if stored.shape != parameters[stored.name].shape:
+                    raise self._contradiction(file, f"has {stored.name} in another shape than the parameter's")
+        missing = sorted((set(self.index.parameters.values()) | known) - set(parameters))
+        if missing:
+            raise CheckpointError(
+                f"{self.path} has no file with {', '.join(missing[:5])}; it is damaged, use an earlier checkpoint"
+            )
+
+    def _contradiction(self, file: StateFile, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / file.name} {what}, and {INDEX} beside it calls it {file.kind} of {file.unit or 'the root'}; they "
+            f"are damaged, or of two saves: use an earlier checkpoint"
+        )
+
+
+def _is_state(saved: Any) -> bool:
+    """Whether it is the state of an optimizer, in torch's form."""
+    states = saved.get("state") if isinstance(saved, Mapping) else None
+    return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
+
+
 class CheckedFile:
-    """See the file's contract.
+    """One safetensors file; see the module's contract.
 
     Args:
         folder: the checkpoint.
         file: what its index says of this file.
         ranges: what was written of it, in order.
+        index: of the checkpoint, which has the header's seal.
 
     Raises:
         CheckpointError: it is no such file, was cut short, or bytes of it were written by nobody.
     """
 
-    def __init__(self, folder: Path, file: StateFile, ranges: Sequence[Range]) -> None:
+    def __init__(self, folder: Path, file: StateFile, ranges: Sequence[Range], index: Index) -> None:
         self.path = folder / file.name
         self.layout = read_layout(self.path)
+        check_seal(self.path, Seal.of(self.layout.header), index)
         self._ranges = ranges
         self._starts = [each.start for each in ranges]
-        position = self.layout.tensors[0].start if self.layout.tensors else file.size_bytes
+        position = len(self.layout.header)
         for each in ranges:
             if each.start != position:
                 raise CheckpointError(f"{self.path}: nobody has written bytes {position} to {each.start}")

@@ -2,7 +2,7 @@
 says.
 
     NAME.ckpt/
-      index.json            format version, step, ranks, files, names; written last
+      index.json            format version, step, ranks, files, names, seals; written last
       lightning.pt          Lightning's own dictionary, without the tensors that are in the other files
       0003.parameters.safetensors, 0003.exp_avg.safetensors ...    full tensors by name, one file per unit and kind of state
       ranges-00000.json     what rank 0 wrote: [file, start, stop, XXH3-64]; one for each rank
@@ -11,6 +11,10 @@ I1: a folder under its final name is complete: it was written under a name that 
 I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
 I3: a checkpoint of that name is replaced in one step; until then it is as it was. Where the file system cannot exchange two
     names, it is moved aside for a moment; after a crash in that moment, whoever saves next moves it back.
+I4: every byte of every file is under a checksum, and all of them are of one save: the index begins with the checksum of the
+    rest of it; its seals are those of Lightning's dictionary, of each safetensors file's header, and of the ranks' lists,
+    which have those of all else. (Formats 1 and 2 have the lists only: see checked.py.)
+I5: nothing is removed, moved or replaced but what this file has made: by its name, and under a final name by its index.
 """
 
 from __future__ import annotations
@@ -21,32 +25,80 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.reading import is_file, is_folder, unread
+from lightning_ptm.storage.reading import (
+    contents,
+    entries,
+    is_file,
+    is_folder,
+    items,
+    number,
+    parsed,
+    regular,
+    short,
+    text,
+    unread,
+)
 from lightning_ptm.storage.tensors import sync_folder
 from lightning_ptm.storage.writer import Range, SaveOps, checksum_of, failure
 
 FORMAT = "lightning_ptm sharded checkpoint"
-VERSION = 2
-_DIGESTS: Mapping[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: checksum_of}
+VERSION = 3
+SEALED_SINCE = 3
+"""The format since which everything is under one checksum (I4)."""
+_DIGESTS: Mapping[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: checksum_of, 3: checksum_of}
 """The checksums of a folder, by its format version."""
+_MOST_RANGE_BYTES = 1 << 30
+"""No writer's buffer was ever a hundredth of it, and a reader's is as long as a range."""
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
-PARTIAL = ".partial-"
-_ASIDE = ".replaced-"
+PARTIAL = ".lightning_ptm-partial-"
+_ASIDE = ".lightning_ptm-replaced-"
+_PARTIAL_NAME = re.compile(re.escape(PARTIAL) + "[0-9a-f]{12}")
 PARAMETERS = "parameters"
 """The kind of state that is no slot of an optimizer."""
+_PIECE_BYTES = 4 << 20
 _LOCK = "writer.lock"
 _RENAME_EXCHANGE = 2
 _YOUNG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """How long something is, and its checksum."""
+
+    size_bytes: int
+    checksum: int
+
+    @staticmethod
+    def of(content: bytes) -> Seal:
+        return Seal(len(content), checksum_of(memoryview(content)))
+
+    @staticmethod
+    def of_file(path: Path) -> Seal:
+        """Read in pieces. Raises CheckpointError."""
+        size, checksum = 0, xxhash.xxh3_64()
+        try:
+            with regular(path).open("rb", buffering=0) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    size += len(piece)
+                    checksum.update(piece)
+        except OSError as error:
+            raise unread(path, error) from error
+        return Seal(size, checksum.intdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +132,8 @@ class Index:
         parameters: name in the state dict -> name of the tensor (several where weights are tied).
         state: all names of the state dict, in its order.
         optimizers: none where only weights were saved.
+        seals: of Lightning's dictionary, of the header of each file of `files`, and, once written, of each rank's list of
+            ranges, by the file's name (I4). Older formats have none.
         version: of the folder's format.
     """
 
@@ -91,12 +145,27 @@ class Index:
     parameters: Mapping[str, str]
     state: tuple[str, ...]
     optimizers: tuple[OptimizerIndex, ...] = field(default=())
+    seals: Mapping[str, Seal] = field(default_factory=dict)
     version: int = VERSION
 
     def write(self, folder: Path, ops: SaveOps | None = None) -> None:
-        """Write and sync it."""
-        content = json.dumps({"format": FORMAT, "version": self.version, **asdict(self)}, indent=1).encode()
-        write_synced(folder / INDEX, content, ops)
+        """Write and sync it: the last file, when all ranks have written theirs.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        lists = {name: Seal.of(contents(folder / name)) for name in map(ranges_name, range(self.world_size))}
+        whole = asdict(replace(self, seals={**self.seals, **lists}))
+        body = json.dumps({"format": FORMAT, **whole}, indent=1).encode().removeprefix(_OPENING)
+        write_synced(folder / INDEX, _sealing_line(body) + body, ops)
+
+
+_OPENING = b"{\n"
+
+
+def _sealing_line(body: bytes) -> bytes:
+    """The beginning of an index whose rest is `body`: one object with it."""
+    return _OPENING + b' "checksum": "%016x",\n' % checksum_of(memoryview(body))
 
 
 def is_sharded(path: Path) -> bool:
@@ -117,30 +186,92 @@ def read_index(path: Path) -> Index:
             f"{path} is a folder without {INDEX}, so it is no checkpoint of AngelPTMStrategy(state_dict_type='sharded'); "
             f"give the path of a checkpoint"
         )
+    content = contents(path / INDEX)
     try:
-        values = json.loads((path / INDEX).read_bytes())
-        if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']!r}")
-        if values["version"] > VERSION:
+        values = entries(parsed(content))
+        sealed = "checksum" in values and content.startswith(_sealing_line(b"")[:-19])
+        if sealed:
+            body = content[len(_sealing_line(b"")) :]
+            if content != _sealing_line(body) + body:
+                raise ValueError("its checksum differs")
+            del values["checksum"]
+        if values.get("format") != FORMAT:
+            raise ValueError(f"its format is {short(values.get('format'))}")
+        version = number(values.get("version"), 1)
+        if version > VERSION:
             raise CheckpointError(
-                f"{path} has format version {values['version']} and this lightning_ptm reads up to {VERSION}; update "
-                f"lightning_ptm"
+                f"{path} has format version {version} and this lightning_ptm reads up to {VERSION}; update lightning_ptm"
             )
-        return Index(
-            step=int(values["step"]),
-            world_size=int(values["world_size"]),
-            page_size=int(values["page_size"]),
-            writer=str(values["writer"]),
-            files=tuple(StateFile(**each) for each in values["files"]),
-            parameters=dict(values["parameters"]),
-            state=tuple(values["state"]),
-            optimizers=tuple(OptimizerIndex(each["name"], tuple(each["parameters"])) for each in values["optimizers"]),
-            version=int(values["version"]),
-        )
-    except OSError as error:
-        raise unread(path / INDEX, error) from error
-    except (ValueError, KeyError, TypeError) as error:
+        if sealed is not (version >= SEALED_SINCE):
+            raise ValueError(f"its format version {version} {'begins with a' if sealed else 'has no'} checksum")
+        return _index(values, version)
+    except ValueError as error:
         raise CheckpointError(f"{path / INDEX} is damaged ({error}); use an earlier checkpoint") from error
+
+
+_KEYS = ("step", "world_size", "page_size", "writer", "files", "parameters", "state", "optimizers")
+
+
+def _index(values: dict[str, Any], version: int) -> Index:
+    """An index of what JSON says. Raises ValueError."""
+    entries(values, ["format", "version", *_KEYS, *(["seals"] if version >= SEALED_SINCE else [])])
+    files = [entries(each, ["name", "unit", "kind", "size_bytes"]) for each in items(values["files"])]
+    index = Index(
+        step=number(values["step"]),
+        world_size=number(values["world_size"], 1),
+        page_size=number(values["page_size"]),
+        writer=text(values["writer"]),
+        files=tuple(
+            StateFile(_plain_name(each["name"]), text(each["unit"]), text(each["kind"]), number(each["size_bytes"]))
+            for each in files
+        ),
+        parameters={name: text(tensor) for name, tensor in entries(values["parameters"]).items()},
+        state=tuple(map(text, items(values["state"]))),
+        optimizers=tuple(
+            OptimizerIndex(text(each["name"]), tuple(map(text, items(each["parameters"]))))
+            for each in (entries(each, ["name", "parameters"]) for each in items(values["optimizers"]))
+        ),
+        seals={
+            name: Seal(number(each["size_bytes"]), number(each["checksum"], most=(1 << 64) - 1))
+            for name, each in (
+                (name, entries(each, ["size_bytes", "checksum"]))
+                for name, each in entries(values.get("seals", {})).items()
+            )
+        },
+        version=version,
+    )
+    names = {file.name for file in index.files}
+    if len(names) < len(files) or len({(file.unit, file.kind) for file in index.files}) < len(files):
+        raise ValueError("it has a file twice")
+    if strange := sorted(set(index.parameters) - set(index.state)):
+        raise ValueError(f"{short(strange[0])} is a parameter and not in the state dict")
+    if len(set(index.state)) < len(index.state):
+        raise ValueError("it has a name of the state dict twice")
+    if version >= SEALED_SINCE:
+        if len(index.seals) != 1 + len(names) + index.world_size:
+            raise ValueError(f"it has {len(index.seals)} seals for {len(names)} files of {index.world_size} ranks")
+        entries(dict(index.seals), [LIGHTNING, *names, *map(ranges_name, range(index.world_size))])
+    return index
+
+
+def _plain_name(value: Any) -> str:
+    """The name of a safetensors file in the folder itself, and of none elsewhere."""
+    name = text(value)
+    if not name.endswith(".safetensors") or "/" in name or "\0" in name:
+        raise ValueError(f"{short(name)} is no name of a safetensors file in that folder")
+    return name
+
+
+def check_seal(path: Path, found: Seal, index: Index) -> None:
+    """Compare a file, or a safetensors file's header, with what was written, if the format says that (I4).
+
+    Raises:
+        CheckpointError: it is damaged, or of another save.
+    """
+    if index.version >= SEALED_SINCE and index.seals[path.name] != found:
+        raise CheckpointError(
+            f"{path} is damaged, or of another save than {INDEX} beside it (its checksum differs); use an earlier checkpoint"
+        )
 
 
 def ranges_name(rank: int) -> str:
@@ -174,16 +305,26 @@ def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
     found: dict[str, list[Range]] = {file.name: [] for file in index.files}
     for rank in range(index.world_size):
         path = folder / ranges_name(rank)
+        content = contents(path)
+        check_seal(path, Seal.of(content), index)
         try:
-            for name, start, stop, checksum in json.loads(path.read_bytes()):
-                found[name].append(Range(name, int(start), int(stop), int(checksum), _DIGESTS[index.version]))
-        except PermissionError as error:
-            raise unread(path, error) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is missing or damaged ({error}); use an earlier checkpoint") from error
+            for row in items(parsed(content)):
+                each = _range(items(row, 4), _DIGESTS[index.version])
+                if each.file not in found:
+                    raise ValueError(f"{short(each.file)} is no file of this checkpoint")
+                found[each.file].append(each)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}); use an earlier checkpoint") from error
     for ranges in found.values():
         ranges.sort(key=lambda each: each.start)
     return found
+
+
+def _range(row: list[Any], digest: Callable[[memoryview], int]) -> Range:
+    start, stop = number(row[1]), number(row[2])
+    if not start < stop <= start + _MOST_RANGE_BYTES:
+        raise ValueError(f"nobody writes bytes {start} to {stop} at once")
+    return Range(text(row[0]), start, stop, number(row[3], most=(1 << 64) - 1), digest)
 
 
 class Draft:
@@ -207,6 +348,8 @@ class Draft:
                 raise CheckpointError(
                     f"{target} is a file, and a sharded checkpoint is a folder; give another name, or remove the file"
                 )
+            if replace:
+                _refuse_others(target)
             if not replace and target.exists() and any(target.iterdir()):
                 raise CheckpointError(
                     f"{target} is not empty, and nothing in it is overwritten; give the name of a new folder"
@@ -246,10 +389,15 @@ class Draft:
             os.close(lock)
 
 
+def _beside(parent: Path) -> Path:
+    """A name that nobody has, of something that is not what it will be."""
+    return parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+
+
 def _locked_folder(parent: Path) -> tuple[Path, int | None]:
     """A new partial folder and the descriptor that locks it."""
     while True:
-        folder = parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+        folder = _beside(parent)
         folder.mkdir()
         lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -258,35 +406,63 @@ def _locked_folder(parent: Path) -> tuple[Path, int | None]:
         os.close(lock)  # another run took it for a dead one's before it was locked
 
 
+def _refuse_others(target: Path) -> None:
+    """Raises CheckpointError where something lies in the way that is no checkpoint of ours (I5)."""
+    if target.is_symlink() or not target.is_dir() or _is_ours(target) or not any(target.iterdir()):
+        return
+    raise CheckpointError(
+        f"{target} is a folder with other things than a checkpoint, and nothing in it is removed; give another name"
+    )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is, or was before it was damaged, a sharded checkpoint."""
+    try:
+        return FORMAT.encode() in contents(folder / INDEX) or {entry.name for entry in folder.iterdir()} >= {
+            INDEX,
+            LIGHTNING,
+            ranges_name(0),
+        }
+    except CheckpointError:
+        return False
+
+
 def remove_stale(parent: Path) -> None:
     """Remove partial folders and files whose writers are gone (I2), and put back what a crash has left aside (I3)."""
     for entry in parent.glob(f"{_ASIDE}*"):
         place = parent / entry.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):
-            if place.exists():
+            if entry.is_symlink() or not _is_ours(entry):
+                continue
+            if place.is_dir():
                 _delete(entry)
-            else:
+            elif not os.path.lexists(place):
                 os.rename(entry, place)
     for entry in parent.glob(f"{PARTIAL}*"):
-        if entry.is_symlink():
-            _delete(entry)
+        if _PARTIAL_NAME.fullmatch(entry.name) is None:
             continue
-        try:
-            lock = os.open(entry / _LOCK if entry.is_dir() else entry, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            # Its writer ended while it removed or committed it, or has only just made it.
-            with contextlib.suppress(OSError):
-                if time.time() - entry.stat().st_mtime > _YOUNG_S:
-                    _delete(entry)
-            continue
-        except OSError:
-            continue
-        try:
-            with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
+            _remove_if_stale(entry)
+
+
+def _remove_if_stale(entry: Path) -> None:
+    mode = entry.lstat().st_mode
+    locked = entry / _LOCK if stat.S_ISDIR(mode) else entry
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(locked, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _delete(entry)
-        finally:
-            os.close(lock)
+            finally:
+                os.close(lock)
+            return
+    elif not stat.S_ISLNK(mode):
+        return
+    # A link that is about to get its name, or a folder whose writer ended while it removed or committed it, or has only
+    # just made it.
+    if time.time() - entry.lstat().st_mtime > _YOUNG_S:
+        _delete(entry)
 
 
 def _delete(entry: Path) -> None:
@@ -325,7 +501,7 @@ def file_draft(target: Path) -> Iterator[Path]:
 
 def _locked_file(parent: Path) -> tuple[Path, int]:
     while True:
-        draft = parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+        draft = _beside(parent)
         lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
@@ -335,7 +511,7 @@ def _locked_file(parent: Path) -> tuple[Path, int]:
 
 def remove(path: Path) -> None:
     """Remove a sharded checkpoint: out of the way first, so that half of it is never taken for a whole one."""
-    gone = path.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    gone = _beside(path.parent)
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -361,8 +537,13 @@ def write_synced(path: Path, content: bytes, ops: SaveOps | None = None) -> None
 
 
 def link(target: Path, name: Path) -> None:
-    """Make `name` a relative link to `target`, in one step where `name` is a link or a file already."""
-    beside = name.parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
+    """Make `name` a relative link to `target`, in one step where `name` is a link or a file already.
+
+    Raises:
+        CheckpointError: `name` is a folder of something else.
+    """
+    _refuse_others(name)
+    beside = _beside(name.parent)
     os.symlink(os.path.relpath(target, name.parent), beside)
     if name.is_dir() and not name.is_symlink():
         shutil.rmtree(name)

@@ -1,7 +1,7 @@
 """A checkpoint of either kind, opened to be looked at or read piece by piece: a folder of AngelPTMStrategy(state_dict_type=
 "sharded"), or one full file of Lightning.
 
-I1: opening one reads names, shapes and places, never a tensor's bytes.
+I1: opening one reads names, shapes and places, and of tensors' bytes only those in a folder's lightning.pt, buffers.
 I2: what `pieces` hands out was written so, as far as the file has checksums; damage is an error that names it.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import Archive, Placed
-from lightning_ptm.storage.checked import CheckedFile
-from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, all_ranges, read_index
+from lightning_ptm.storage.checked import CheckedFile, CheckedFolder
+from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index
 from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.storage.tensors import Stored
 
@@ -71,13 +71,13 @@ class Source:
         if not is_folder(path) and not is_file(path):
             raise CheckpointError(f"there is no checkpoint {path}; give the path of a file or a folder that was saved")
         self.path = path
-        self.index: Index | None = read_index(path) if is_folder(path) else None
-        self.archive = Archive(path if self.index is None else path / LIGHTNING)
+        self._folder = CheckedFolder(path) if is_folder(path) else None
+        self.index: Index | None = None if self._folder is None else self._folder.index
+        self.files: Mapping[str, CheckedFile] = {} if self._folder is None else self._folder.files
+        self.archive = Archive(path if self._folder is None else path / LIGHTNING)
         self.dictionary: Mapping[str, Any] = _checked_dictionary(path, self.archive.load(weights_only=weights_only))
-        self.files: dict[str, CheckedFile] = {}
-        if self.index is not None:
-            ranges = all_ranges(path, self.index)
-            self.files = {file.name: CheckedFile(path, file, ranges[file.name]) for file in self.index.files}
+        if self._folder is not None:
+            self._folder.check_dictionary(self.dictionary)
         self._reading: CheckedFile | None = None
         state: Mapping[str, Any] = self.dictionary["state_dict"]
         self.weights = self._full_weights(state) if self.index is None else self._sharded_weights(self.index, state)
@@ -92,6 +92,11 @@ class Source:
     @property
     def has_checksums(self) -> bool:
         return self.index is not None or self.archive.has_checksums
+
+    @property
+    def sealed(self) -> bool:
+        """Whether everything is under a checksum, names and all, and known to be of one save."""
+        return self._folder is not None and self._folder.sealed
 
     def pieces(self, weight: Weight) -> Iterator[Tensor]:
         """Its elements in order, as 1-D tensors of a few MiB; each is good until the next one is asked for.
@@ -136,11 +141,6 @@ class Source:
             if file.kind == PARAMETERS
             for stored in self.files[file.name].layout.tensors
         }
-        missing = sorted(set(index.parameters.values()) - set(parameters))
-        if missing:
-            raise CheckpointError(
-                f"{self.path} has no file with {', '.join(missing[:5])}; it is damaged, use an earlier checkpoint"
-            )
         rest = {weight.names[0]: weight for weight in self._full_weights(state)}
         names: dict[str, list[str]] = {}
         for name, tensor in index.parameters.items():

@@ -21,12 +21,15 @@ from typing import Any
 import torch
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.reading import unread
+from lightning_ptm.storage.reading import entries, items, number, parsed, regular, unread
+from lightning_ptm.storage.reading import text as as_text
 from lightning_ptm.terms import BLOCK_BYTES
 
 _LENGTH_BYTES = 8
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
 """Python 3.11 does not name it."""
+_MOST_DIMENSIONS = 64
+"""Of a tensor that torch's loops go over."""
 _MOST_HEADER_BYTES = 1 << 30
 """The format's own limit is 100 MB; a model of millions of tensors would be beyond it, a damaged length far beyond."""
 
@@ -120,8 +123,8 @@ def read_layout(path: Path) -> Layout:
         CheckpointError: it is no safetensors file, it is cut short, or its header contradicts itself.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut short at {size} bytes")
@@ -130,23 +133,14 @@ def read_layout(path: Path) -> Layout:
         raise unread(path, error) from error
     begin = _LENGTH_BYTES + length
     try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
-        tensors = [
-            Stored(
-                name,
-                _DTYPES[entry["dtype"]],
-                tuple(map(int, entry["shape"])),
-                begin + int(entry["data_offsets"][0]),
-                begin + int(entry["data_offsets"][1]),
-            )
-            for name, entry in entries.items()
-        ]
+        held = entries(parsed(text))
+        metadata = {name: as_text(value) for name, value in entries(held.pop("__metadata__", {})).items()}
+        tensors = [_stored(name, entries(entry), begin) for name, entry in held.items()]
     except KeyError as error:
         raise CheckpointError(
             f"{path}: a tensor's entry has no, or an unknown, {error}; it cannot be loaded"
         ) from error
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is no safetensors file: its header is not what it should be ({error})"
         ) from error
@@ -163,24 +157,44 @@ def read_layout(path: Path) -> Layout:
     return Layout(length.to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors), size, metadata)
 
 
+def _stored(name: str, entry: dict[str, Any], begin: int) -> Stored:
+    """Raises KeyError, ValueError."""
+    shape = tuple(map(number, items(entry["shape"])))
+    # What torch can count, also of a tensor without elements.
+    number(math.prod(max(1, size) for size in shape))
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions")
+    start, stop = items(entry["data_offsets"], 2)
+    return Stored(name, _DTYPES[as_text(entry["dtype"])], shape, begin + number(start), begin + number(stop))
+
+
 class Mapped:
     """A file's tensors as views of a private mapping: bytes come from the disk when they are read, and cost no memory that
     the system could not take back. The mapping lives as long as any of them.
+
+    Args:
+        layout: of the file, if it is known.
 
     Raises:
         CheckpointError: as `read_layout`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, layout: Layout | None = None) -> None:
         self.path = path
-        self.layout = read_layout(path)
+        self.layout = layout or read_layout(path)
         self._by_name = {tensor.name: tensor for tensor in self.layout.tensors}
-        with path.open("rb") as file:
-            # Private and writable: torch wants memory that could be written to; what is written stays in this process.
-            # Nothing is, so nothing is set aside for it: a file may be larger than RAM.
-            self._mapping = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+        try:
+            with path.open("rb") as file:
+                # Private and writable: torch wants memory that could be written to; what is written stays in this
+                # process. Nothing is, so nothing is set aside for it: a file may be larger than RAM.
+                self._mapping = mmap.mmap(
+                    file.fileno(),
+                    self.layout.size_bytes,
+                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        except (OSError, ValueError) as error:  # ValueError: it has become shorter since
+            raise unread(path, error if isinstance(error, OSError) else OSError(str(error))) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

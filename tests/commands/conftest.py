@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.storage.folder import LIGHTNING, Index, StateFile, write_ranges
+from lightning_ptm.storage.folder import LIGHTNING, Index, Seal, StateFile, write_ranges
 from lightning_ptm.storage.tensors import lay_out
 from lightning_ptm.storage.writer import RangeWriter
 
@@ -153,11 +153,13 @@ def sharded_by_hand(path: Path, units: Sequence[Mapping[str, Tensor]], ranks: in
     """A sharded checkpoint of these tensors, of which `ranks` ranks wrote every `cut` elements in turn."""
     path.mkdir()
     files: list[StateFile] = []
+    seals: dict[str, Seal] = {}
     writers = [RangeWriter(path) for _ in range(ranks)]
     for number, tensors in enumerate(units):
         layout = lay_out([(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], {"format": "pt"})
         file = StateFile(f"{number:04d}.parameters.safetensors", f"unit{number}", "parameters", layout.size_bytes)
         files.append(file)
+        seals[file.name] = Seal.of(layout.header)
         writers[0].create(file.name, layout.header, layout.size_bytes)
         for stored in layout.tensors:
             flat = tensors[stored.name].reshape(-1)
@@ -168,5 +170,8 @@ def sharded_by_hand(path: Path, units: Sequence[Mapping[str, Tensor]], ranks: in
         write_ranges(path, rank, writer.finish())
     names = [name for tensors in units for name in tensors]
     torch.save({"state_dict": {}, "global_step": 7, "epoch": 1}, path / LIGHTNING)
-    Index(7, ranks, 65536, "a test", tuple(files), {name: name for name in names}, tuple(names)).write(path)
+    seals[LIGHTNING] = Seal.of_file(path / LIGHTNING)
+    Index(7, ranks, 65536, "a test", tuple(files), {name: name for name in names}, tuple(names), seals=seals).write(
+        path
+    )
     return path

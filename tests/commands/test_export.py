@@ -313,7 +313,7 @@ def test_damage_to_a_sharded_checkpoint_is_named(trained: Any, tmp_path: Path, c
     place = next(weight.place for weight in Source(saved).weights if weight.names == ("model.scale",))
     flip_bit(saved / "lightning.pt", place.record.start)
     message = refused(capsys, saved, tmp_path / "out")
-    assert "lightning.pt" in message and "model.scale" in message
+    assert "lightning.pt is damaged, or of another save" in message
     flip_bit(saved / "lightning.pt", place.record.start)
     (saved / file.name).unlink()
     assert f"{file.name} cannot be read: No such file" in refused(capsys, saved, tmp_path / "out")

@@ -30,7 +30,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import folder
-from lightning_ptm.storage.folder import INDEX, PARTIAL, Draft, link, read_index, remove, remove_stale
+from lightning_ptm.storage.folder import FORMAT, INDEX, PARTIAL, Draft, link, read_index, remove, remove_stale
 
 
 def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: Path) -> None:
@@ -184,8 +184,11 @@ def test_a_flipped_bit_is_named(strategy_at, saved: Path, tmp_path: Path) -> Non
 
 
 def edit_index(saved: Path, **values: Any) -> None:
+    """Makes an index of the second format of it, with these values."""
     content = json.loads((saved / INDEX).read_bytes())
-    (saved / INDEX).write_text(json.dumps({**content, **values}))
+    content.pop("checksum", None)
+    content.pop("seals", None)
+    (saved / INDEX).write_text(json.dumps({**content, "version": 2, **values}))
 
 
 def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_path: Path) -> None:
@@ -198,16 +201,23 @@ def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_pa
     load(saved)
     ranges = (saved / "ranges-00000.json").read_bytes()
     (saved / "ranges-00000.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"ranges-00000\.json is damaged, or of another save than index\.json"):
+        load(saved)
+    edit_index(saved)
+    (saved / "ranges-00000.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"nobody has written|of .* that were written"):
         load(saved)
     (saved / "ranges-00000.json").unlink()
-    with pytest.raises(CheckpointError, match=r"ranges-00000\.json is missing or damaged"):
+    with pytest.raises(CheckpointError, match=r"ranges-00000\.json cannot be read: No such file"):
         load(saved)
     (saved / "ranges-00000.json").write_bytes(ranges)
-    edit_index(saved, version=3)
-    with pytest.raises(CheckpointError, match=r"format version 3 .* update lightning_ptm"):
+    edit_index(saved, version=4)
+    with pytest.raises(CheckpointError, match=r"format version 4 .* update lightning_ptm"):
         load(saved)
-    edit_index(saved, version=2, files=[{"name": "x"}])
+    edit_index(saved, version=3)
+    with pytest.raises(CheckpointError, match="its format version 3 has no checksum"):
+        load(saved)
+    edit_index(saved, files=[{"name": "x"}])
     with pytest.raises(CheckpointError, match="damaged"):
         load(saved)
     (saved / INDEX).write_text("{")
@@ -223,6 +233,7 @@ def test_the_first_formats_checksums_are_known(saved: Path) -> None:
     for row in rows:
         row[3] = zlib.crc32((saved / row[0]).read_bytes()[row[1] : row[2]])
     (saved / "ranges-00000.json").write_text(json.dumps(rows))
+    edit_index(saved)
     with pytest.raises(CheckpointError, match="checksum differs"):
         load(saved)
     edit_index(saved, version=1)
@@ -239,6 +250,7 @@ def test_lightnings_dictionary_runs_no_code(saved: Path, tmp_path: Path) -> None
             return os.mkdir, (str(tmp_path / "evil"),)
 
     torch.save({"state_dict": {}, "x": Evil()}, saved / "lightning.pt")
+    edit_index(saved)  # a checkpoint without seals: those who can write the folder can write seals, too
     with pytest.raises(CheckpointError, match="weights_only=False"):
         load(saved)
     assert not (tmp_path / "evil").exists()
@@ -316,6 +328,7 @@ def test_a_draft_is_no_checkpoint_until_it_is_committed(tmp_path: Path) -> None:
     assert draft.folder.exists() and not (tmp_path / "a.ckpt").exists()
     draft.commit()
     assert names_in(tmp_path) == ["a.ckpt"]
+    (tmp_path / "a.ckpt" / INDEX).write_text(FORMAT)
     second = Draft(tmp_path / "a.ckpt")
     (second.folder / "new").write_text("")
     second.commit()
@@ -328,6 +341,7 @@ def test_a_draft_is_no_checkpoint_until_it_is_committed(tmp_path: Path) -> None:
 def test_a_link_of_that_name_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
     def save(name: str, content: str) -> None:
         draft = Draft(tmp_path / name)
+        (draft.folder / INDEX).write_text(FORMAT)
         (draft.folder / "content").write_text(content)
         draft.commit()
 
@@ -346,6 +360,7 @@ def test_without_an_exchange_of_names_a_crash_loses_nothing(tmp_path: Path, monk
     monkeypatch.setattr(folder, "_RENAME_EXCHANGE", 1 << 20)  # what no file system has
     for content in ("old", "new"):
         draft = Draft(tmp_path / "a.ckpt")
+        (draft.folder / INDEX).write_text(FORMAT)
         (draft.folder / "content").write_text(content)
         if content == "old":
             draft.commit()
@@ -386,9 +401,10 @@ def test_what_dead_writers_leave_is_removed(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     # Without a lock it may be one that was only just made.
-    (tmp_path / f"{PARTIAL}young").mkdir()
-    (tmp_path / f"{PARTIAL}old").mkdir()
+    young, old = (tmp_path / f"{PARTIAL}{letter * 12}" for letter in "ab")
+    young.mkdir()
+    old.mkdir()
     long_ago = time.time() - 3600
-    os.utime(tmp_path / f"{PARTIAL}old", (long_ago, long_ago))
+    os.utime(old, (long_ago, long_ago))
     remove_stale(tmp_path)
-    assert names_in(tmp_path) == [f"{PARTIAL}young"]
+    assert names_in(tmp_path) == [young.name]
