@@ -102,6 +102,10 @@ class Settings:
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
             applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Not where
             updates are held.
+        half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
+            `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
+            16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
+            are then computed without torch.compile.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
             step (faster), `return` it to the system (smaller), or `auto`: keep it unless something lives on disk and
@@ -143,6 +147,7 @@ class Settings:
     max_staleness: int = 1
     hold_updates: bool = False
     forecast: bool = True
+    half_products: Literal["auto", "native", "fp32"] = "auto"
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
     state_dict_type: Literal["full", "sharded"] = "full"
@@ -210,6 +215,8 @@ class Settings:
                 "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "
                 "or use lock_free=False"
             )
+        if self.half_products not in ("auto", "native", "fp32"):
+            raise ConfigError(f"half_products={self.half_products!r}: use 'auto', 'native' or 'fp32'")
         if self.freed_memory not in ("auto", "keep", "return"):
             raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
         self._check_weights()

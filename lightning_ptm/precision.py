@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.half_products import wide_products
 from lightning_ptm.update.scale import LossScale
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
@@ -77,6 +78,8 @@ class AngelPTMPrecision(Precision):
         self.plan = PrecisionPlan(_DTYPES[precision], precision.endswith("-mixed"))
         self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
         self.update_in_backward = True
+        self.wide_products = False
+        """Whether products of 16-bit tensors are computed in fp32 (half_products.py)."""
         self._engine: StepEngine | None = None
         self._device_type = "cpu"
 
@@ -92,8 +95,16 @@ class AngelPTMPrecision(Precision):
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 
-    def attach(self, engine: StepEngine | None, device_type: str = "cpu", *, update_in_backward: bool = True) -> None:
+    def attach(
+        self,
+        engine: StepEngine | None,
+        device_type: str = "cpu",
+        *,
+        update_in_backward: bool = True,
+        wide_products: bool = False,
+    ) -> None:
         """Connects the plugin to the engine of this run, or to none."""
+        self.wide_products = wide_products
         self._engine = engine
         self._device_type = device_type
         self.update_in_backward = update_in_backward
@@ -115,12 +126,20 @@ class AngelPTMPrecision(Precision):
         return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.plan.compute)
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with self._dtypes(), self._products():
+            yield
+
+    def _dtypes(self) -> AbstractContextManager[Any]:
         if self.plan.mixed:
             return torch.autocast(self._device_type, dtype=self.plan.compute)
         if self.plan.compute is torch.float32:
             return nullcontext()
         return _DtypeContextManager(self.plan.compute)
+
+    def _products(self) -> AbstractContextManager[None]:
+        return wide_products() if self.wide_products else nullcontext()
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -142,7 +161,7 @@ class AngelPTMPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        with self._running().backward():
+        with self._running().backward(), self._products():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override

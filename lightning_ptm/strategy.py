@@ -44,6 +44,7 @@ from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommu
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
+from lightning_ptm.half_products import chosen_wide_products
 from lightning_ptm.interruption import TORN, Interruption
 from lightning_ptm.memory import FileOps
 from lightning_ptm.page_size import chosen_page_bytes
@@ -71,7 +72,12 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.watches import Watches, warn_of_gradients_in_pages, warn_of_recomputing_uncompiled
+from lightning_ptm.watches import (
+    Watches,
+    warn_of_gradients_in_pages,
+    warn_of_recomputing_uncompiled,
+    warn_of_wide_products_uncompiled,
+)
 
 
 class AngelPTMStrategy(ParallelStrategy):
@@ -110,6 +116,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._timeout = timeout
         self._page_bytes: int | None = None
         """What `page_size="auto"` has come to."""
+        self._wide_products: bool | None = None
+        """What `half_products="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
@@ -231,6 +239,9 @@ class AngelPTMStrategy(ParallelStrategy):
         if settings.page_size == "auto":  # once for all runs of this strategy
             self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, self.root_device)
             settings = dataclasses.replace(settings, page_size=self._page_bytes)
+        if self._wide_products is None:
+            compute = self.precision_plugin.plan.compute
+            self._wide_products = chosen_wide_products(settings, compute, self._communicator, self.root_device)
         request = self.request(trainer, settings)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
@@ -251,7 +262,10 @@ class AngelPTMStrategy(ParallelStrategy):
         self._interruption = Interruption(self._engine, self.lightning_module, self._saves)
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
-            self._engine, self.root_device.type, update_in_backward=blueprint.update_in_backward
+            self._engine,
+            self.root_device.type,
+            update_in_backward=blueprint.update_in_backward,
+            wide_products=self._wide_products,
         )
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
         self._watches = Watches(self._engine)
@@ -260,6 +274,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._watches.zero_grad_of_modules(self.lightning_module)
         if self.world_size > 1:
             self._watches.loops(trainer, self._meet_the_others)
+        if self._wide_products:
+            warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)

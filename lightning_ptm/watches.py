@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from lightning_ptm.averaging import Gathered, gather_for_averaging
@@ -117,6 +118,21 @@ def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precisio
             f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
             f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
             f"self.clip_gradients to clip, and trainer.strategy.gradient_norm(optimizer) for the norm"
+        )
+
+
+def warn_of_wide_products_uncompiled(module: LightningModule) -> None:
+    """Of compiled parts where products are wide (half_products.py): torch compiles nothing under a dispatch mode."""
+    compiled = [
+        name or type(each).__name__
+        for name, each in module.named_modules()
+        if isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
+    ]
+    if compiled:
+        rank_zero_warn(
+            f"{compiled[0]}{', ...' if len(compiled) > 1 else ''} will be computed without torch.compile, since products of "
+            f"16-bit tensors are computed in fp32 on this CPU; for compiled code, set precision='32-true', or "
+            f"half_products='native' (slower here)"
         )
 
 

@@ -28,6 +28,7 @@ from lightning_ptm.commands.sample import small_gpt
 from lightning_ptm.commands.update_rates import update_rates
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.half_products import products_here
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
@@ -254,7 +255,8 @@ def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     gradient = torch.randn(side, side, device=device).to(left.dtype)
 
     def multiply() -> None:
-        torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
+        with products_here(left.dtype, device):
+            torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
 
     return 6 * side**3 / _typical(multiply, device, effort.seconds)
 
@@ -267,7 +269,8 @@ def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
     gradient = torch.randn(shape, device=device).to(heads.dtype)
 
     def attend() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
+        with products_here(heads.dtype, device):
+            torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
 
     return 3 * 4 * heads.numel() * shape[2] / _typical(attend, device, effort.seconds)
 

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from lightning_ptm.commands.estimate import Work, estimate
+from lightning_ptm.half_products import products_here
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.units import discover
 
@@ -74,7 +75,8 @@ def small_gpt(device: torch.device, width: int, samples: int) -> Sample:
 
     def compute() -> None:
         model.zero_grad(set_to_none=False)
-        model.loss(batch).backward()
+        with products_here(torch.bfloat16, device):
+            model.loss(batch).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from products import products_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -192,12 +193,14 @@ class PlainLoop:
 
     def run(self, batches: Batches) -> Outcome:
         """Trains on the batches in order; once, for all tests that ask for the same loop over the same batches."""
-        if self.on_step is not None:
-            return self._trained(batches)
-        once = _outcome(self, batches, torch.get_num_threads())
+        with products_of(self.precision):
+            if self.on_step is not None:
+                return self.fresh(batches)
+            once = _outcome(self, batches, torch.get_num_threads())
         return Outcome(list(once.losses), dict(once.weights))
 
-    def _trained(self, batches: Batches) -> Outcome:
+    def fresh(self, batches: Batches) -> Outcome:
+        """Trains on the batches in order, with products as they are computed where this is called."""
         torch.manual_seed(0)
         module = self.build()
         module.configure_model()
@@ -274,7 +277,7 @@ class PlainLoop:
 @lru_cache(maxsize=64)
 def _outcome(loop: PlainLoop, batches: Batches, threads: int) -> Outcome:
     """Kernels round differently with another number of threads."""
-    return loop._trained(batches)
+    return loop.fresh(batches)
 
 
 def _unpacked(made: Any) -> tuple[list[Optimizer], Any]:

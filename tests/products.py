@@ -1,0 +1,15 @@
+"""Plain training beside a run: how products of 16-bit tensors are computed on this machine, as a run computes them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from lightning_ptm.half_products import products_here
+
+
+def products_of(precision: str) -> AbstractContextManager[None]:
+    """Inside, plain code computes products as a run of `precision` does."""
+    dtype = {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0], torch.float32)
+    return products_here(dtype, torch.device("cpu"))
