@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_ptm import ConfigError
@@ -25,6 +26,12 @@ from lightning_ptm import ConfigError
 from .outside_fit import OutsideFit
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
+BATCHES_TO_JUDGE_BY = 5
+"""So many batches, after the first, tell how long training will take."""
+
+WORTH_TELLING_S = 30.0
+"""Training that takes less is not announced."""
+
 LOG_INTERVAL_S = 0.5
 """Least time between two looks at the speed: logging costs a few hundred microseconds, too much for steps of a few
 milliseconds. In between, Lightning goes on showing and logging the last value."""
@@ -41,7 +48,8 @@ class _End:
 
 class Throughput(OutsideFit):
     """Logs `speed/tokens_per_s` and `speed/samples_per_s`, over all ranks, and shows the former in the progress bar as
-    `ktokens/s`. In validate, test and predict they are logged as `speed/tokens_per_s/<loop>`...
+    `ktokens/s`. After a few batches it says once how long training will take. In validate, test and predict they are
+    logged as `speed/tokens_per_s/<loop>`...
 
     The tokens of a batch are the elements of its first tensor, its samples that tensor's first dimension, and every rank is
     taken to have as many. For a model of images or tables the number of tokens reads as elements per second.
@@ -75,10 +83,12 @@ class Throughput(OutsideFit):
         self._rate: float | None = None
         self._rate_of: torch.dtype | None = None
         self._parameters = 0
+        self._told_how_long = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts parameters and, if asked to, measures the rate."""
         self._start(trainer, pl_module)
+        self._told_how_long = False
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As in training."""
@@ -112,11 +122,23 @@ class Throughput(OutsideFit):
     ) -> None:
         """Notes the batch, and now and then logs the speed, from the second batch of a window on."""
         numbers = self._numbers(trainer, batch, operations=6)
+        if not self._told_how_long and len(self._ends) > BATCHES_TO_JUDGE_BY:
+            self._told_how_long = True
+            self._tell_how_long(trainer)
         if numbers:
             pl_module.log_dict(numbers, batch_size=1)
             # The bar is narrow: three digits, in thousands, or it would show 2.16e+4.
             speed = float(f"{numbers['speed/tokens_per_s'] / 1000:.3g}")
             pl_module.log("ktokens/s", speed, prog_bar=True, logger=False, batch_size=1)
+
+    def _tell_how_long(self, trainer: Trainer) -> None:
+        batch_s = (self._ends[-1].at_s - self._ends[0].at_s) / (len(self._ends) - 1)
+        steps = trainer.estimated_stepping_batches - trainer.global_step
+        seconds = steps * trainer.accumulate_grad_batches * batch_s
+        if WORTH_TELLING_S <= seconds < math.inf:
+            rank_zero_info(
+                f"{steps:.0f} more steps take about {_duration(seconds)} at {batch_s:.2g} s a batch, validation not counted"
+            )
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
@@ -125,7 +147,9 @@ class Throughput(OutsideFit):
             self._rate = given
         elif self._rate is None or self._rate_of is not dtype:
             device = trainer.strategy.root_device
-            self._rate = measured_matrix_flops_per_s(device, dtype) if given == "measured" else _rate_in(given, dtype)
+            with trainer.precision_plugin.forward_context():  # as the run computes products
+                measured = measured_matrix_flops_per_s(device, dtype) if given == "measured" else None
+            self._rate = _rate_in(given, dtype) if measured is None else measured
             self._rate_of = dtype
 
     def _numbers(self, trainer: Trainer, batch: Any, operations: int) -> dict[str, float]:
@@ -184,6 +208,14 @@ def measured_matrix_flops_per_s(
         product[0, 0].item()  # waits for the device
         best_s = min(best_s, time.perf_counter() - started_s)
     return 2 * size**3 / best_s
+
+
+def _duration(seconds: float) -> str:
+    """`95` -> `1 min 40 s`, `7300` -> `2 h 1 min`; in steps that a guess deserves."""
+    minutes, rest = divmod(round(seconds, -1), 60)
+    if minutes < 60:
+        return f"{minutes:.0f} min {rest:.0f} s" if minutes else f"{rest:.0f} s"
+    return f"{minutes // 60:.0f} h {minutes % 60:.0f} min"
 
 
 def _rate_in(path: str, dtype: torch.dtype) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ptm import ConfigError
-from lightning_ptm.callbacks import Throughput, ThroughputMonitor
-from lightning_ptm.callbacks.throughput import _first_tensor, measured_matrix_flops_per_s
+from lightning_ptm.callbacks import Throughput, ThroughputMonitor, throughput
+from lightning_ptm.callbacks.throughput import _duration, _first_tensor, measured_matrix_flops_per_s
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,31 @@ def test_the_speed_is_logged_and_shown(tmp_path: Path) -> None:
     trainer.fit(BoringModel())
     assert trainer.callback_metrics["speed/tokens_per_s"] > 0
     assert "ktokens/s" in trainer.progress_bar_metrics
+
+
+def test_early_on_it_says_how_long_training_takes(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(throughput, "WORTH_TELLING_S", 0.0)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=10,
+        limit_val_batches=0,
+        callbacks=[Throughput()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(BoringModel())
+    told = [record.getMessage() for record in caplog.records if "more steps" in record.getMessage()]
+    assert len(told) == 1
+    assert re.fullmatch(r"4 more steps take about 0 s at \S+ s a batch, validation not counted", told[0]), told
+
+
+def test_how_durations_read() -> None:
+    texts = [_duration(seconds) for seconds in (34, 95, 599, 3600, 7300, 90000)]
+    assert texts == ["30 s", "1 min 40 s", "10 min 0 s", "1 h 0 min", "2 h 1 min", "25 h 0 min"]
 
 
 def test_samples_and_utilisation(strategy_at, board_trainer, model, data, board) -> None:

@@ -1,0 +1,44 @@
+# `make run` trains a small GPT, `make test` runs the tests. On a fresh Linux machine with Python nothing else is needed:
+# both install what they need in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
+# driver, else CPU). ARGS are passed on: make run ARGS=--trainer.max_steps=20, make test ARGS=tests/test_drawing.py
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
+
+pip := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+in_venv := PATH="$(abspath $(VENV))/bin:$$PATH"
+
+.PHONY: run test
+run: $(VENV)/.for-runs
+	$(in_venv) python main.py fit --config gpt.yaml $(ARGS)
+
+test: $(VENV)/.for-tests
+	$(in_venv) pytest -q -n 2 $(ARGS)
+
+$(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
+	$(pip) --editable .
+	@touch $@
+
+$(VENV)/.for-tests: pyproject.toml $(VENV)/.torch
+	$(pip) --editable ".[dev]"
+	@touch $@
+
+# Torch alone comes from the index of CPU builds; where that cannot be reached, from pip's own, which holds larger ones.
+$(VENV)/.torch: $(VENV)/bin/python
+	@if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then \
+		echo "installing $(TORCH) with CUDA: this machine has an NVIDIA driver"; \
+		$(pip) "$(TORCH)"; \
+	else \
+		echo "installing $(TORCH) for the CPU: this machine has no NVIDIA driver"; \
+		$(pip) --no-deps --retries 1 --timeout 30 --extra-index-url $(CPU_BUILDS) "$(TORCH)"; \
+	fi
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is missing or older than 3.11; name another one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments; install them first: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
