@@ -142,14 +142,10 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
             values[id(parameter)] = copy_of(name, value)
     if not keep:
         return {}
-    # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides); parameters
-    # in it are replaced by identity.
-    # It is filled in place: it also carries the modules' versions, which `load_state_dict` asks for.
-    state = module.state_dict(keep_vars=True)
-    for name, item in state.items():
-        if isinstance(item, Tensor):
-            state[name] = values[id(item)] if id(item) in values else item.detach()
-    return state
+    # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides), and its hooks may
+    # change values. It also carries the modules' versions, which `load_state_dict` asks for.
+    with engine.values.lent(values):
+        return module.state_dict()
 
 
 def load_module_state(engine: Engine, module: LightningModule, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -161,7 +157,14 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain()
     engine.executor.release_all()
-    named = module.state_dict(keep_vars=True)
+    # As a part of the module names its parameters itself, and otherwise as it would say, but for hooks that change values.
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    with engine.values.lent(None):
+        named |= {
+            name: item
+            for name, item in module.state_dict(keep_vars=True).items()
+            if name not in named or isinstance(item, torch.nn.Parameter)
+        }
     parameters = {id(parameter) for _, parameter in module.named_parameters()}
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
@@ -173,8 +176,9 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
             rest[name] = torch.empty_like(named[name], device="meta")
     with _frozen_copies(module):
         result = module.load_state_dict(rest, strict=strict)
+    missing = {id(named[name]) for name in result.missing_keys if name in named}
     for name, item in named.items():
-        if id(item) in parameters and name not in state and name not in result.missing_keys:
+        if id(item) in parameters and id(item) not in by_id and id(item) not in missing:
             raise ConfigError(
                 f"{name} is not in the checkpoint under this name and a hook of the module provides it while loading; pages "
                 f"cannot follow such hooks: rename the checkpoint's keys in on_load_checkpoint"

@@ -258,6 +258,7 @@ class AngelPTMStrategy(ParallelStrategy):
             events=events,
             expert_ranks=expert_ranks,
             progress=progress,
+            ranks_here=max(1, self.num_processes),
         )
         self._interruption = Interruption(self._engine, self.lightning_module, self._saves)
         self._began_with = weakref.ref(self.lightning_module)

@@ -73,7 +73,9 @@ class Machine:
         if tier is Tier.DISK or len(found) > 1:
             return None
         start_bytes = found[0].start_bytes if found else 0
-        return self.regions[tier].tensor[start_bytes : start_bytes + size_bytes].view(dtype)
+        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses ever after.
+        with torch.inference_mode(False):
+            return self.regions[tier].tensor[start_bytes : start_bytes + size_bytes].view(dtype)
 
     def byte_views(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> tuple[torch.Tensor, ...]:
         """uint8 views of a RAM tensor's bytes, one for each run of neighbouring pages."""

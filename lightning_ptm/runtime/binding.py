@@ -2,20 +2,24 @@
 
 Owns the link between one flat's layout and the parameters that are views of it. Knows tensors, never tiers or plans.
 
-I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, so
-that reading it shows and writing it raises: at once from torch, but for `fill_` and `zero_`, which raise at the next use.
-I2: shape and identity of a parameter never change; its dtype changes once, to the compute dtype.
+I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, and
+closed (closed.py): reading or writing it raises at once. I2: one whose flat holds no precise values, or values that an update
+may be changing, is closed, too, while nothing computes with it. I3: shape and identity of a parameter never change; its dtype
+changes once, to the compute dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.runtime.closed import ClosedParameter, closed_class
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class FlatBinding:
     """One flat of a unit and its parameters, in the order of the layout's slots.
 
     Args:
-        is_copy: the parameters are copies of masters, so what is written into them by hand would be lost.
+        is_copy: the parameters are copies of more precise ones, so what is written into them by hand would be lost.
+        closes: they may be read while they are used only (I2): see `open`.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class FlatBinding:
         device: torch.device,
         *,
         is_copy: bool = False,
+        closes: bool = False,
     ) -> None:
         if len(parameters) != len(layout.slots):
             raise InternalError(f"flat {layout.index} has {len(layout.slots)} slots and {len(parameters)} parameters")
@@ -54,17 +60,22 @@ class FlatBinding:
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
+        self.closes = closes
+        kinds = [type(parameter) for parameter in parameters]
+        self._open_kinds = [kind.opens_to if issubclass(kind, ClosedParameter) else kind for kind in kinds]
+        closed = {kind: closed_class(kind, self._refusal) for kind in dict.fromkeys(self._open_kinds)}
+        self._closed_kinds = [closed[kind] for kind in self._open_kinds]
+        # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
+        self._used = not closes
+        self._ended = False
+        self.lent = False
+        """Whether the parameters are in the user's hands, with storage that is not ours."""
 
     @property
     def bound(self) -> bool:
         return self._base is not None
-
-    @property
-    def released_address(self) -> int:
-        """Where the one NaN lies that all of the flat's released parameters show."""
-        return self._nan.data_ptr()
 
     def shape(self, slot: int) -> tuple[int, ...]:
         """The shape of the parameter of `slot`."""
@@ -77,19 +88,68 @@ class FlatBinding:
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
-        self._check_unwritten()
-        for slot, parameter in enumerate(self.parameters):
-            self._check_shape(slot)
-            parameter.data = self.view(full, slot)
+        with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+            for slot, parameter in enumerate(self.parameters):
+                self._check_shape(slot)
+                parameter.data = self.view(full, slot)
+            self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
-        self._versions = [parameter._version for parameter in self.parameters]
+        self.lent = False
+        self._change_kinds()
 
-    def unbind(self) -> None:
-        """Lets go of the flat; the parameters read as NaN until they are bound again."""
-        for slot, parameter in enumerate(self.parameters):
-            self._check_shape(slot)
-            parameter.data = self._nan.expand(self._shapes[slot])
+    def unbind(self, *, ended: bool = False) -> None:
+        """Lets go of the flat; the parameters cannot be read until they are bound again.
+
+        Args:
+            ended: which they will not be in this run.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot, (parameter, nothing) in enumerate(zip(self.parameters, self.nothing(), strict=True)):
+                self._check_shape(slot)
+                parameter.data = nothing
         self._base = None
+        self.lent = False
+        self._ended = ended
+        self._change_kinds()
+
+    def open(self) -> None:
+        """From here on the parameters are used: they can be read as long as they are bound."""
+        self._use(True)
+
+    def close(self) -> None:
+        """Nothing computes with the parameters: they cannot be read, where they are closed at all (I2)."""
+        self._use(not self.closes)
+
+    def _use(self, used: bool) -> None:
+        if used is not self._used:
+            self._used = used
+            self._change_kinds()
+
+    def _change_kinds(self) -> None:
+        is_open = self.lent or (self._used and self._base is not None)
+        for parameter, kind in zip(self.parameters, self._open_kinds if is_open else self._closed_kinds, strict=True):
+            parameter.__class__ = kind
+
+    def _refusal(self, given: tuple[Any, ...]) -> UsageError:
+        known = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
+        inside = (each for item in given for each in (item if isinstance(item, (list, tuple)) else (item,)))
+        slots = [known[id(each)] for each in inside if id(each) in known]
+        name = self.layout.slots[slots[0]].spec.name if slots else "a parameter"
+        if self._ended:
+            return UsageError(
+                f"{name} was read or written, and its values ended with its run, which could not put them back into the "
+                f"module; load them from a checkpoint"
+            )
+        kept = (
+            "of which the module has a copy, rounded or not up to date"
+            if self.bound
+            else "which are in pages elsewhere"
+        )
+        return UsageError(
+            f"{name} was read or written while nothing computes with its values, {kept}; read and edit weights inside "
+            f"`with trainer.strategy.gathered(module):` (write=False where you only read), or take module.state_dict(); "
+            f"compute with them by calling the module that they belong to, or choose other units=[...]"
+        )
 
     def check(self) -> None:
         """Refuses parameters that somebody else has given other storage (I1) or written to: the values would be lost.
@@ -98,22 +158,45 @@ class FlatBinding:
             UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
                 was written to in place. (A write through `parameter.data` leaves no trace.)
         """
-        for slot, parameter in enumerate(self.parameters):
-            self._check_shape(slot)
-            place = self.layout.slots[slot]
-            ours = self._nan if self._base is None else self._base[place.start :]
-            replaced = place.numel and parameter.data_ptr() != ours.data_ptr()
-            written = self._is_copy and self._base is not None and parameter._version != self._versions[slot]
-            if replaced or written:
-                raise UsageError(
-                    f"the data of parameter {place.spec.name} was {'replaced' if replaced else 'written to'}, and its "
-                    f"{'pages know' if replaced else 'fp32 master knows'} nothing of it, so the new values would be lost; "
-                    f"edit parameters inside `with strategy.gathered(module):`"
-                )
+        if self.lent:
+            raise UsageError(
+                f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
+                f"and not in pages; end the block before"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in range(len(self.parameters)):
+                self._check_parameter(slot)
+
+    def _check_parameter(self, slot: int) -> None:
+        self._check_shape(slot)
+        parameter, place = self.parameters[slot], self.layout.slots[slot]
+        ours = self._nan if self._base is None else self._base[place.start :]
+        replaced = place.numel and parameter.data_ptr() != ours.data_ptr()
+        written = self._is_copy and self._base is not None and parameter._version != self._versions[slot]
+        if replaced or written:
+            raise UsageError(
+                f"the data of parameter {place.spec.name} was {'replaced' if replaced else 'written to'}, and "
+                f"{'its pages' if replaced else 'the precise values'} know nothing of it, so the new values would be lost; "
+                f"edit parameters inside `with strategy.gathered(module):`"
+            )
+
+    def lend(self, values: Iterable[Tensor]) -> None:
+        """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.data = value
+        self.lent = True
+        self._change_kinds()
+
+    def nothing(self) -> list[Tensor]:
+        """Values of the right shapes that say nothing."""
+        return [self._nan.expand(shape) for shape in self._shapes]
 
     def restore(self, slot: int, value: Tensor) -> None:
         """Gives a parameter storage of its own again (end of a run)."""
-        self.parameters[slot].data = value
+        parameter = self.parameters[slot]
+        parameter.__class__ = self._open_kinds[slot]
+        parameter.data = value
 
     def pack(self, tensor: Tensor) -> Packed | None:
         """Names `tensor` if it lies inside the bound flat."""
@@ -135,16 +218,6 @@ class FlatBinding:
             raise InternalError(f"unit {packed.unit} is not gathered while a saved tensor of it is read")
         start = self._base.storage_offset() + packed.offset
         return torch.as_strided(self._base, packed.shape, packed.stride, start)
-
-    def _check_unwritten(self) -> None:
-        # Not on a GPU: it would stop the host.
-        if self._nan.device.type == "cpu" and not bool(self._nan.isnan()):
-            names = ", ".join(slot.spec.name for slot in self.layout.slots[:3])
-            self._nan.fill_(float("nan"))
-            raise UsageError(
-                f"a parameter among {names}... was written to (fill_, zero_, nn.init.zeros_...) while its pages were "
-                f"released, so the values are lost; edit parameters inside `with strategy.gathered(module):`"
-            )
 
     def _check_shape(self, slot: int) -> None:
         if tuple(self.parameters[slot].shape) != self._shapes[slot]:

@@ -103,6 +103,7 @@ class Blueprint:
 
     Attributes:
         dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
+        copies: whether the compute parameters of each flat are copies of more precise ones: of masters, or of the user's.
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
         pool_bytes: bytes to take per tier at the start.
@@ -121,6 +122,7 @@ class Blueprint:
     layout: ModelLayout
     dtypes: tuple[torch.dtype, ...]
     master_dtypes: tuple[torch.dtype | None, ...]
+    copies: tuple[bool, ...]
     traits: tuple[OptimizerTraits | None, ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
@@ -153,6 +155,14 @@ class Blueprint:
         most = max((2 * layout.full_pages(unit) + layout.shard_pages(unit) for unit in self.by_need), default=0)
         gradients = (layout.full_gradient_pages(unit) + layout.trainable_pages(unit) for unit in self.by_need)
         return (most + max(gradients, default=0)) * layout.page_size
+
+    def updates_late(self, unit: int, device: torch.device) -> bool:
+        """Whether a unit's update may still be under way when the optimizer's step has returned."""
+        if not any(flat.trainable for flat in self.layout.flats_of(unit)):
+            return False
+        if device.type == "cuda" or self.lock_free is not None:
+            return True
+        return self.placement.homes[unit].master is not Tier.DEVICE
 
     def planned(self, trace: Trace) -> Trace:
         """A trace without the ticks of units that are in no plan."""
@@ -305,6 +315,10 @@ def decide(
         layout=layout,
         dtypes=dtypes,
         master_dtypes=master_dtypes,
+        copies=tuple(
+            master is not None or (request.mixed and dtype.is_floating_point and dtype.itemsize < 4)
+            for dtype, master in zip(dtypes, master_dtypes, strict=True)
+        ),
         traits=traits,
         master_bytes_per_element=per_element,
         unified=unified,

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Agreement, Boundary, Communicator, Teams
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
@@ -45,6 +46,7 @@ from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.runtime.state_dicts import StateDicts
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
@@ -109,6 +111,7 @@ class Engine:
         events: where the parts tell what happens when.
         expert_ranks: how the ranks divide experts; asked for where the blueprint says that they do.
         progress: where long work tells how far it has come.
+        ranks_here: ranks that share this machine's RAM.
     """
 
     def __init__(
@@ -127,8 +130,10 @@ class Engine:
         events: Events | None = None,
         expert_ranks: ExpertRanks | None = None,
         progress: Progress | None = None,
+        ranks_here: int = 1,
     ) -> None:
         self.module = module
+        self._ranks_here = ranks_here
         self.blueprint = blueprint
         self.communicator = communicator
         self.device = device
@@ -245,8 +250,10 @@ class Engine:
             self.executor,
             self,
             recomputed_units(len(drawn.units), recompute),
-            frozenset(index for index in range(len(drawn.units)) if self._updates_late(index)),
             self.offload,
+        )
+        self._state_dicts = StateDicts(
+            [module for module in self.module.modules() if not self._always_readable(module)], self.readable
         )
         if drawn.experts is not None:
             assert self._agreement is not None and self._expert_ranks is not None
@@ -293,14 +300,6 @@ class Engine:
         homes = [flat.paged for kind in self.values.kinds_here(optimizers=True) for flat in kind.flats]
         on_disk = [(paged.dtype, paged.numel) for paged in homes if paged.tier is Tier.DISK]
         return Buffers(self.allocator, on_disk, self.updater.chunk_numel)
-
-    def _updates_late(self, unit: int) -> bool:
-        """Whether a unit's update may still be under way when `step` has returned."""
-        if not self.flats[unit]:
-            return False
-        if self.device.type == "cuda" or self.blueprint.lock_free is not None:
-            return True
-        return self.blueprint.placement.homes[unit].master is not Tier.DEVICE
 
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
@@ -363,6 +362,7 @@ class Engine:
         # All ranks that are here end the iteration before, and plan anew, together (executor I3).
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
+        self.executor.computation_begins(Phase.FORWARD)
         self._forward_root()
         self._inside = True
         try:
@@ -373,6 +373,7 @@ class Engine:
             raise
         finally:
             self._inside = False
+            self.executor.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
             self._reach(_STEP_ENDS)
             self.executor.end()
@@ -519,6 +520,7 @@ class Engine:
                 self.updates.skip(index)
                 return False
         self.updates.step(index, transform)
+        self.executor.updates_begin()
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
         return True
@@ -610,14 +612,42 @@ class Engine:
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
-        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`."""
+        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`.
+
+        Raises:
+            CapacityError: some rank's RAM has no room for them.
+        """
+        wanted = self._units_in(modules)
         self.drain()
         self.executor.release_all()
+        needed, free = self.values.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
+        if not self.all_ranks(needed <= free):
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise CapacityError(
+                f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
+                f"and {format_bytes(free)} are free, or too few on another rank; take part after part, such as "
+                f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
+            )
+        with self.values.gathered(wanted, write=write):
+            yield
+
+    def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}
-        wanted = {
+        return {
             unit.index for unit in self.blueprint.units if any(id(item.parameter) in inside for item in unit.parameters)
         }
-        with self.values.gathered(wanted, write=write):
+
+    def _always_readable(self, module: nn.Module) -> bool:
+        return all(self.stores[unit].readable for unit in self._units_in([module]))
+
+    @contextmanager
+    def readable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so at any
+        time. Collective otherwise. Raises as `gathered`."""
+        if self._always_readable(module):
+            yield
+            return
+        with self.gathered([module], write=False):
             yield
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -662,6 +692,7 @@ class Engine:
             if self.offload is not None:
                 steps.callback(self.offload.close)
             steps.callback(self.hooks.close)
+            steps.callback(self._state_dicts.close)
             if self.expert_groups is not None:
                 steps.callback(self.expert_groups.close)
 

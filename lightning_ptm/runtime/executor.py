@@ -7,7 +7,9 @@ farthest away (Belady). Never wrong, only slower; the next iteration is then pla
 I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
     tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
-I4: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
+I4: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
+    those of a unit whose updates no step waits for once somebody has waited for it there (`require`).
+I5: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
     somebody expects or calls them, and are the first to be given up.
 """
 
@@ -126,6 +128,8 @@ class Executor:
         self._to_plan: list[tuple[Mode, Trace]] = []
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._called: set[int] = set()
+        self._computing: set[Phase] = set()
+        self._closing = [store for store in stores if store.closes]
         self._expected: deque[int] = deque()
         self._open_tick: _OpenTick | None = None
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
@@ -225,9 +229,35 @@ class Executor:
         self._mode = None
         self._waiting = []
         self._expected.clear()
+        self._computing.clear()
         for store in self._stores:
             store.users = 0
             store.held = False
+            store.close()
+
+    def computation_begins(self, phase: Phase) -> None:
+        """Of a step, or of a backward pass: its code may read parameters that are there (I4)."""
+        self._computing.add(phase)
+        for store in self._closing:
+            if not store.late:
+                store.open()
+
+    def updates_begin(self) -> None:
+        """Of units, which an optimizer's step does not wait for: these have to be called, or held, to be read again."""
+        for store in self._closing:
+            if store.late and not store.users:
+                store.close()
+
+    def computation_ends(self, phase: Phase) -> None:
+        self._computing.discard(phase)
+        for store in self._closing if not self._computing else ():
+            if not store.users:
+                store.close()
+
+    @property
+    def computing(self) -> bool:
+        """Whether a step or a backward pass is in progress."""
+        return bool(self._computing)
 
     def enter(self, unit: int, phase: Phase) -> None:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
@@ -235,7 +265,7 @@ class Executor:
         self._go_round(unit, phase)
         self._reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
         store = self._stores[unit]
-        store.users += 1
+        self.use(unit)
         if phase is Phase.FORWARD:
             self._called.add(unit)
         if unit in self._by_need:
@@ -288,9 +318,18 @@ class Executor:
                 Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
             )
 
+    def use(self, unit: int) -> None:
+        """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
+        store = self._stores[unit]
+        store.users += 1
+        store.open()
+
     def leave(self, unit: int) -> None:
-        """The call that `enter` announced is over."""
-        self._stores[unit].users -= 1
+        """The call that `enter` or `use` announced is over."""
+        store = self._stores[unit]
+        store.users -= 1
+        if not store.users and not self._computing:
+            store.close()
         if self._tracing:
             self._tracer.observe()
 
@@ -322,13 +361,17 @@ class Executor:
 
     def require(self, unit: int) -> None:
         """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
+        store = self._stores[unit]
+        if store.lent:
+            return  # whole already, and the user's until the block ends
         started = time.perf_counter()
         self._finish_update(unit)
         self.pump()
         after_update = time.perf_counter()
         self.stall_s["update"] += after_update - started
-        store = self._stores[unit]
         self._tell_stall("update", store, started, after_update)
+        if self._computing:
+            store.open()
         if store.live:
             self.uses.kept += bool(store.flats)
             return

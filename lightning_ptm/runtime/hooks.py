@@ -39,6 +39,12 @@ _not_compiled = partial(
 """torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
 
 
+COPIED_IN_A_RUN = (
+    "a module whose parameters are in pages cannot be copied or pickled while a run is in progress; copy it before the run "
+    "(in __init__ or setup), or take its state_dict()"
+)
+
+
 class BackwardListener(Protocol):
     """Who is told of the backward pass."""
 
@@ -100,7 +106,6 @@ class Hooks:
         executor: is told of ticks.
         listener: is told of gradients.
         recompute: indices of the units whose activations are recomputed.
-        late: indices of the units whose updates may still be under way when the next forward begins.
         offload: takes activations to RAM; None: they stay.
     """
 
@@ -111,7 +116,6 @@ class Hooks:
         executor: Executor,
         listener: BackwardListener,
         recompute: frozenset[int],
-        late: frozenset[int] = frozenset(),
         offload: Offload | None = None,
     ) -> None:
         self._units = units
@@ -121,7 +125,6 @@ class Hooks:
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         self._recompute = Recompute(units[0].module, self._recompute_starts)
-        self._late = late
         self._saved = SavedTensors(stores, executor, offload)
         self._owned: dict[int, list[int]] = {}
         self._guarded: list[tuple[int, nn.Module]] = []
@@ -134,10 +137,7 @@ class Hooks:
 
     def __reduce__(self) -> NoReturn:
         # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
-        raise UsageError(
-            "a module whose parameters are in pages cannot be copied or pickled while a run is in progress; copy it before "
-            "the run (in __init__ or setup), or take its state_dict() inside `with strategy.gathered(module):`"
-        )
+        raise UsageError(COPIED_IN_A_RUN)
 
     def close(self) -> None:
         """Takes every hook off; the modules are as they were."""
@@ -158,6 +158,7 @@ class Hooks:
             watch.open_calls = watch.blind_calls = 0
             watch.recomputed = False
         self._in_pass = self._wrapped = False
+        self._executor.computation_ends(Phase.BACKWARD)
         for index, _ in self._guarded:
             self._executor.leave(index)
         self._guarded = []
@@ -202,7 +203,6 @@ class Hooks:
                 unit.module.register_forward_pre_hook(partial(_refuse_absent, unit.name), prepend=True)
             )
             return
-        resident = self._stores[unit.index].resident
         if unit.module._compiled_call_impl is not None and unit.index != 0:
             self._wrap_compiled_call(unit, recompute)
         elif unit.index != 0:
@@ -217,7 +217,8 @@ class Hooks:
             if recompute:
                 forward = self._recompute.of(unit, unit.module.forward)
                 self._restore.append(replace(unit.module, forward=forward))
-        if not resident or unit.index in self._late:
+        # Where parameters can be read at any time, nobody has to be told that a part of the unit is called by itself.
+        if not self._stores[unit.index].readable:
             for owner in unit.owners:
                 if owner is not unit.module or unit.index == 0:
                     self._guard(owner, unit.index)
@@ -274,13 +275,19 @@ class Hooks:
             self._before_forward(index, module, args, {})
             if not in_backward():
                 self._guarded.append((index, module))
+        if index == 0 and not self._executor.computing:
+            self._executor.use(0)
+            self._guarded.append((0, module))
 
     def _after_owner(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         while self._guarded and self._guarded[-1][1] is module and not in_backward():
             index, _ = self._guarded.pop()
-            self._after_forward(index, module, args, {}, output)
+            if index == 0:
+                self._executor.leave(0)
+            else:
+                self._after_forward(index, module, args, {}, output)
 
     @_not_compiled
     def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -339,6 +346,7 @@ class Hooks:
         if self._in_pass:
             return
         self._in_pass = True
+        self._executor.computation_begins(Phase.BACKWARD)
         for index, watch in enumerate(self._watches):
             watch.due = self._trained(index)
             watch.active = watch.using = watch.ended = watch.reentrant = False
@@ -437,4 +445,5 @@ class Hooks:
             if self._watches[index].active and not self._watches[index].ended:
                 self._end_unit(index)
         self._in_pass = False
+        self._executor.computation_ends(Phase.BACKWARD)
         self._listener.backward_ended()

@@ -49,6 +49,7 @@ class Pages:
         """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
         drawn = self._blueprint
         by_name = {item.name: item.parameter for item in drawn.units[unit].parameters}
+        late = drawn.updates_late(unit, self._device)
         flats = []
         for layout in drawn.layout.flats_of(unit):
             dtype = drawn.dtypes[layout.index]
@@ -57,7 +58,8 @@ class Pages:
                 [by_name[slot.spec.name] for slot in layout.slots],
                 dtype,
                 self._device,
-                is_copy=drawn.master_dtypes[layout.index] is not None,
+                is_copy=drawn.copies[layout.index],
+                closes=drawn.copies[layout.index] or (late and layout.trainable),
             )
             home = self._allocator.allocate(
                 f"flat {layout.index} parameters",
@@ -76,7 +78,7 @@ class Pages:
             )
             for layout in (drawn.whole_layout.flats_of(unit) if unit in drawn.absent else ())
         )
-        return UnitStore(drawn.units[unit], tuple(flats), tuple(absent))
+        return UnitStore(drawn.units[unit], tuple(flats), tuple(absent), late)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats."""

@@ -5,10 +5,9 @@ Owns the hooks on saved tensors that are in force during forward calls. Decides 
 I1: between `begin` and `end` a saved tensor that is a view of a flat of the unit, or of a unit whose call is around it,
 is packed as (unit, flat, offset, shape, stride) and read from whatever pages the flat has when backward wants it.
 I2: others' hooks on saved tensors keep their effect: what is no parameter of ours is handed on to the hooks around ours.
-I3: a released parameter is not saved: it is NaN, so what was computed from it is, too.
-I4: with `activations="host"`, what else a call of a unit saves is handed to runtime/offload.py, unless hooks of others are
+I3: with `activations="host"`, what else a call of a unit saves is handed to runtime/offload.py, unless hooks of others are
 in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
-I5: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
+I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
 recomputed forward must save the same.
 """
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.errors import InternalError
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload, Sent
@@ -77,15 +76,13 @@ class SavedTensors:
         self._stores = stores
         self._executor = executor
         self._offload = offload
-        released = [(store.unit, flat.binding) for store in stores for flat in store.flats if not flat.resident]
-        released += [(store.unit, binding) for store in stores for binding in store.absent]
-        self._released = {binding.released_address: (unit, binding.layout) for unit, binding in released}
+        self._any_to_name = any(not flat.resident for store in stores for flat in store.flats)
         self._scopes: list[_Scope] = []
 
     @property
     def any_to_name(self) -> bool:
         """Whether any parameter is ever released."""
-        return bool(self._released)
+        return self._any_to_name
 
     def hooks_in(self, unit: int) -> bool:
         """Whether there is anything to do for calls of a unit."""
@@ -129,16 +126,6 @@ class SavedTensors:
             packed = flat.binding.pack(tensor)
             if packed is not None:
                 return packed
-        released = self._released.get(tensor.data_ptr())
-        if released is not None:
-            unit, layout = released
-            sizes = sorted(tensor.shape)  # a linear layer saves its transposed weight
-            names = [slot.spec.name for slot in layout.slots if sorted(slot.spec.shape) == sizes]
-            raise UsageError(
-                f"a weight of {unit.name} ({type(unit.module).__name__}; one of {', '.join(names) or 'its parameters'}) is "
-                f"used outside a call of that module, where it is not fetched and reads as NaN; call the module, move that "
-                f"code into its forward, or choose other units=[...]"
-            )
         if outer is not None:
             return _HandedOn(outer[0](tensor), outer[1])
         return tensor if offload is None else offload.pack(tensor)

@@ -94,13 +94,18 @@ class FlatStore:
             self.bind_resident()
         return old
 
-    def rebind(self, whole: Tensor) -> None:
-        """Ends a stretch in which the parameters were somebody else's: `whole` (padded_numel,) has the values of home."""
+    def rebind(self, changed: Tensor | None) -> None:
+        """Ends a stretch in which the parameters were somebody else's.
+
+        Args:
+            changed: the new values of home, (padded_numel,); None: they are as they were.
+        """
         if self.resident:
             self.bind_resident()
         elif self.state is FullState.LIVE:
             full = self.full()
-            full.copy_(whole)
+            if changed is not None:
+                full.copy_(changed)
             self.binding.bind(full)
         else:
             self.binding.unbind()
@@ -239,18 +244,44 @@ class UnitStore:
 
     `users` counts calls in progress that need the unit gathered; `held` says that it stays until the iteration's end.
     `absent` are flats that this rank has no part in: those of an expert that other ranks hold. Their parameters are never
-    bound.
+    bound. `late` says that an update may be under way when the optimizer's step has returned.
     """
 
     unit: Unit
     flats: tuple[FlatStore, ...]
     absent: tuple[FlatBinding, ...] = ()
+    late: bool = False
     users: int = 0
     held: bool = False
 
     @property
     def resident(self) -> bool:
         return all(flat.resident for flat in self.flats)
+
+    @property
+    def closes(self) -> bool:
+        """Whether any of its parameters may be read while it computes only."""
+        return any(flat.binding.closes for flat in self.flats)
+
+    @property
+    def readable(self) -> bool:
+        """Whether its parameters may be read at any time, and are the precise ones then."""
+        return self.resident and not self.absent and not self.closes
+
+    @property
+    def lent(self) -> bool:
+        """Whether its parameters are in the user's hands (`gathered`)."""
+        return any(flat.binding.lent for flat in self.flats)
+
+    def open(self) -> None:
+        """Its parameters are used from here on, by whoever reads them."""
+        for flat in self.flats:
+            flat.binding.open()
+
+    def close(self) -> None:
+        """Nobody uses them any more: see `FlatBinding.close`."""
+        for flat in self.flats:
+            flat.binding.close()
 
     @property
     def live(self) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.store import FlatStore, UnitStore
@@ -146,6 +146,8 @@ class Values:
             for update in self._updates.values()
         )
         self._originals: dict[int, Tensor] = {}
+        self._read_only: set[int] = set()
+        """Units, by index, that are gathered, and whose edits are not kept."""
 
     # -- first values -------------------------------------------------------------------------------------------------
 
@@ -392,24 +394,51 @@ class Values:
 
     # -- by hand ------------------------------------------------------------------------------------------------------
 
+    def bytes_to_lend(self, wanted: Collection[int]) -> int:
+        """RAM that `gathered` takes for these units, at most."""
+        sizes = [
+            self._precise_bytes(binding, flat)
+            for store in self._stores
+            if store.unit.index in wanted
+            for binding, flat in _all_flats(store)
+            if not binding.lent
+        ]
+        return sum(sizes) + max(sizes, default=0)  # one flat twice while it is read
+
     @contextmanager
     def gathered(self, wanted: Collection[int], *, write: bool) -> Iterator[None]:
-        """The parameters of the units in `wanted` whole inside the block, in their precise dtype.
+        """The parameters of the units in `wanted` whole inside the block, in their precise dtype. Those that a block around
+        this one has gathered already are what they are there.
 
         Args:
             write: edits are kept: those of rank 0, on all ranks.
+
+        Raises:
+            UsageError: edits are to be kept, and a block around this one does not keep them.
         """
         chosen = [store for store in self._stores if store.unit.index in wanted]
+        forgets = [store.unit.name or "the root" for store in chosen if write and store.unit.index in self._read_only]
+        if forgets:
+            raise UsageError(
+                f"gathered(write=True) inside of gathered(write=False): edits of {', '.join(forgets[:3])} would be lost; "
+                f"give the outer block write=True"
+            )
         wholes: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
-        for store in chosen:
-            for binding, flat in _all_flats(store):
-                whole = self._precise_of(store, binding, flat).clone()
-                wholes.append((binding, flat, whole))
-                for slot in range(len(binding.parameters)):
-                    binding.restore(slot, binding.view(whole, slot))
+        lent: set[int] = set()
         try:
+            for store in chosen:
+                flats = [(binding, flat) for binding, flat in _all_flats(store) if not binding.lent]
+                if flats:
+                    lent.add(store.unit.index)
+                for binding, flat in flats:
+                    whole = self._precise_of(store, binding, flat).clone()
+                    wholes.append((binding, flat, whole))
+                    binding.lend(binding.view(whole, slot) for slot in range(len(binding.parameters)))
+            if not write:
+                self._read_only |= lent
             yield
         finally:
+            self._read_only -= lent
             for binding, flat, whole in wholes:
                 if write:
                     self._collect_edits(binding, whole)
@@ -420,18 +449,45 @@ class Values:
                 if flat is None:
                     binding.unbind()
                 else:
-                    flat.rebind(whole)
+                    flat.rebind(whole if write else None)
+
+    @contextmanager
+    def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
+        """Inside the block every parameter has its value of `values`, by id of parameter, to be read; with None: can be read
+        by those who ask for its name alone, and is NaN."""
+        bindings = [(binding, flat) for store in self._stores for binding, flat in _all_flats(store)]
+        if any(binding.lent for binding, _ in bindings):
+            raise UsageError(
+                "a checkpoint cannot be made inside of `with strategy.gathered(module):`; end the block before"
+            )
+        try:
+            for binding, _ in bindings:
+                binding.lend(binding.nothing() if values is None else [values[id(each)] for each in binding.parameters])
+            yield
+        finally:
+            for binding, flat in bindings:
+                if flat is None:
+                    binding.unbind()
+                else:
+                    flat.rebind(None)
 
     def restore(self) -> None:
         """Gives every parameter storage of its own with its precise value: the module as the user knows it."""
+        slots = {
+            id(parameter): (binding, slot)
+            for store in self._stores
+            for binding, _ in _all_flats(store)
+            for slot, parameter in enumerate(binding.parameters)
+        }
         for _, parameter, value in self.parameters():
-            parameter.data = value.clone() if id(parameter) not in self._originals else value
+            binding, slot = slots[id(parameter)]
+            binding.restore(slot, value.clone() if id(parameter) not in self._originals else value)
 
     def let_go(self) -> None:
-        """Parameters name no page any more; they read as NaN."""
+        """Parameters name no page any more, and cannot be read."""
         for store in self._stores:
             for binding, _ in _all_flats(store):
-                binding.unbind()
+                binding.unbind(ended=True)
 
     # -- this rank's own ----------------------------------------------------------------------------------------------
 

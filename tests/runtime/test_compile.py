@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from lightning_ptm import ConfigError, UsageError
+from lightning_ptm import ConfigError
 
 BATCHES = tokens(3)
 Compile = Callable[[Any], Any]
@@ -239,5 +239,5 @@ class BorrowsALayer(AFunctionOfTheStep):
 
 def test_a_layer_of_a_unit_called_from_another_compiled_function_is_refused(strategy_at) -> None:
     fit(BorrowsALayer, strategy_at("ram")).assert_equal(fit(BorrowsALayer, "auto"))
-    with pytest.raises(UsageError, match=r"weight of blocks\.0 .*outside a call of that module"):
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.weight was read or written"):  # torch wraps ours
         fit(BorrowsALayer, strategy_at("three_tiers", **SMALL))

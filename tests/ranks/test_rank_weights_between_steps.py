@@ -1,0 +1,107 @@
+"""`state_dict()` between steps on two ranks: what DDP has, on every rank that asks; asked for on one rank alone it ends the
+run on both, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rank_harness import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy, UsageError
+
+HOMES: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "all_on_disk": {"master_home": "disk", "parameter_home": "disk"},
+    "lock_free": {"lock_free": True, "max_staleness": 0},
+}
+Notes = list[dict[str, Tensor]]
+
+
+class Block(nn.Module):
+    """A unit: more than 4096 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x))
+
+
+class Net(L.LightningModule):
+    """Notes its state dict behind each step and at the end, on all ranks or on the first alone."""
+
+    def __init__(self, *, alone: bool = False, closed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 8)
+        self.alone = alone
+        self.closed = closed
+        self.notes: Notes = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return self.head(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def note(self) -> None:
+        if not self.alone or self.trainer.is_global_zero:
+            self.notes.append({name: value.detach().clone() for name, value in self.state_dict().items()})
+        if self.closed:
+            with pytest.raises(UsageError, match=r"head.weight was read or written"):
+                self.head.weight.norm()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note()
+
+    def on_train_end(self) -> None:
+        self.note()
+
+
+def fitted(strategy: Any, **options: Any) -> Notes:
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    module = Net(**options)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="32-true", **quiet)
+    trainer.fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return module.notes
+
+
+def everything(folder: Path) -> tuple[Notes, dict[str, Notes], str]:
+    theirs = fitted("ddp")
+    ours = {
+        home: fitted(AngelPTMStrategy(page_size="64KiB", poison=True, disk_path=folder, **settings), closed=True)
+        for home, settings in HOMES.items()
+    }
+    try:
+        fitted(AngelPTMStrategy(page_size="64KiB", disk_path=folder), alone=True)
+    except Exception as error:
+        return theirs, ours, str(error)
+    return theirs, ours, ""
+
+
+def test_state_dicts_on_two_ranks(disk: Path) -> None:
+    for rank, (theirs, ours, error) in enumerate(run_ranks(everything, 2, disk)):
+        assert len(theirs) == 3
+        for home, notes in ours.items():
+            assert len(notes) == 3, home
+            for mine, plain in zip(notes, theirs, strict=True):
+                assert list(mine) == list(plain)
+                assert all(torch.equal(mine[name], plain[name]) for name in plain), home
+        assert "reads, edits or saves weights" in error and "wait for each other for ever" in error, (rank, error)
