@@ -25,6 +25,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
@@ -203,8 +204,16 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
+        if self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally:
+            return
+        if _IS_INTERACTIVE:
+            raise ConfigError(
+                f"{self.num_processes * self.num_nodes} ranks cannot be started from a notebook or an interactive Python: "
+                f"each is a process that runs the same script again, and there is no script; use devices=1 here, or put the "
+                f"run into a script"
+            )
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
