@@ -3,12 +3,15 @@
 LightningCLI with five additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
 `configs/`, the config of a run may be written over the one of an earlier run in the same folder, `fit` ends by printing
 its losses and its checkpoint, and there are commands beside those of the Trainer (COMMANDS).
+
+What jsonargparse says differs between its versions; the oldest and the newest that pyproject.toml allows are tested.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -18,13 +21,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning
+import torch
 from jsonargparse import Namespace, auto_cli
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_ptm
 from lightning_ptm.commands.export import export
 from lightning_ptm.commands.generate import generate
 from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
@@ -34,6 +42,7 @@ from lightning_ptm.commands.probe import probe
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
+from lightning_ptm.habits import unknown_setting
 from lightning_ptm.strategy import AngelPTMStrategy
 
 CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
@@ -50,6 +59,9 @@ LIBRARIES = frozenset(
 )
 """Modules, beside Python's own, that are not the user's code: what they raise is about what they were given."""
 
+_NAMED_CHECKPOINTS = ("best", "last", "hpc")
+"""Those that Lightning finds itself."""
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "generate": generate,
@@ -65,8 +77,29 @@ no default, as `NAME`.
 """
 
 
+class _OwnError(BaseException):
+    """What the constructor of a model or of data has raised, on its way through jsonargparse, which takes an `Exception` for
+    a value that some type did not want and, before 4.49, forgets it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
 class Parser(LightningArgumentParser):
     """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it."""
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Adds one whose errors pass as they are (`_OwnError`)."""
+
+        @functools.wraps(instantiator)  # whose signature is asked for
+        def passing(*given: Any, **named: Any) -> Any:
+            try:
+                return instantiator(*given, **named)
+            except Exception as error:
+                raise _OwnError(error) from error
+
+        super().add_instantiator(passing, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2 and the mistake on standard error."""
@@ -79,10 +112,13 @@ class Parser(LightningArgumentParser):
         self.exit(2)
 
 
-_REFUSED_NAME = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
+_REFUSED_NAME = re.compile(
+    r"Problem with given class_path '([\w.]+)':\s+(?:Option '([\w.]+)' is not accepted|"
+    r"Validation failed: Key '([\w.]+)' is not expected)"
+)
 _REFUSED_VALUE = re.compile(r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(Expected .*)")
 _UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
-_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
+_UNKNOWN_OPTION = re.compile(r"[Uu]nrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
 
 
 def _in_short(message: str, options: Sequence[str]) -> str:
@@ -93,8 +129,8 @@ def _in_short(message: str, options: Sequence[str]) -> str:
         message: jsonargparse's. options: of the command line, as `--name`.
     """
     if (found := _REFUSED_NAME.search(message)) is not None:
-        path, name = found.groups()
-        return f"{path} has no setting {name!r}{_nearest(name, _settings_of(path))}"
+        path, name = found[1], found[2] or found[3]
+        return f"{path} has no setting {name!r}{_instead(path, name)}"
     if (found := _REFUSED_VALUE.search(message)) is not None:
         path, name, problem = found.groups()
         return f"{path}: {name}: {problem.rstrip('.')}"
@@ -114,14 +150,14 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _settings_of(path: str) -> list[str]:
-    """Names of what a class takes."""
-    module, _, name = path.rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    if found is None:
-        return []
-    ours = dataclasses.fields(Settings) if found is AngelPTMStrategy else ()
-    return [*inspect.signature(found).parameters, *(field.name for field in ours)]
+def _instead(path: str, name: str) -> str:
+    """What to give in place of a setting that the class of this path does not have, as far as that is known."""
+    module, _, class_name = path.rpartition(".")
+    found = getattr(sys.modules.get(module), class_name, None)
+    known = [] if found is None else list(inspect.signature(found).parameters)
+    if found is AngelPTMStrategy:
+        return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
+    return _nearest(name, known)
 
 
 class PTMCommandLine(LightningCLI):
@@ -162,17 +198,27 @@ class PTMCommandLine(LightningCLI):
             except ConfigError as error:
                 # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
                 self.parser.error(str(error))
+        for problem in (_no_accelerator(self._get(self.config, "trainer.accelerator")), self._no_checkpoint()):
+            if problem:
+                self.parser.error(problem)
         try:
             super().instantiate_classes()
-        except ValueError as error:
-            # The same for those of models and data, whose own words are at the bottom of what jsonargparse makes of them;
-            # not for what the user's code has made of one of ours: these words are the user's.
-            cause: BaseException = error
-            while cause.__cause__ is not None and _modules_of(cause)[-1:] == ["jsonargparse"]:
-                cause = cause.__cause__
-            if not isinstance(cause, ConfigError):
+        except _OwnError as passed:
+            raise passed.error from passed.error.__cause__
+        except (MisconfigurationException, ValueError) as error:
+            modules = _modules_of(error)
+            if modules[-1] != "lightning" or set(modules) - sys.stdlib_module_names - LIBRARIES:
                 raise
-            raise cause from cause.__cause__
+            self.parser.error(" ".join(str(error).split()))  # what Lightning says of the Trainer's arguments
+
+    def _no_checkpoint(self) -> str:
+        """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
+        given = self._get(self.config, "ckpt_path")
+        if not isinstance(given, str) or given in _NAMED_CHECKPOINTS or ":" in given or Path(given).exists():
+            return ""
+        there = sorted(path.name for path in Path(given).parent.glob("*.ckpt"))
+        known = f"; there are {', '.join(there[-3:])}" if there else ""
+        return f"--ckpt_path: there is no checkpoint {given}{known}"
 
     @rank_zero_only
     def after_fit(self) -> None:
@@ -193,6 +239,20 @@ class PTMCommandLine(LightningCLI):
             return
         unigram = f"; unigram model of the same text: {text.unigram_loss:.4f}{unit}" if text is not None else ""
         print(f"validation loss: {float(metrics['val_loss']):.9g}{unit}{unigram}")
+
+
+def _no_accelerator(given: object) -> str:
+    """Why a run cannot have the accelerator that was given by name; empty if it can, or Lightning says it well enough."""
+    names = {"gpu": ("cuda", "mps")}.get(str(given), (str(given),))
+    if not isinstance(given, str) or any(name not in AcceleratorRegistry for name in names):
+        return ""
+    if any(AcceleratorRegistry[name]["accelerator"].is_available() for name in names):
+        return ""
+    seen = (
+        "is built without CUDA" if torch.version.cuda is None else "sees no GPU (is there a driver? `nvidia-smi` tells)"
+    )
+    why = f"torch {torch.__version__} {seen}" if "cuda" in names else "this machine has none"
+    return f"--trainer.accelerator={given}: {why}; leave it out to take what there is, or give cpu"
 
 
 def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
@@ -260,7 +320,7 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
 
     `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
     """
-    settings.setdefault("parser_kwargs", {"epilog": _own_commands_help()})
+    settings.setdefault("parser_kwargs", {"epilog": _own_commands_help(), "version": _versions()})
     settings.setdefault("parser_class", Parser)
     return PTMCommandLine(
         LightningModule,
@@ -271,6 +331,11 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
         args=args,
         **settings,
     )
+
+
+def _versions() -> str:
+    """What `--version` prints."""
+    return f"{lightning_ptm.__version__} (torch {torch.__version__}, lightning {lightning.__version__})"
 
 
 def _own_commands_help() -> str:

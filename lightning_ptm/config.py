@@ -7,13 +7,14 @@ engine from the machine; nothing else reads the machine.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
+from lightning_ptm.habits import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 MIN_PAGE_BYTES = 64 * 1024
@@ -246,12 +247,11 @@ class Settings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Builds settings from keywords; a name that does not exist is refused with the nearest one that does."""
+        """Builds settings from keywords; a name that does not exist is refused with what to give instead."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+                hint = unknown_setting(name, known) or f"the settings are {', '.join(known)}"
                 raise ConfigError(f"AngelPTMStrategy has no setting {name!r}; {hint}")
         return cls(**values)
 
@@ -308,6 +308,32 @@ class Settings:
         if match is None or int(match.group(1)) < 1:
             raise ConfigError(f"recompute={self.recompute!r}: use 'none', 'all', or 'every 2nd', 'every 3rd', ...")
         return int(match.group(1))
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def listing_settings(cls: _Class) -> _Class:
+    """Class decorator: `**settings` of the constructor become the settings, by name, with default and description, in what
+    `help`, completion and LightningCLI read. The line `settings: ...` of the docstring's Args is where they go."""
+    init = cls.__init__  # type: ignore[misc]  # of this class, as it is decorated
+    types = get_type_hints(Settings)
+    own = inspect.signature(init)
+    init.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[
+            *(each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD),
+            *(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
+                )
+                for field in dataclasses.fields(Settings)
+            ),
+        ]
+    )
+    if cls.__doc__ and Settings.__doc__:  # not under python -OO
+        described = Settings.__doc__.partition("Args:\n")[2].rstrip()
+        cls.__doc__ = re.sub(r"^ *settings: .*$", lambda _: described, cls.__doc__, flags=re.MULTILINE)
+    return cls
 
 
 def home_tier(home: Home) -> Tier | None:

@@ -34,7 +34,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -42,7 +42,7 @@ from typing_extensions import override
 from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
-from lightning_ptm.config import Settings
+from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.half_products import chosen_wide_products
@@ -64,6 +64,7 @@ from lightning_ptm.runtime.inspection import (
     planned_bytes,
     rooms,
     states_at_home,
+    states_in_words,
 )
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
@@ -81,6 +82,7 @@ from lightning_ptm.watches import (
 )
 
 
+@listing_settings
 class AngelPTMStrategy(ParallelStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
 
@@ -102,9 +104,7 @@ class AngelPTMStrategy(ParallelStrategy):
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         **settings: Any,
     ) -> None:
-        self.settings = (
-            Settings(**settings) if set(settings) <= set(Settings.__dataclass_fields__) else Settings.of(settings)
-        )
+        self.settings = Settings.of(settings)
         self._connected: LightningModule | None = None
         super().__init__(
             accelerator=accelerator,
@@ -291,6 +291,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._watches.links(trainer, self._link_checkpoint)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
+        rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self._engine)}")
         self.barrier()
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:

@@ -302,9 +302,18 @@ def read(path: Path) -> Node:
         ConfigError: names the file, the field, and what it should be.
     """
     try:
-        document = yaml.safe_load(path.read_text())
+        return parsed(path.read_text(), path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a hardware file ({error}); give a YAML file") from error
+
+
+def parsed(text: str, path: Path) -> Node:
+    """What a hardware file says, checked; `path` is how errors name it.
+
+    Raises:
+        ConfigError: as `read`; YAMLError: it is no YAML.
+    """
+    document = yaml.safe_load(text)
     if not isinstance(document, Mapping):
         raise ConfigError(f"{path} is no hardware file: it should have fields such as {FIELDS[0]}: cuda")
     for name in document:

@@ -19,6 +19,7 @@ from lightning_ptm.commands.estimate import resized, sample_count, token_count
 from lightning_ptm.commands.forecast import Forecast, homes_of, tiers_of
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
+from lightning_ptm.commands.probe import quick_measure
 from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
@@ -34,6 +35,8 @@ from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
 from lightning_ptm.terms import Tier
+
+_THIS_MACHINE = Path("this machine")
 
 _DEVICE_SHARES = 16
 """`device_memory` is looked for among so many equal parts of a device's memory."""
@@ -51,7 +54,7 @@ def plan(
     timeline: Path | None = None,
     plot: Path | None = None,
 ) -> None:
-    """Tells whether a config fits on machines that you do not have, and how fast a step would be.
+    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
 
     Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
     lightning_ptm/commands/estimate.py for what is counted. Callbacks of the config are not asked whether they read
@@ -59,7 +62,8 @@ def plan(
 
     Args:
         config_file: a config file of `fit`; a bare name is looked up among the installed ones.
-        hardware: a hardware file, or the name of one in configs/hardware/.
+        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
+            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
         nodes: machines of this kind.
         batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
         strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
@@ -70,8 +74,6 @@ def plan(
         timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
         plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
     """
-    if hardware is None:
-        raise ConfigError(f"plan needs --hardware: a hardware file, or one of {', '.join(machines.installed())}")
     if plot is not None:
         check_target(plot, "plot")
     if timeline is not None:
@@ -109,7 +111,7 @@ def plan(
 
 def forecast(
     config_file: str | Path,
-    hardware: str,
+    hardware: str | None,
     nodes: int = 1,
     batch_size: str | int | None = None,
     strategy: Mapping[str, Any] | None = None,
@@ -124,11 +126,15 @@ def forecast(
         ConfigError: config, hardware file or an argument that cannot work.
         CapacityError: model states fit in no placement; says which number decides.
     """
-    node = machines.read(machines.find(hardware))
     if nodes < 1:
         raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
     wanted = _wanted_batch(batch_size)
     settings = dict(strategy or {})
+    document = read_config(Path(config_file))
+    if hardware is None:
+        node = machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE)
+    else:
+        node = machines.read(machines.find(hardware))
     goal = device_memory if device_memory in ("best", "least") else None
     if device_memory is not None and goal is None:
         try:
@@ -139,7 +145,6 @@ def forecast(
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
-    document = read_config(Path(config_file))
     node.rates(nodes)  # what it lacks is found before anything is built
     if largest is None:
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
@@ -290,6 +295,15 @@ class _Question:
         sizes = [self._node.device_memory * part // _DEVICE_SHARES for part in range(1, _DEVICE_SHARES)]
         settings = self._run.request.settings
         return [(dataclasses.replace(settings, device_memory=size), size) for size in sizes]
+
+
+def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The folders of the disk tier that a run would have, the current one where nobody names any."""
+    given = (document.get("trainer") or {}).get("strategy")
+    ours = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
+    settings = Settings.of({**ours, **changed})
+    on_disk = "disk" in (settings.parameter_home, settings.wanted_master_home)
+    return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
 
 
 def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:

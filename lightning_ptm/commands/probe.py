@@ -104,6 +104,11 @@ def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
     print(text)
 
 
+def quick_measure(paths: Sequence[Path]) -> str:
+    """What `probe --quick` prints of this process's machine, with these folders for the disk tier. Raises as `measure`."""
+    return _watched(paths, QUICK)
+
+
 def _watched(paths: Sequence[Path], effort: Effort, ranks: Ranks | None = None) -> str:
     """`measure`, with a bar on a terminal."""
     with Progress().parts("probe", _parts(paths, ranks)) as begins:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from lightning_ptm.config import format_bytes
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
@@ -87,6 +88,26 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
         StateBytes(states, tier.name.lower(), bytes_of[states, tier], len(units_of[states, tier]))
         for states, tier in keys
     )
+
+
+def states_in_words(engine: Engine) -> str:
+    """`states_at_home` in a phrase: `148 KiB of model states: 50 KiB in RAM (parameters), 99 KiB on disk in ...`."""
+    rows = states_at_home(engine)
+    ranks = engine.communicator.world_size
+    device = "in RAM" if engine.blueprint.unified else f"in the device tier ({engine.device})"
+    places = {
+        "device": device,
+        "host": "in RAM",
+        "disk": f"on disk in {', '.join(map(str, engine.disk_paths))}",
+    }
+    parts = []
+    for tier, place in places.items():
+        here = [row for row in rows if row.tier == tier]
+        if here:
+            size = format_bytes(sum(row.bytes for row in here))
+            parts.append(f"{size} {place} ({', '.join(row.states for row in here)})")
+    whose = f" (rank {engine.communicator.rank} of {ranks})" if ranks > 1 else ""
+    return f"{format_bytes(sum(row.bytes for row in rows))} of model states{whose}: {', '.join(parts)}"
 
 
 def rooms(engine: Engine) -> tuple[TierRoom, ...]:

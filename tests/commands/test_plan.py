@@ -474,7 +474,6 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "plan needs --hardware.*h200_x1"),
         (["--hardware", "no-such"], "no hardware file 'no-such'"),
         (["--hardware", "h200_x1", "--nodes", "0"], "nodes is 0"),
         (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),

@@ -1,0 +1,168 @@
+"""Settings of other libraries by which people ask for what angel_ptm does too, and what to give it instead.
+
+Knows names and sentences. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """Settings that ask for one thing.
+
+    Attributes:
+        names: as they are spelt there.
+        libraries: whose they are.
+        instead: what to do here; an imperative.
+    """
+
+    names: tuple[str, ...]
+    libraries: str
+    instead: str
+
+
+_SHARDED = "leave it out: parameters, gradients and optimizer states are always divided over all ranks"
+_PLANNED = "leave it out: the plan decides what is moved when, from a traced iteration"
+
+HABITS = (
+    Habit(
+        ("offload_optimizer", "offload_optimizer_device", "optimizer_offload", "offload_optim_frac"),
+        "DeepSpeed's and Accelerate's",
+        "give master_home='host' for fp32 parameters and moments in RAM, or master_home='disk' and a disk_path; 'auto' keeps "
+        "on the device what fits",
+    ),
+    Habit(
+        ("offload_parameters", "offload_params", "offload_params_device", "offload_param", "offload_param_device"),
+        "DeepSpeed's and Accelerate's",
+        "give parameter_home='host', or parameter_home='disk' and a disk_path; 'auto' keeps on the device what fits",
+    ),
+    Habit(
+        ("cpu_offload", "fsdp_offload_params", "offload_to_cpu", "offload_policy", "remote_device", "placement_policy"),
+        "FSDP's and Accelerate's",
+        "give parameter_home='host' and master_home='host', or leave both at 'auto': what the device cannot hold goes to RAM",
+    ),
+    Habit(
+        ("nvme_path", "offload_folder", "offload_dir", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+        "DeepSpeed's and Accelerate's",
+        "give disk_path='/my/disk', and master_home='disk' to keep fp32 parameters and moments there",
+    ),
+    Habit(("stage", "zero_stage", "zero_optimization", "zero3_init_flag"), "DeepSpeed's and Accelerate's", _SHARDED),
+    Habit(
+        (
+            *("sharding_strategy", "fsdp_sharding_strategy", "reshard_after_forward", "data_parallel_size"),
+            *("device_mesh", "use_orig_params", "sync_module_states", "fsdp_version"),
+        ),
+        "FSDP's and Accelerate's",
+        _SHARDED,
+    ),
+    Habit(
+        (
+            *("auto_wrap_policy", "fsdp_auto_wrap_policy", "wrap_policy", "ignored_modules"),
+            *("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap", "no_split_module_classes"),
+        ),
+        "FSDP's and Accelerate's",
+        "give units=['Block'] with the class names of what is fetched together; 'auto' takes the elements of ModuleList and "
+        "Sequential",
+    ),
+    Habit(
+        (
+            *("activation_checkpointing", "activation_checkpointing_policy", "fsdp_activation_checkpointing"),
+            *("gradient_checkpointing", "use_gradient_checkpointing", "checkpoint_activations"),
+        ),
+        "FSDP's and Accelerate's",
+        "give recompute='all', or 'every 2nd'",
+    ),
+    Habit(
+        ("cpu_checkpointing", "partition_activations", "offload_activations", "activation_offload"),
+        "DeepSpeed's",
+        "give activations='host'",
+    ),
+    Habit(
+        ("mixed_precision", "fp16", "bf16", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"),
+        "FSDP's and DeepSpeed's",
+        "give the Trainer precision='bf16-mixed' or '16-mixed'",
+    ),
+    Habit(
+        ("max_memory", "device_map"),
+        "Accelerate's",
+        "give device_memory='20GiB' and host_memory='64GiB', and parameter_home to say where parameters live",
+    ),
+    Habit(
+        ("pin_memory", "force_pin_memory"),
+        "DeepSpeed's",
+        "leave it out: pages in RAM are page-locked wherever there is a GPU",
+    ),
+    Habit(
+        ("max_in_cpu", "params_buffer_size", "params_buffer_count", "optimizer_buffer_count", "sub_group_size"),
+        "DeepSpeed's",
+        "give host_memory='64GiB' for what pages may take of RAM, and staging_memory for those between disk and update",
+    ),
+    Habit(
+        (
+            *("overlap_comm", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "overlap_events"),
+            *("allgather_bucket_size", "reduce_bucket_size", "bucket_cap_mb", "contiguous_gradients"),
+            *("allgather_partitions", "reduce_scatter", "block_size", "queue_depth", "thread_count", "single_submit"),
+        ),
+        "DeepSpeed's and FSDP's",
+        _PLANNED,
+    ),
+    Habit(
+        ("save_distributed_checkpoint", "fsdp_state_dict_type", "zero3_save_16bit_model", "load_full_weights"),
+        "FSDP's and DeepSpeed's",
+        "give state_dict_type='full' for one file, or 'sharded' for a folder that all ranks write; `lightning-ptm export` "
+        "writes 16-bit weights",
+    ),
+    Habit(
+        ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "ddp_comm_hook", "ddp_comm_state"),
+        "DDP's",
+        "leave it out: ranks may use any of their parameters, also different ones",
+    ),
+    Habit(
+        ("gradient_clipping", "gradient_clip_val", "max_grad_norm"),
+        "DeepSpeed's",
+        "give the Trainer gradient_clip_val",
+    ),
+    Habit(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "DeepSpeed's and Accelerate's",
+        "give the Trainer accumulate_grad_batches",
+    ),
+    Habit(
+        ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
+        "ModelParallelStrategy's",
+        "leave it out: layers are computed whole, on each rank with its own data; experts can be divided "
+        "(expert_parallel_size)",
+    ),
+    Habit(
+        ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),
+        "DeepSpeed's",
+        "give expert_parallel_size",
+    ),
+    Habit(
+        ("config", "ds_config", "deepspeed_config_file", "hf_ds_config", "deepspeed_plugin", "fsdp_plugin"),
+        "DeepSpeed's and Accelerate's",
+        "give what is in it as settings; help(lightning_ptm.AngelPTMStrategy) lists them",
+    ),
+    Habit(
+        ("process_group_backend", "start_method"),
+        "DDP's",
+        "leave it out: ranks talk through NCCL on GPUs and gloo on CPUs, and are processes of their own",
+    ),
+)
+
+
+def unknown_setting(name: str, known: Sequence[str]) -> str:
+    """What to do in place of a setting that does not exist; empty where nothing comes near.
+
+    Args:
+        known: names that do.
+    """
+    for habit in HABITS:
+        if name in habit.names and name not in known:
+            return f"that is {habit.libraries}: {habit.instead}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
