@@ -43,6 +43,7 @@ from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings, listing_settings
+from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.half_products import chosen_wide_products
@@ -168,6 +169,20 @@ class AngelPTMStrategy(ParallelStrategy):
         # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
         # None must stay None: the connector takes any other for the user's choice and ignores the string.
         self._precision_plugin = None if precision_plugin is None else AngelPTMPrecision.replacing(precision_plugin)
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:  # type: ignore[override]
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        check_front_end(accelerator, self.strategy_name)  # the first thing that a Trainer gives
+        self._accelerator = accelerator
+
+    @property
+    def _precision(self) -> Any:
+        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
 
     @property
     @override
@@ -778,6 +793,7 @@ def register() -> None:
     }
     for name, (description, settings) in names.items():
         StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)
+    refuse_elsewhere(AngelPTMStrategy, names)
 
 
 __all__ = ["AngelPTMStrategy", "ConfigError", "register"]
