@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from products import products_of
 from rank_models import VOCABULARY, Tower
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -231,11 +232,12 @@ class PlainRanks:
 
     def _gradients(self, rows: Tensor, rank: int, step: int) -> list[Tensor | None]:
         batch = rows[rank :: self.world_size][step * BATCH : (step + 1) * BATCH]
-        with torch.autocast("cpu", torch.bfloat16) if self.mixed else nullcontext():
-            loss = self.module.loss(batch, rank, step)
-        if loss is not None:
-            self.losses[rank].append(loss.detach().clone())
-            (loss / self.training.accumulate if self.training.accumulate > 1 else loss).backward()
+        with products_of(self.training.precision):
+            with torch.autocast("cpu", torch.bfloat16) if self.mixed else nullcontext():
+                loss = self.module.loss(batch, rank, step)
+            if loss is not None:
+                self.losses[rank].append(loss.detach().clone())
+                (loss / self.training.accumulate if self.training.accumulate > 1 else loss).backward()
         gradients = [parameter.grad for parameter in self.module.parameters()]
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from products import products_of
 from rank_harness import run_ranks
 from rank_models import MomentumTower, Tower
 from rank_training import (
@@ -106,7 +107,8 @@ def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
         for rank in range(2):
             for index in range(batches if step else 1):
                 batch = rows[rank::2][index * BATCH : (index + 1) * BATCH]
-                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=ranks.mixed):
+                autocast = torch.autocast("cpu", torch.bfloat16, enabled=ranks.mixed)
+                with torch.no_grad(), products_of(precision), autocast:
                     expected[rank].append(ranks.module.loss(batch, rank, 0))
 
     ranks = PlainRanks(training, 2)
