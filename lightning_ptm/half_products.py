@@ -155,7 +155,7 @@ def products_here(dtype: torch.dtype, device: torch.device) -> AbstractContextMa
 @functools.cache
 def _slowdown_here(dtype: torch.dtype) -> float:
     """`slowdown`, measured once and only where torch says that the processor has no arithmetic for `dtype`; 1 elsewhere."""
-    return slowdown(dtype) if dtype in HALVES and not _supported(dtype) else 1.0
+    return slowdown(dtype) if dtype in HALVES and not has_arithmetic(dtype) else 1.0
 
 
 def slowdown(dtype: torch.dtype) -> float:
@@ -183,7 +183,7 @@ def _seconds(left: Tensor, right: Tensor) -> float:
     return time.thread_time() - began_s
 
 
-def _supported(dtype: torch.dtype) -> bool:
+def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether torch has kernels for this processor's 16-bit arithmetic."""
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)

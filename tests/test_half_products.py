@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptm import ConfigError
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.half_products import HALVES, SLOW, _supported, chosen_wide_products, slowdown, wide_products
+from lightning_ptm.half_products import HALVES, SLOW, chosen_wide_products, has_arithmetic, slowdown, wide_products
 
 CPU = torch.device("cpu")
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
@@ -231,7 +231,7 @@ def chosen(dtype: torch.dtype, **settings: Any) -> bool:
 
 @half
 def test_it_is_chosen_where_the_processor_is_slow(dtype) -> None:
-    assert chosen(dtype) == (not _supported(dtype) and slowdown(dtype) >= SLOW)
+    assert chosen(dtype) == (not has_arithmetic(dtype) and slowdown(dtype) >= SLOW)
 
 
 @half
