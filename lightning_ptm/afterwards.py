@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.closed import reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.saving import file_names, index_of, write_dictionary
@@ -84,6 +86,13 @@ def module_state(ended: Ended, module: LightningModule, settings: Settings, *, k
     if not keep:
         return {}
     return without_parameters(module) if settings.state_dict_type == "sharded" else module.state_dict()
+
+
+def give_storage(module: nn.Module) -> None:
+    """Gives the parameters that the run could not put back storage of their own, to be loaded into."""
+    for parameter in module.parameters():
+        if reopen(parameter):
+            parameter.data = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
 
 
 def optimizer_state(ended: Ended, optimizer: Optimizer, settings: Settings, *, keep: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Lightning's weight averaging callbacks, for which the weights are gathered while they copy them.
 
-They read and write parameters by hand: released ones read as NaN, and under mixed precision what is written into compute
-parameters never reaches their masters. Knows the callbacks' methods; pages are the strategy's.
+They read and write parameters by hand, which are closed between
+steps (runtime/closed.py). Knows the callbacks' methods; pages are the strategy's.
 """
 
 from __future__ import annotations

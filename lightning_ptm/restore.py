@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
-    """Puts whole, precise weights into the module's parameters; otherwise lets them go: they read as NaN then.
+    """Puts whole, precise weights into the module's parameters; otherwise lets them go: they cannot be read then.
 
     Args:
         wanted: the user wants them.
@@ -33,15 +33,20 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
         What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
     """
     if engine.failed and engine.communicator.world_size > 1:
-        log.warning("this run has failed, so the module's parameters read as NaN; load them from a checkpoint")
+        log.warning(
+            "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
+        )
+        engine.values.let_go()
+        return False
+    if engine.values.unknown:
         engine.values.let_go()
         return False
     needed = engine.precise_bytes() * ranks_here
     room = wanted and engine.all_ranks(needed <= free_host_bytes())
     if wanted and not room:
         warnings.warn(
-            f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters read as "
-            f"NaN after this run; load them from a checkpoint",
+            f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters have no "
+            f"values after this run; load them from a checkpoint",
             stacklevel=2,
         )
     if not room:
@@ -71,8 +76,10 @@ def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], *, keep: b
         keep: on this rank.
 
     Returns:
-        Whether they have them: not when any lived on disk, or RAM cannot hold a copy.
+        Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed.
     """
+    if engine.failed and engine.communicator.world_size > 1:
+        return False
     needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
     # Ranks that hold different experts may keep them in different tiers.
     if not engine.all_ranks(not engine.optimizer_state_bytes(Tier.DISK) and needed <= free_host_bytes()):

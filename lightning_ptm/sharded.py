@@ -15,12 +15,14 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_ptm.checkpoint import parameters_of, plain_optimizer, read_file
+from lightning_ptm.checkpoint import FileCheckpointIO, parameters_of, plain_optimizer, read_file
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
 from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
+from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.tensors import Mapped
 
 # -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
@@ -95,6 +97,33 @@ def load(
         for state, known in zip(checkpoint["optimizer_states"], index.optimizers, strict=True):
             _add_slots(state["state"], known, slots)
     return checkpoint
+
+
+class ShardedCheckpointIO(FileCheckpointIO):
+    """For Trainers with another strategy: `Trainer(plugins=[ShardedCheckpointIO()])` also loads sharded checkpoints, and
+    writes ordinary files."""
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if is_folder(Path(path)):
+            return load(path, weights_only=weights_only is not False)
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def to_file(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
+    """Write a sharded checkpoint as one ordinary file, which `load_from_checkpoint` and any Trainer read.
+
+    Tensors go from file to file: RAM holds one of them at a time.
+
+    Args:
+        weights_only: as for `load`.
+
+    Raises:
+        CheckpointError: the folder is damaged; or the file cannot be written.
+    """
+    FileCheckpointIO().save_checkpoint(load(folder, weights_only=weights_only), file)
 
 
 def _add_slots(state: dict[int, dict[str, Any]], known: OptimizerIndex, slots: Sequence[tuple[str, Mapped]]) -> None:

@@ -48,12 +48,13 @@ from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.half_products import chosen_wide_products
 from lightning_ptm.interruption import TORN, Interruption
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory import FileOps, make_folders
 from lightning_ptm.page_size import chosen_page_bytes
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
@@ -267,6 +268,7 @@ class AngelPTMStrategy(ParallelStrategy):
             compute = self.precision_plugin.plan.compute
             self._wide_products = chosen_wide_products(settings, compute, self._communicator, self.root_device)
         request = self.request(trainer, settings)
+        make_folders(settings.disk_paths)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
             self.lightning_module,
@@ -407,6 +409,12 @@ class AngelPTMStrategy(ParallelStrategy):
         elif self._communicator is not None:  # during set-up
             self._communicator.fail(f"{type(exception).__name__}: {exception}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch.save(trainer) and copy.deepcopy(trainer) come here.
+        if self._engine is not None:
+            raise UsageError(COPIED_IN_A_RUN)
+        return {**super().__getstate__(), "_began_with": None}
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -522,7 +530,12 @@ class AngelPTMStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self._saves.finish()
-        checkpoints.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        if self._engine is None:  # between runs the parameters are ordinary ones
+            afterwards.give_storage(self.lightning_module)
+            super().load_model_state_dict(checkpoint, strict)
+            self._ended = dataclasses.replace(self._ended, weights=True, torn=False)
+            return
+        checkpoints.load_module_state(self._engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
         random_states = checkpoint.get(randomness.KEY, ())
         fitting = self.lightning_module.trainer.state.fn is TrainerFn.FITTING
         if fitting and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
@@ -542,8 +555,12 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._saves.finish()
+        if self._engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            checkpoints.load_optimizer_state(self.engine, optimizer, state)
+            checkpoints.load_optimizer_state(self._engine, optimizer, state)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -640,19 +657,21 @@ class AngelPTMStrategy(ParallelStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         # Who does not train needs no optimizer states: with Adam, two thirds of the bytes.
         assert self.lightning_module is not None
+        if self._engine is None:
+            return sharded.load(path, weights_only=weights_only is not False)
         fitting = self.lightning_module.trainer.state.fn is TrainerFn.FITTING
 
         def ours(index: Index) -> Sequence[StateFile]:
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        with together(self.engine.communicator):
+        with together(self._engine.communicator):
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
                 optimizers=fitting,
                 verify=ours,
-                progress=self.engine.bars,
+                progress=self._engine.bars,
             )
 
     @override
@@ -765,7 +784,7 @@ class AngelPTMStrategy(ParallelStrategy):
             wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
             if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
                 self._ended = dataclasses.replace(self._ended, weights=True)
-                if not engine.failed and restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
+                if restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         except Exception as error:
             engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them

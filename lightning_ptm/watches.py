@@ -5,6 +5,8 @@ Owns the methods that it puts in place of others', until `undo`. Knows objects o
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +24,28 @@ from lightning_ptm.config import Settings
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
+
+
+class Replacement:
+    """A method of ours in the place of one object's own, of whose class a copy of the object has its own again."""
+
+    def __init__(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_method, (self._owner, self._name)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        return _own_method(copy.deepcopy(self._owner, known), self._name)
+
+
+def _own_method(owner: Any, name: str) -> Any:
+    return inspect.getattr_static(type(owner), name).__get__(owner, type(owner))
 
 
 class Watches:
@@ -99,7 +123,7 @@ class Watches:
         self._replaced = []
 
     def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
-        setattr(owner, name, method)
+        setattr(owner, name, Replacement(owner, name, method))
         self._replaced.append((owner, name))
 
 

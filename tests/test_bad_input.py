@@ -260,12 +260,13 @@ def on(path: Path, files: FileOps | None = None) -> AngelPTMStrategy:
     return strategy
 
 
-@pytest.mark.parametrize("home", ["disk", "auto"])
-def test_a_disk_path_that_does_not_exist(home: str, tmp_path: Path) -> None:
-    """Also where the plan would put nothing there."""
-    strategy = small(master_home=home, disk_path=tmp_path / "nowhere")
-    message = refused(strategy, Stack(), ConfigError)
-    assert message == (f"disk_path {tmp_path / 'nowhere'} does not exist; create the folder, or give another disk_path")
+def test_a_disk_path_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = refused(on(tmp_path / "file" / "below"), Stack(), ConfigError)
+    assert message == (
+        f"disk_path {tmp_path / 'file' / 'below'} does not exist and cannot be made (Not a directory); create the folder, or "
+        f"give another disk_path"
+    )
 
 
 def test_a_disk_path_that_is_a_file(tmp_path: Path) -> None:

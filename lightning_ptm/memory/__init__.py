@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptm.memory.allocator import Allocator
-from lightning_ptm.memory.disk import DiskRegion, FileOps, check_folders
+from lightning_ptm.memory.disk import DiskRegion, FileOps, check_folders, make_folders
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor, PageSpan
 from lightning_ptm.memory.pool import PagePool
@@ -23,4 +23,5 @@ __all__ = [
     "PagedTensor",
     "Transfer",
     "check_folders",
+    "make_folders",
 ]

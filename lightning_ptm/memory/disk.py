@@ -52,6 +52,24 @@ class FileOps:
         return os.pwritev(fd, buffers, offset)
 
 
+def make_folders(paths: Sequence[Path]) -> None:
+    """Make the folders that do not exist yet; nobody else may look into them.
+
+    Raises:
+        ConfigError: the system refuses to.
+    """
+    for path in paths:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            continue  # no folder: `check_folders` tells
+        except OSError as error:
+            raise ConfigError(
+                f"disk_path {path} does not exist and cannot be made ({error.strerror}); create the folder, or give another "
+                f"disk_path"
+            ) from error
+
+
 def check_folders(paths: Sequence[Path]) -> None:
     """Refuse paths that are no folders, also where nothing will live on disk: a misspelt one would go unnoticed.
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptm.errors import UsageError
+
 _ABOUT_VALUES = frozenset(
     getattr(Tensor, name) for name in ("data", "real", "imag", "T", "mT", "H", "mH") if hasattr(Tensor, name)
 )
@@ -47,6 +49,12 @@ def _is_about_values(function: Any) -> bool:
     return function not in _ABOUT_THE_TENSOR
 
 
+COPIED_IN_A_RUN = (
+    "a module whose parameters are in pages, or a callback, a Trainer or whatever else refers to it, cannot be copied or "
+    "pickled while a run is in progress; copy it before the run (in __init__ or setup), or take the module's state_dict()"
+)
+
+
 class ClosedParameter:
     """Base of all classes of closed parameters; see `closed_class`."""
 
@@ -72,11 +80,16 @@ def closed_class(kind: type[nn.Parameter], refusal: Callable[[tuple[Any, ...]], 
         shape = tuple(parameter.shape)
         return f"{kind.__name__}(<values that cannot be read now>, shape={shape}, dtype={parameter.dtype})"
 
+    def not_copied(parameter: nn.Parameter, *ignored: Any) -> Any:
+        raise UsageError(COPIED_IN_A_RUN)
+
     members = {
         "opens_to": kind,
         "__torch_function__": classmethod(torch_function),
         "__repr__": described,
         "__format__": described,
+        "__deepcopy__": not_copied,
+        "__reduce_ex__": not_copied,
         "__doc__": "A parameter whose values cannot be read now.",
     }
     return type(kind.__name__, (kind, ClosedParameter), members)

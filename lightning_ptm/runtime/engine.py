@@ -176,7 +176,7 @@ class Engine:
         try:
             self._build(recompute, given or Given())
         except BaseException:
-            # The module must not be left with parameters that read as NaN because a budget was too small.
+            # The module must not be left with parameters that have no values because a budget was too small.
             if self._taken_over and communicator.world_size == 1:
                 self.values.restore()
             self.allocator.close()
@@ -345,6 +345,7 @@ class Engine:
                 flat.binding.check()
             for binding in store.absent:
                 binding.check()
+        self.values.check_known()
         if mode is Mode.TRAIN:
             self._check_frozen()
         if self._heap is not None:
@@ -421,7 +422,7 @@ class Engine:
             drawn = self.blueprint.units[unit]
             raise UsageError(
                 f"weights of {drawn.name} ({type(drawn.module).__name__}) were used without a call of that module, so they "
-                f"were not fetched and read as NaN; call the module, move that code into its forward, or choose other "
+                f"were not fetched; call the module, move that code into its forward, or choose other "
                 f"units=[...]"
             )
         self.reduction.collect(unit)
@@ -618,6 +619,7 @@ class Engine:
             CapacityError: some rank's RAM has no room for them.
         """
         wanted = self._units_in(modules)
+        self.values.check_known()
         self.drain()
         self.executor.release_all()
         needed, free = self.values.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()

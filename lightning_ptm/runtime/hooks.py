@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload
 from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
@@ -37,12 +38,6 @@ _not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
 )
 """torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
-
-
-COPIED_IN_A_RUN = (
-    "a module whose parameters are in pages cannot be copied or pickled while a run is in progress; copy it before the run "
-    "(in __init__ or setup), or take its state_dict()"
-)
 
 
 class BackwardListener(Protocol):
@@ -74,6 +69,17 @@ class _Watch:
     ended: bool = False
     recomputed: bool = False
     reentrant: bool = False
+
+
+_DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
+
+
+@torch.compiler.disable
+def _in_derivative() -> bool:
+    """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of."""
+    stack = torch._C._functorch.get_interpreter_stack() if torch._C._functorch.maybe_current_level() else None
+    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return stack is not None and any(each.key() in kinds for each in stack)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -192,6 +198,13 @@ class Hooks:
             self._saved.begin(0)
         try:
             yield
+        except RuntimeError as error:
+            if "don't yet support saved tensor hooks" not in str(error):
+                raise
+            raise UsageError(
+                f"{_DERIVATIVES} is taken in a step whose weights are fetched and released; use "
+                f"torch.autograd.grad(output, inputs), or keep everything in RAM, in a true precision on one rank"
+            ) from error
         finally:
             self._saved.end(0)
 
@@ -264,6 +277,8 @@ class Hooks:
             self._guard_starts(index, module, args)
 
     def _guard_starts(self, index: int, module: nn.Module, args: Any) -> None:
+        if _in_derivative():
+            self._refuse_derivative(index)
         store = self._stores[index]
         if store.users:
             return
@@ -291,6 +306,8 @@ class Hooks:
 
     @_not_compiled
     def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _in_derivative() and (self._stores[index].readable or self._refuse_derivative(index)):
+            return
         watch = self._watches[index]
         if in_backward():
             self._recompute_starts(index)
@@ -315,6 +332,13 @@ class Hooks:
             self._saved.begin(index)
         self._watch_inputs(index, args, kwargs)
 
+    def _refuse_derivative(self, index: int) -> NoReturn:
+        raise UsageError(
+            f"{self._units[index].name or 'the root'} is called inside of {_DERIVATIVES}, which keeps its weights for longer "
+            f"than its pages are there; use torch.autograd.grad(output, inputs), or keep everything in RAM, in a true "
+            f"precision on one rank"
+        )
+
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if inputs:
@@ -331,7 +355,7 @@ class Hooks:
 
     @_not_compiled
     def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if in_backward():
+        if in_backward() or _in_derivative():
             return
         self._saved.end(index)
         self._executor.leave(index)
@@ -416,16 +440,16 @@ class Hooks:
 
     def _maybe_end(self, index: int) -> None:
         watch = self._watches[index]
-        if watch.reentrant and watch.blind_calls > 0:
-            return
-        if index != 0 and watch.due == 0 and watch.open_calls > 0 and watch.using and not watch.recomputed:
-            # An input that other units use too (an encoder's output) has its whole gradient only when they are done: do
-            # not hold the pages until then. A late reader fetches again.
+        waits = watch.open_calls > 0 or watch.blind_calls > 0
+        if index != 0 and watch.due == 0 and waits and watch.using and not watch.recomputed:
+            # An input that other units use too (an encoder's output) has its whole gradient only when they are done, and a
+            # reentrant checkpoint may still compute a call again: do not hold the pages until then. A late reader fetches
+            # again.
             watch.using = False
             self._executor.leave(index)
             return
         # The root computes before and after all others: it ends with the pass.
-        if index != 0 and watch.active and not watch.ended and watch.due == 0 and watch.open_calls <= 0:
+        if index != 0 and watch.active and not watch.ended and watch.due == 0 and not waits:
             self._end_unit(index)
 
     def _end_unit(self, index: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.hooks import COPIED_IN_A_RUN
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.recompute import replace
 
 Readable = Callable[[nn.Module], AbstractContextManager[None]]

@@ -169,7 +169,7 @@ class FlatStore:
             self.evict_shard()
 
     def release(self) -> None:
-        """Lets go of the full flat; parameters read as NaN from now on. A resident flat stays."""
+        """Lets go of the full flat; its parameters cannot be read from now on. A resident flat stays."""
         if self.resident:
             return
         if self.state is FullState.FETCHING and self._pending is not None:

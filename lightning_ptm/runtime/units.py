@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ptm.errors import ConfigError
 
@@ -90,8 +91,14 @@ def discover(root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Mod
         also: modules that become units, too, where `wanted` is `auto`.
 
     Raises:
-        ConfigError: a class name that the model does not have.
+        ConfigError: a class name that the model does not have; a parameter that has no shape yet.
     """
+    for name, parameter in root.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{name} gets its shape in the first forward (a Lazy module), and pages are laid out before; compute one in "
+                f"configure_model: `with torch.no_grad(): self(example)`, or give the sizes"
+            )
     chosen = [*_automatic(root), *also] if wanted == "auto" else _named_by_user(root, list(wanted))
     chosen_ids = {id(module) for module in chosen}
     modules = [root] + [module for module in root.modules() if id(module) in chosen_ids]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.storage.folder import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
@@ -146,6 +147,8 @@ class Values:
             for update in self._updates.values()
         )
         self._originals: dict[int, Tensor] = {}
+        self._unknown: dict[int, str] = {}
+        """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
         self._read_only: set[int] = set()
         """Units, by index, that are gathered, and whose edits are not kept."""
 
@@ -206,6 +209,10 @@ class Values:
         built = [slot for slot, read in enumerate(reads) if read is None]
         for slot in built:
             parameter = binding.parameters[slot]
+            if isinstance(parameter, ClosedParameter):
+                self._unknown[id(parameter)] = binding.layout.slots[slot].spec.name
+                binding.view(whole, slot).fill_(float("nan"))
+                continue
             binding.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
@@ -344,6 +351,8 @@ class Values:
                         f"{name} has shape {shape} here and {tuple(value.shape)} in what is loaded; build the model with the "
                         f"sizes that it was saved with"
                     )
+        for known in values:
+            self._unknown.pop(known, None)
         total_bytes = sum(self._bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None)
         with self._progress.bar("loading weights", total_bytes) as seen:
             for binding, flat, given in self._given(values):
@@ -393,6 +402,20 @@ class Values:
             flat.states.set_scalars(slot, scalars)
 
     # -- by hand ------------------------------------------------------------------------------------------------------
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of parameters whose values ended with an earlier run, and that nobody has loaded since."""
+        return tuple(self._unknown.values())
+
+    def check_known(self) -> None:
+        """Raises UsageError: there are such parameters."""
+        if self._unknown:
+            raise UsageError(
+                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an earlier "
+                f"run, which could not put them back into the module (restore_weights, or too little RAM); give this run a "
+                f"ckpt_path, or load the weights before"
+            )
 
     def bytes_to_lend(self, wanted: Collection[int]) -> int:
         """RAM that `gathered` takes for these units, at most."""

@@ -4,9 +4,7 @@ every hook and wherever weights are at home; any other read or write is right or
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -356,9 +354,6 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "product": lambda p: torch.ones(2, 48) @ p,
     "linear": lambda p: nn.functional.linear(torch.ones(2, 48), p),
     "cast": lambda p: p.to(torch.float64),
-    "saved": lambda p: torch.save({"weight": p}, io.BytesIO()),
-    "pickled": pickle.dumps,
-    "copied": copy.deepcopy,
     "storage": lambda p: p.untyped_storage(),
     "zeroed": nn.init.zeros_,
     "scaled": lambda p: torch.no_grad()(p.mul_)(0.5),

@@ -1,0 +1,388 @@
+"""What works with a plain Trainer between and around steps, and does not come by itself with pages: each with the plain
+numbers, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_ptm import ConfigError, UsageError
+from lightning_ptm.sharded import ShardedCheckpointIO, to_file
+
+State = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """A unit: more than 4096 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 96)
+        self.down = nn.Linear(96, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(48, 48)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def batches(count: int = 3) -> DataLoader[Any]:
+    rows = torch.randn(4 * count, 48, generator=torch.Generator().manual_seed(1))
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+
+
+def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "precision": "32-true",
+    }
+    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, **options})
+
+
+def weights_of(module: nn.Module) -> State:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def fitted(build: Callable[[], Net], strategy: Any, **options: Any) -> Net:
+    module = build()
+    trainer_with(strategy, **options).fit(module, batches())
+    return module
+
+
+def assert_same(ours: State, theirs: State) -> None:
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+# -- a unit's calls --------------------------------------------------------------------------------------------------------
+
+
+class Again(Net):
+    """Each block is called under a reentrant checkpoint and without one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Between(Net):
+    """The same by turns, beside a checkpoint of the other kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, block(x), use_reentrant=True)
+            x = block(checkpoint(block, x, use_reentrant=False))
+        return x
+
+
+class Taught(Net):
+    """Each block computes a target without gradients first, which nobody computes again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = super().forward(x)
+        return super().forward(x) - target.detach() / 2
+
+
+class Twice(Net):
+    """Two reentrant calls of each block in one graph, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, checkpoint(block, x, use_reentrant=True), use_reentrant=True)
+        return self.blocks[2](self.blocks[1](x))
+
+
+@pytest.mark.parametrize("build", [Again, Between, Taught, Twice])
+def test_calls_of_several_kinds(strategy_at: Any, tier: str, build: type[Net]) -> None:
+    assert_same(weights_of(fitted(build, strategy_at(tier))), weights_of(fitted(build, "auto")))
+
+
+class Derived(Net):
+    """Takes a derivative of torch.func with regard to its input, in the step or behind it."""
+
+    inside = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def _derive(self) -> None:
+        batch = torch.linspace(-1, 1, 96).view(2, 48)
+        self.found.append(torch.func.grad(lambda x: self(x).square().mean())(batch))
+        self.found += torch.func.jvp(self, (batch,), (torch.ones_like(batch),))
+        self.found.append(torch.func.vmap(lambda x: self(x[None]).sum())(batch).detach())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.inside:
+            self._derive()
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.inside:
+            self._derive()
+
+
+class DerivedBetween(Derived):
+    inside = False
+
+
+@pytest.mark.parametrize("build", [Derived, DerivedBetween])
+def test_derivatives_of_torch_func_in_ram(strategy_at: Any, build: type[Derived]) -> None:
+    ours, theirs = fitted(build, strategy_at("ram")), fitted(build, "auto")
+    assert_same(weights_of(ours), weights_of(theirs))
+    assert all(torch.equal(a, b) for a, b in zip(ours.found, theirs.found, strict=True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("build", [Derived, DerivedBetween])
+@pytest.mark.parametrize(
+    "home", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
+)
+def test_derivatives_of_torch_func_elsewhere_are_refused(strategy_at: Any, home: str, build: type[Derived]) -> None:
+    with pytest.raises(UsageError, match=r"a derivative of torch.func .*use torch.autograd.grad\(output, inputs\)"):
+        fitted(build, strategy_at(home))
+
+
+class Mapped(Net):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return torch.func.vmap(lambda x: self(x).square().mean())(batch[:, None]).mean()
+
+
+def test_vmap(strategy_at: Any, tier: str) -> None:
+    assert_same(weights_of(fitted(Mapped, strategy_at(tier))), weights_of(fitted(Mapped, "auto")))
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LazyLinear(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
+class LazyNoMore(Lazy):
+    def configure_model(self) -> None:
+        if self.last.has_uninitialized_params():
+            with torch.no_grad():
+                self(torch.ones(1, 48))
+
+
+def test_lazy_modules(strategy_at: Any, tier: str) -> None:
+    with pytest.raises(ConfigError, match=r"last.weight gets its shape in the first forward .* in configure_model"):
+        fitted(Lazy, strategy_at(tier))
+
+
+def test_lazy_modules_that_know_their_shapes(strategy_at: Any, tier: str) -> None:
+    assert_same(weights_of(fitted(LazyNoMore, strategy_at(tier))), weights_of(fitted(LazyNoMore, "auto")))
+
+
+# -- between runs ----------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_of_another() -> dict[str, Any]:
+    trainer = trainer_with("auto")
+    trainer.fit(Net(), batches(2))
+    return trainer._checkpoint_connector.dump_checkpoint()
+
+
+def test_loading_between_runs(strategy_at: Any, tier: str) -> None:
+    """Weights and the optimizer's states, which a checkpoint then has."""
+    given = _checkpoint_of_another()
+    saved = []
+    for strategy in (strategy_at(tier), "auto"):
+        trainer = trainer_with(strategy)
+        trainer.fit(Net(), batches())
+        trainer.strategy.load_model_state_dict(copy.deepcopy(given))
+        trainer.strategy.load_optimizer_state_dict(copy.deepcopy(given))
+        saved.append(trainer._checkpoint_connector.dump_checkpoint())
+    ours, theirs = saved
+    assert_same(ours["state_dict"], theirs["state_dict"])
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+    for place, state in theirs["optimizer_states"][0]["state"].items():
+        assert_same(ours["optimizer_states"][0]["state"][place], state)
+
+
+class Stops(Net):
+    """An error of the user's behind the second step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == 2:
+            raise ValueError("enough")
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_after_an_exception(strategy_at: Any, tier: str, kind: str, tmp_path: Path) -> None:
+    """Whole where RAM has all of it, as after a run that went well; a training goes on from it as from a plain one's."""
+    resumed = []
+    in_ram = tier == "ram"
+    for name, make in (("ours", lambda: strategy_at(tier, state_dict_type=kind)), ("theirs", lambda: "auto")):
+        trainer = trainer_with(make())
+        with pytest.raises(ValueError, match="enough"):
+            trainer.fit(Stops(), batches())
+        if not in_ram and name == "ours":
+            with pytest.raises(UsageError, match=r"save_checkpoint\(..., weights_only=True\)"):
+                trainer.save_checkpoint(tmp_path / name)
+        trainer.save_checkpoint(tmp_path / name, weights_only=not in_ram)
+        module = Net()
+        if in_ram:
+            trainer_with(make(), max_epochs=2).fit(module, batches(), ckpt_path=tmp_path / name, weights_only=False)
+        else:
+            path = tmp_path / name
+            if path.is_dir():
+                path = tmp_path / "one"
+                to_file(tmp_path / name, path)
+            module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+        resumed.append(weights_of(module))
+    assert_same(*resumed)
+
+
+class Forgotten(Net):
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+    path: Path
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
+def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_path: Path) -> None:
+    """They raise, a run without a checkpoint is refused, one with it goes on, and they may be loaded."""
+    module = Forgotten()
+    module.path = tmp_path / "x.ckpt"
+    trainer_with(strategy_at(home, restore_weights=False)).fit(module, batches())
+    with pytest.raises(UsageError, match=r"first.weight was read or written, and its values ended with its run"):
+        module.first.weight.sum()
+    with pytest.raises(
+        UsageError, match=r"the values of first.weight.* ended with an earlier run.* give this run a ckpt_path"
+    ):
+        trainer_with(strategy_at(home)).fit(module, batches())
+    trainer = trainer_with(strategy_at(home, restore_weights=False), max_epochs=2)
+    trainer.fit(module, batches(), ckpt_path=module.path, weights_only=True)
+    trainer.strategy.load_model_state_dict(torch.load(module.path))
+    theirs = fitted(Net, "auto", max_epochs=2)
+    assert_same(weights_of(module), weights_of(theirs))
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+def test_a_plain_trainer_reads_sharded_checkpoints(strategy_at: Any, home: str, tmp_path: Path) -> None:
+    module = Forgotten()
+    module.path = tmp_path / "folder.ckpt"
+    trainer_with(strategy_at(home, state_dict_type="sharded")).fit(module, batches())
+    to_file(module.path, tmp_path / "file.ckpt")
+    assert_same(weights_of(Net.load_from_checkpoint(tmp_path / "file.ckpt")), weights_of(module))
+    theirs = weights_of(fitted(Net, "auto", max_epochs=2))
+    for path in (module.path, tmp_path / "file.ckpt"):
+        later = Net()
+        plain = trainer_with("auto", max_epochs=2, plugins=[ShardedCheckpointIO()])
+        plain.fit(later, batches(), ckpt_path=path, weights_only=True)
+        assert_same(weights_of(later), theirs)
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------------
+
+
+class Copying(Net):
+    """Copies what refers to it, in a run."""
+
+    def __init__(self, act: Callable[[L.Trainer], object]) -> None:
+        super().__init__()
+        self.act = [act]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.act[0](self.trainer)
+
+
+COPIES: dict[str, Callable[[L.Trainer], object]] = {
+    "trainer saved": lambda trainer: torch.save(trainer, io.BytesIO()),
+    "trainer copied": copy.deepcopy,
+    "callbacks copied": lambda trainer: copy.deepcopy(trainer.callbacks),  # type: ignore[attr-defined]
+    "strategy pickled": lambda trainer: pickle.dumps(trainer.strategy),
+    "module copied": lambda trainer: copy.deepcopy(trainer.lightning_module),
+    "part pickled": lambda trainer: pickle.dumps(trainer.lightning_module.blocks[1]),  # type: ignore[union-attr]
+}
+
+
+def test_copies_in_a_run_are_refused(strategy_at: Any, tier: str, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def act(trainer: L.Trainer) -> None:
+        for name, made in COPIES.items():
+            with pytest.raises(UsageError, match=r"cannot be copied or pickled while a run is in progress"):
+                made(trainer)
+            refused.append(name)
+
+    saving = ModelCheckpoint(tmp_path)
+    module = Copying(act)
+    trainer_with(strategy_at(tier), callbacks=[saving], enable_checkpointing=True).fit(module, batches())
+    assert len(refused) == 3 * len(COPIES)
+    assert_same(weights_of(module), weights_of(fitted(Net, "auto")))
+
+
+def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
+    trainer = trainer_with(strategy_at(tier))
+    trainer.fit(Net(), batches())
+    buffer = io.BytesIO()
+    torch.save(trainer, buffer)
+    buffer.seek(0)
+    for again in (torch.load(buffer, weights_only=False), copy.deepcopy(trainer)):
+        assert_same(weights_of(again.lightning_module), weights_of(trainer.lightning_module))  # type: ignore[arg-type]
+    assert_same(weights_of(copy.deepcopy(trainer.lightning_module)), weights_of(fitted(Net, "auto")))  # type: ignore[arg-type]
+
+
+# -- the disk --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+def test_a_disk_path_is_made(strategy_at: Any, home: str, tmp_path: Path) -> None:
+    """Nobody else may look into it: the bytes of the model are there."""
+    folder = tmp_path / "not" / "yet"
+    fitted(Net, strategy_at(home, disk_path=folder))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    fitted(Net, strategy_at(home, disk_path=folder))
+    assert folder.stat().st_mode & 0o777 == 0o750, "a folder that is there stays as it is"
