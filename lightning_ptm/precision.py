@@ -22,6 +22,7 @@ import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -58,9 +59,9 @@ class StepEngine(Protocol):
 
     def backward(self) -> AbstractContextManager[None]: ...
     def arm(self, optimizer: Optimizer) -> None: ...
-    def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool: ...
+    def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool: ...
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None: ...
-    def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None: ...
+    def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None: ...
 
 
 class AngelPTMPrecision(Precision):
@@ -169,25 +170,22 @@ class AngelPTMPrecision(Precision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         engine = self._running()
-        if kwargs:
-            raise UsageError(
-                f"optimizer.step was given {', '.join(sorted(kwargs))}; angel_ptm runs the update page by page and cannot "
-                f"pass arguments on; set them in the optimizer's param_groups"
-            )
-        if self.update_in_backward and self._nothing_waits_for_gradients(model):
-            engine.arm(optimizer)
+        self.arm(optimizer, model, closure)
+        if self.loss_scale is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        # As Lightning's own plugin does, and GradScaler: the step is taken if gradients without the scale are finite.
         result = closure()
         self._after_closure(model, optimizer)
-        if self.loss_scale is not None and model.automatic_optimization and result is None:
-            return result  # the batch was skipped: Lightning's own plugin leaves optimizer and scale alone too
-        inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-        # The shadow that runs the update knows none of the user's step hooks: they run here, once.
-        for hook in tuple(inner._optimizer_step_pre_hooks.values()):
-            hook(inner, (), {})
-        if engine.step(optimizer, self.loss_scale):
-            for hook in tuple(inner._optimizer_step_post_hooks.values()):
-                hook(inner, (), {})
+        skipped_batch = model.automatic_optimization and result is None
+        if not skipped_batch and engine.unscale(optimizer, self.loss_scale):
+            optimizer.step(**kwargs)
         return result
+
+    def arm(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> None:
+        """Units may be updated in the backward pass of `closure`, if nobody can have a say in between: where it is
+        Lightning's own, and not one that the user has put around it."""
+        if self.update_in_backward and type(closure) is Closure and self._nothing_waits_for_gradients(model):
+            self._running().arm(optimizer)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -195,7 +193,7 @@ class AngelPTMPrecision(Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._running().clip_by_value(optimizer, float(clip_val))
+        self._running().clip_by_value(optimizer, float(clip_val), self.loss_scale)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import datetime
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -72,6 +74,7 @@ from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
+from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
@@ -128,6 +131,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._saves = Saves(self.settings.failed_save)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
+        self._steps: OptimizerSteps | None = None
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
@@ -295,10 +299,15 @@ class AngelPTMStrategy(ParallelStrategy):
             wide_products=self._wide_products,
         )
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
+        self._steps = OptimizerSteps(
+            self._engine,
+            [checkpoints.plain_optimizer(optimizer) for optimizer in self.optimizers],
+            scaled=self.precision_plugin.loss_scale is not None,
+            arm=partial(self.precision_plugin.arm, model=self.lightning_module),
+        )
         self._watches = Watches(self._engine)
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
-        self._watches.zero_grad_of_modules(self.lightning_module)
         if self.world_size > 1:
             self._watches.loops(trainer, self._meet_the_others)
         if self._wide_products:
@@ -325,6 +334,7 @@ class AngelPTMStrategy(ParallelStrategy):
             device=self.root_device,
             keep_gradients=fitting and self._keeps_gradients(trainer),
             gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
+            sums_gradients=fitting and self._sums_gradients(trainer),
         )
 
     def _progress_for(self, trainer: Trainer) -> Progress:
@@ -352,8 +362,18 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _keeps_gradients(self, trainer: Trainer) -> bool:
         assert self.lightning_module is not None
-        return trainer.accumulate_grad_batches > 1 or not self.precision_plugin._nothing_waits_for_gradients(
+        return self._sums_gradients(trainer) or not self.precision_plugin._nothing_waits_for_gradients(
             self.lightning_module
+        )
+
+    def _sums_gradients(self, trainer: Trainer) -> bool:
+        """Whether a step may have the gradients of several backward passes."""
+        assert self.lightning_module is not None
+        schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        return (
+            trainer.accumulate_grad_batches > 1
+            or any(each.going_to_accumulate_grad_batches() for each in schedules)
+            or not self.precision_plugin.forgets_gradients(self.lightning_module)
         )
 
     def _make_communicator(self, events: Events) -> Communicator:
@@ -404,6 +424,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._steps is not None:
+            self._steps.settle()
         if self._engine is not None:
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up
@@ -768,6 +790,9 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._watches is not None:
             self._watches.undo()
             self._watches = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         self.precision_plugin.attach(None)
         torn = self._interruption is not None and self._interruption.torn
         self._interruption = None

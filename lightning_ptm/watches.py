@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
@@ -61,24 +60,14 @@ class Watches:
         original = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            original(set_to_none=True)
             if self._engine is not None:
-                self._engine.zero_grad(optimizer)
+                self._engine.zero_grad(optimizer, forget=set_to_none)
+            original(set_to_none=set_to_none)
+            if self._engine is not None and not set_to_none:
+                self._engine.show_gradients(optimizer)
 
         self._replace(optimizer, "zero_grad", zero_grad)
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
-
-    def zero_grad_of_modules(self, module: LightningModule) -> None:
-        """The same for `zero_grad` of the LightningModule and of its parts."""
-        for owner in (module, *module.children()):
-            original = owner.zero_grad
-
-            def zero_grad(set_to_none: bool = True, *, owner: nn.Module = owner, original: Any = original) -> None:
-                original(set_to_none=True)
-                if self._engine is not None:
-                    self._engine.forget_gradients(owner)
-
-            self._replace(owner, "zero_grad", zero_grad)
 
     def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
         """Callbacks that average weights find them whole."""
@@ -135,13 +124,13 @@ def _meet_for_metrics(trainer: Trainer, meet: Callable[[Together], None]) -> Non
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
-    """Of hooks that would find no gradients."""
+    """Of hooks that would be refused."""
     readers = precision.gradient_readers(module, of_grad=True)
-    if readers and not engine.gradients_in_place:
+    if readers and engine.communicator.world_size > 1 and not engine.gradients_in_place:
         rank_zero_warn(
-            f"{', '.join(readers)}: a hook between backward and step finds .grad None where gradients are kept in pages, "
-            f"so torch.nn.utils.clip_grad_norm_ and grad_norm miss them; use gradient_clip_val or "
-            f"self.clip_gradients to clip, and trainer.strategy.gradient_norm(optimizer) for the norm"
+            f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
+            f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
+            f"trainer.strategy.gradient_norm(optimizer) for the norm"
         )
 
 

@@ -107,7 +107,7 @@ def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
         if flat.trainable:
             gradient = drawn.gradient_home(flat.unit)
             if drawn.placement.keeps_gradients or gradient is not Tier.DEVICE:
-                found["gradient"][gradient.name.lower()] += flat.shard_bytes
+                found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
             found["master"][homes.master.name.lower()] += master
     return found

@@ -46,6 +46,7 @@ class ParameterSpec:
         trainable: whether it has a gradient and master states.
         group: index of its parameter group within its optimizer; -1 if it is in none.
         optimizer: index of the optimizer that updates it: a flat's parameters have one optimizer.
+        gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ParameterSpec:
     trainable: bool
     group: int
     optimizer: int = 0
+    gradient_itemsize: int = 0
 
     @property
     def numel(self) -> int:
@@ -116,6 +118,7 @@ class FlatLayout:
         piece_numel: elements of a full piece: one page.
         stripes: number of full stripes.
         tail_piece_numel: elements of each piece of the tail stripe; 0 when there is no tail.
+        gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where they are sums.
     """
 
     unit: int
@@ -129,6 +132,7 @@ class FlatLayout:
     piece_numel: int
     stripes: int
     tail_piece_numel: int
+    gradient_itemsize: int
 
     @property
     def stripe_count(self) -> int:
@@ -149,6 +153,16 @@ class FlatLayout:
     def shard_bytes(self) -> int:
         """Bytes of each rank's shard in the compute dtype."""
         return self.shard_numel * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of each rank's share of the gradients, where they wait for the update."""
+        return self.shard_numel * self.gradient_itemsize
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients at home are sums of a wider dtype than each of them."""
+        return self.gradient_itemsize != self.itemsize
 
     @property
     def padded_bytes(self) -> int:
@@ -288,6 +302,7 @@ def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int
         piece_numel=piece_numel,
         stripes=stripes,
         tail_piece_numel=tail_piece_numel,
+        gradient_itemsize=parameters[0].gradient_itemsize or itemsize,
     )
 
 

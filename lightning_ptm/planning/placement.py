@@ -295,7 +295,8 @@ class _Problem:
         gradients = self._keep_gradients or self._gradient_home(home) is not Tier.DEVICE
         page = self._layout.page_size
         return sum(
-            (1 + (gradients and flat.trainable)) * _home_bytes(flat.shard_bytes, page)
+            _home_bytes(flat.shard_bytes, page)
+            + (_home_bytes(flat.gradient_bytes, page) if gradients and flat.trainable else 0)
             for flat in self._layout.flats_of(unit)
         )
 

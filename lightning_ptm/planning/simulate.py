@@ -309,7 +309,7 @@ class _Replay:
             if not flat.trainable:
                 continue
             if self._placement.keeps_gradients or homes.gradient is not Tier.DEVICE:
-                need_bytes[homes.gradient] += shard_bytes
+                need_bytes[homes.gradient] += -(-flat.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES
             need_bytes[homes.master] += flat.shard_numel * self._placement.master_bytes_per_element[flat.index]
         for tier, size in need_bytes.items():
             home_bytes = self._placement.home_bytes(tier)

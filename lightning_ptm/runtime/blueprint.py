@@ -79,7 +79,6 @@ class LockFree:
 
     Attributes:
         max_staleness: in steps.
-        gradients_stay: see Request.
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
@@ -88,7 +87,6 @@ class LockFree:
     """
 
     max_staleness: int
-    gradients_stay: bool
     spares: tuple[Kind, ...]
     gradients: tuple[Kind, ...]
     cores: int
@@ -104,10 +102,12 @@ class Blueprint:
     Attributes:
         dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
         copies: whether the compute parameters of each flat are copies of more precise ones: of masters, or of the user's.
+        gradient_dtypes: of gradients where they wait for the update.
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
         pool_bytes: bytes to take per tier at the start.
         keep_gradients: gradients have homes, for they outlive the backward pass.
+        gradients_stay: see Request.
         update_in_backward: a unit's gradients go to the update when its backward has ended.
         lock_free: None for synchronous updates.
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
@@ -123,6 +123,7 @@ class Blueprint:
     dtypes: tuple[torch.dtype, ...]
     master_dtypes: tuple[torch.dtype | None, ...]
     copies: tuple[bool, ...]
+    gradient_dtypes: tuple[torch.dtype, ...]
     traits: tuple[OptimizerTraits | None, ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
@@ -132,6 +133,7 @@ class Blueprint:
     pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
+    gradients_stay: bool
     update_in_backward: bool
     lock_free: LockFree | None
     accumulates_whole: bool
@@ -185,6 +187,7 @@ class Request:
         mixed: keep fp32 master parameters.
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
+        sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
         device: where optimizers are tried.
     """
 
@@ -196,6 +199,7 @@ class Request:
     device: torch.device
     keep_gradients: bool
     gradients_stay: bool
+    sums_gradients: bool
 
 
 def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
@@ -250,6 +254,9 @@ def decide(
         _master_dtype(dtype, mixed=request.mixed, always=lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
+    gradient_dtypes = tuple(
+        torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
     traits = _traits(request, layout, dtypes, master_dtypes)
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
@@ -268,7 +275,7 @@ def decide(
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
     in_place = unified and world_size == 1
-    plan = _lock_free(request, machine, layout, dtypes, in_place=in_place) if lock_free else None
+    plan = _lock_free(request, machine, layout, dtypes, gradient_dtypes, in_place=in_place) if lock_free else None
     beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
     budget = _without(budget, beside, unified)
     chunks, staging = (
@@ -319,6 +326,7 @@ def decide(
             master is not None or (request.mixed and dtype.is_floating_point and dtype.itemsize < 4)
             for dtype, master in zip(dtypes, master_dtypes, strict=True)
         ),
+        gradient_dtypes=gradient_dtypes,
         traits=traits,
         master_bytes_per_element=per_element,
         unified=unified,
@@ -328,6 +336,7 @@ def decide(
         pool_bytes=pools,
         staging_chunks=chunks,
         keep_gradients=keep,
+        gradients_stay=request.gradients_stay,
         update_in_backward=not at_step if lock_free else not keep,
         lock_free=plan,
         accumulates_whole=accumulates_whole,
@@ -422,6 +431,8 @@ def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
                     trainable=parameter.requires_grad and group >= 0,
                     group=group,
                     optimizer=optimizer,
+                    # As without pages, where parameters are fp32 and so are sums of their gradients.
+                    gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))
@@ -472,24 +483,33 @@ def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
 
 
 def _lock_free(
-    request: Request, machine: Machine, layout: ModelLayout, dtypes: Sequence[torch.dtype], *, in_place: bool
+    request: Request,
+    machine: Machine,
+    layout: ModelLayout,
+    dtypes: Sequence[torch.dtype],
+    gradient_dtypes: Sequence[torch.dtype],
+    *,
+    in_place: bool,
 ) -> LockFree:
-    kinds = Counter((flat.shard_numel, dtypes[flat.index]) for flat in layout.flats if flat.trainable)
+    kinds = Counter(
+        (flat.shard_numel, dtypes[flat.index], gradient_dtypes[flat.index]) for flat in layout.flats if flat.trainable
+    )
     spares, gradients = [], []
-    for (numel, dtype), count in kinds.items():
+    for (numel, dtype, gradient_dtype), count in kinds.items():
         pages = max(1, -(-numel * dtype.itemsize // layout.page_size))
         in_the_making = min(count, max(_SPARES, _SPARE_PAGES // pages))
         spares.append(Kind(numel, dtype, in_the_making))
+        if in_place and gradient_dtype is dtype:
+            continue  # `.grad` itself travels
         # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
-        gradients.append(Kind(numel, dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
+        gradients.append(Kind(numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
     cores = max(1, machine.cores // machine.ranks)
     bound = request.settings.max_staleness
     paced = paced_steps(bound) if request.settings.hold_updates else 1
     return LockFree(
         bound,
-        request.gradients_stay,
         tuple(spares),
-        () if in_place else tuple(gradients),
+        tuple(gradients),
         max(1, cores // 2),
         cores,
         # A forecast reaches two steps: where more are lacking most of the time, it would come and go.
@@ -502,7 +522,7 @@ def _beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice:
     """Bytes of RAM for lock-free updates beside homes (which count one gradient of each flat) and staging.
 
     Args:
-        in_place: gradients stay where autograd has put them, outside of pages.
+        in_place: gradients that are no sums stay where autograd has put them, outside of pages.
         twice: a flat's gradient may wait while the next one is kept for the step.
     """
 
@@ -512,11 +532,14 @@ def _beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice:
     def taken(kinds: Sequence[Kind]) -> int:
         return sum(kind.count * pages(kind.numel * kind.dtype.itemsize) for kind in kinds)
 
-    homes = sum(pages(flat.shard_bytes) for flat in layout.flats if flat.trainable)
-    if in_place:
-        return taken(plan.spares) + (homes if twice else 0)
+    in_pages, in_grad = 0, 0
+    for flat in layout.flats:
+        if flat.trainable and in_place and not flat.sums_gradients:
+            in_grad += pages(flat.shard_bytes)
+        elif flat.trainable:
+            in_pages += flat.gradient_bytes
     # The homes of gradients are counted as they are laid end to end, which may be a page less for each.
-    return taken(plan.spares) + taken(plan.gradients) - sum(flat.shard_bytes for flat in layout.flats if flat.trainable)
+    return taken(plan.spares) + taken(plan.gradients) - in_pages + (in_grad if twice else 0)
 
 
 def _without(budget: Budget, size: int, unified: bool) -> Budget:
@@ -574,7 +597,7 @@ def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
 
 def _beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
     """What is left for pages when every rank holds all gradients in `.grad`."""
-    whole = sum(flat.padded_bytes for flat in layout.flats if flat.trainable)
+    whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in layout.flats if flat.trainable)
     if whole >= budget.device_bytes:
         raise CapacityError(
             f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and pages have "
@@ -615,7 +638,7 @@ def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, stagin
         for unit, homes in enumerate(placement.homes):
             if homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
                 pools[Tier.HOST] += sum(
-                    max(pages(flat.shard_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
+                    max(pages(flat.gradient_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
                 )
     return pools
 
@@ -639,7 +662,7 @@ def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:
         for unit, homes in enumerate(placement.homes)
         if homes.gradient is Tier.DEVICE
         for flat in layout.flats_of(unit)
-        if flat.trainable
+        if flat.trainable and not flat.sums_gradients
     )
 
 

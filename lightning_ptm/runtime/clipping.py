@@ -2,7 +2,7 @@
 
 Owns, per optimizer, the transform that the next step applies (clip coefficient, clamp). Gradients themselves are not
 changed: the update applies the transform to each page's copy (the values of torch's clip functions, bit for bit on one
-rank).
+rank). Where they stay behind the step, or are in `.grad` as the update takes them, they are clipped there, as torch does.
 """
 
 from __future__ import annotations
@@ -34,38 +34,59 @@ from lightning_ptm.update import (
 class Clipping:
     """Norms and transforms of one engine."""
 
-    def __init__(self, communicator: Communicator, updates: UpdateScheduler, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        updates: UpdateScheduler,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         self._communicator = communicator
         self._updates = updates
-        self._orders = [
-            {
-                id(parameter): place
-                for place, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
-            }
-            for optimizer in optimizers
-        ]
+        self._optimizers = optimizers
         self._next: dict[int, Transform] = {}
 
     def by_norm(self, optimizer: int, max_norm: float, scale: LossScale | None) -> None:
         """Clip at the next step by the global norm. Collective."""
         coefficient = clip_coefficient(self.norm(optimizer, 2.0, scale), max_norm)
-        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), clip=coefficient)
+        self._clip(optimizer, Transform(clip=coefficient), scale)
 
-    def by_value(self, optimizer: int, clip_value: float) -> None:
+    def by_value(self, optimizer: int, clip_value: float, scale: LossScale | None) -> None:
         """Clamp at the next step."""
-        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), clamp=clip_value)
+        self._clip(optimizer, Transform(clamp=clip_value), scale)
 
-    def take(self, optimizer: int, scale: LossScale | None) -> Transform:
+    def _clip(self, optimizer: int, how: Transform, scale: LossScale | None) -> None:
+        flats = [flat for _, flat in self._updates.flats_of(optimizer) if flat.gradient.any]
+        for flat in flats:
+            if flat.gradient.clips_here and scale is None:
+                flat.gradient.transform_(how)
+            else:
+                flat.gradient.clip_later()
+        if not any(flat.gradient.clipped_later for flat in flats):
+            return
+        known = self._next.get(optimizer, Transform())
+        clip, clamp = known.clip if how.clip is None else how.clip, known.clamp if how.clamp is None else how.clamp
+        self._next[optimizer] = dataclasses.replace(known, clip=clip, clamp=clamp)
+
+    def unscale(self, optimizer: int, scale: LossScale) -> None:
+        """Take the loss scale off at the next step."""
+        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), unscale=_unscale(scale))
+
+    def unscales(self, optimizer: int) -> bool:
+        """Whether the next step takes a loss scale off."""
+        return self._next.get(optimizer, Transform()).unscale is not None
+
+    def take(self, optimizer: int) -> Transform:
         """The transform of the step that starts now."""
-        transform = self._next.pop(optimizer, Transform())
-        return dataclasses.replace(transform, unscale=_unscale(scale))
+        return self._next.pop(optimizer, Transform())
 
     def norm(self, optimizer: int, norm_type: float, scale: LossScale | None) -> Tensor:
         """Global norm of the optimizer's gradients as the update will get them, before clipping. Collective."""
         unscale = _unscale(scale)
+        self._updates.follow_groups(optimizer)
         flats = [flat for _, flat in reversed(self._updates.flats_of(optimizer))]
         if self._communicator.world_size == 1:
-            order = self._orders[optimizer]
+            groups = self._optimizers[optimizer].param_groups
+            order = {id(parameter): place for place, parameter in enumerate(p for g in groups for p in g["params"])}
             norms: list[tuple[int, Tensor]] = []
             for flat in flats:
                 if flat.gradient.any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.state_dicts import StateDicts
 from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.runtime.updates import SynchronousUpdates, UpdateScheduler
+from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.terms import Operation, Phase, Tier
 from lightning_ptm.update import LossScale, Updater
@@ -205,6 +206,10 @@ class Engine:
                 self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
         self._save_buffers = self._buffers_for_saves() if drawn.saves_behind else None
         self.updates = self._update_scheduler(pages)
+        if drawn.lock_free is None:
+            for unit, flats in enumerate(self.flats):
+                for flat in flats:
+                    flat.gradient.before_change = partial(self.updates.finish, unit)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.make_room
         in_order = (*reversed(range(1, len(self.flats))), 0)  # as units end in a backward pass
@@ -282,7 +287,7 @@ class Engine:
             self.updater,
             pages.spares(),
             max_staleness=drawn.lock_free.max_staleness,
-            gradients_stay=drawn.lock_free.gradients_stay,
+            gradients_stay=drawn.gradients_stay,
             room=drawn.staging_chunks,
             cores=drawn.lock_free.cores,
             forecast=drawn.lock_free.forecast,
@@ -397,6 +402,7 @@ class Engine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, the strategy runs a backward pass of the loss."""
+        self.backward_begins()
         self._of_the_loss = True
         with self.hooks.backward():
             yield
@@ -431,6 +437,16 @@ class Engine:
         if self.communicator.world_size == 1 or len(self._behind) > 1:
             self._update_ready(self._behind.pop(0))
 
+    def backward_begins(self) -> None:
+        """Gradients are about to be added up in `.grad`."""
+        for flat in self._all_flats():
+            flat.gradient.resolve()
+        for flat in self._all_flats():
+            flat.gradient.hide()
+
+    def _all_flats(self) -> Iterator[FlatUpdate]:
+        return (flat for flats in self.flats for flat in flats)
+
     def backward_ended(self) -> None:
         """All units have ended."""
         self.executor.rest()
@@ -439,10 +455,10 @@ class Engine:
         self._reach(self._backwards)
         while self._behind:
             self._update_ready(self._behind.pop(0))
-        for flats in self.flats:
-            for flat in flats:
-                if not self.updates.armed:
-                    flat.gradient.settle()
+        if not self.updates.armed:
+            for flat in self._all_flats():
+                flat.gradient.settle()
+                flat.gradient.show()
         self.stores[0].held = self._inside
 
     def progress(self) -> None:
@@ -504,27 +520,49 @@ class Engine:
         self.reduction.begin_step()
         self.updates.arm(optimizer)
 
-    def step(self, optimizer: Optimizer, scale: LossScale | None) -> bool:
-        """One optimizer step with the gradients collected so far.
+    def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool:
+        """The next step takes the loss scale off the gradients.
 
         Returns:
-            False when it was skipped, since the gradients hold inf or NaN under a loss scale.
+            False where there must be none, since they hold inf or NaN: they are skipped.
         """
         self._check_open()
         self._collect_postponed(_STEP_ENDS)
         index = self.updates.index_of(optimizer)
-        transform = self.clipping.take(index, scale)
-        if scale is not None:
-            finite = self.clipping.all_finite(index)
-            scale.update(not finite)
-            if not finite:
-                self.updates.skip(index)
-                return False
+        self._follow(index)
+        self.clipping.unscale(index, scale)
+        finite = self.clipping.all_finite(index)
+        scale.update(not finite)
+        if not finite:
+            self.clipping.take(index)
+            self.updates.skip(index)
+        return finite
+
+    def unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the next step takes a loss scale off the gradients."""
+        return self.clipping.unscales(self.updates.index_of(optimizer))
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One optimizer step with the gradients collected so far."""
+        self._check_open()
+        self._collect_postponed(_STEP_ENDS)
+        index = self.updates.index_of(optimizer)
+        self._follow(index)
+        transform = self.clipping.take(index)
         self.updates.step(index, transform)
+        if not self.blueprint.gradients_stay:
+            for _, flat in self.updates.flats_of(index):
+                flat.gradient.retire(clipped=not transform.is_identity)
         self.executor.updates_begin()
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
-        return True
+
+    def _follow(self, optimizer: int) -> None:
+        """What the user has done to `.grad` of an optimizer's parameters counts."""
+        for flat in self._all_flats():
+            flat.gradient.resolve()
+        for _, flat in self.updates.flats_of(optimizer):
+            flat.gradient.follow()
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
@@ -537,35 +575,28 @@ class Engine:
         """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
         return self.reduction.postponed() if self.blueprint.accumulates_whole else nullcontext()
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        """Forgets the gradients of an optimizer's parameters."""
+    def zero_grad(self, optimizer: Optimizer, *, forget: bool) -> None:
+        """Forgets the gradients of an optimizer's parameters; or they are about to be overwritten in place."""
         for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
-            flat.gradient.clear()
+            if forget:
+                flat.gradient.clear()
+            else:
+                flat.gradient.zero()
 
-    def forget_gradients(self, module: nn.Module) -> None:
-        """Forgets the gradients of a module's parameters.
-
-        Raises:
-            UsageError: they share a page flat with gradients of others, which are kept.
-        """
-        inside = {id(parameter) for parameter in module.parameters()}
-        for flats in self.flats:
-            for flat in flats:
-                ours = [id(parameter) in inside for parameter in flat.store.binding.parameters]
-                if all(ours):
-                    flat.gradient.clear()
-                elif any(ours) and not flat.gradient.in_place and flat.gradient.any:
-                    raise UsageError(
-                        f"zero_grad of a {type(module).__name__} forgets some gradients of a flat that holds others too; use "
-                        f"zero_grad of the optimizer, or make the module a unit with units=[{type(module).__name__!r}]"
-                    )
+    def show_gradients(self, optimizer: Optimizer) -> None:
+        """`.grad` of an optimizer's parameters shows what is in pages."""
+        for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
+            flat.gradient.show()
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
         self._collect_postponed(_STEP_ENDS - 1)
+        self._follow(self.updates.index_of(optimizer))
         self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
 
-    def clip_by_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        self.clipping.by_value(self.updates.index_of(optimizer), clip_value)
+    def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
+        self._collect_postponed(_STEP_ENDS - 1)
+        self._follow(self.updates.index_of(optimizer))
+        self.clipping.by_value(self.updates.index_of(optimizer), clip_value, scale)
 
     @property
     def gradients_in_place(self) -> bool:
@@ -575,6 +606,7 @@ class Engine:
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
         self._collect_postponed(_STEP_ENDS - 2)
+        self._follow(self.updates.index_of(optimizer))
         return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)
 
     # -- weights by hand ----------------------------------------------------------------------------------------------

@@ -3,32 +3,44 @@
 Owns the gradient pages of every trainable flat. One of two ways per flat, fixed at set-up:
 
 * **in place** (one rank in all, gradient home on the device): autograd accumulates into `.grad`; nothing is copied.
-* **in pages** (several ranks, or another home): when a unit's backward has ended, its gradients are laid into a full
-  flat, reduced to this rank's shard, added to what earlier micro-batches left there, and `.grad` is dropped.
+* **in pages** (several ranks, another home, or sums of a wider dtype): when a unit's backward has ended, its gradients are
+  laid into a full flat, reduced to this rank's shard, added to what earlier micro-batches left there, and `.grad` is dropped.
 
 I1: a flat in pages holds the sum over micro-batches since the last `clear`, rounded to the gradient dtype after each, as
-autograd does in place. I2: the pages are read only after what was started on them has arrived (`settle`).
+autograd does in place. Under mixed precision that dtype is fp32 where there may be several: in 16 bits, what is added to a
+sum hundreds of times as large would be lost.
+I2: the pages are read only after what was started on them has arrived (`settle`).
 I3: a gradient is in exactly one place: what runs out of pages (CapacityError) has changed nothing and may be tried again.
+I4: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it (shown.py). What
+the user does to it (edits, assigns, sets to None) is carried out in the pages before they are used (`follow`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import torch
 from torch import Tensor
 
-from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.runtime.shown import ShownGradient
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient
+from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient, Transform
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Work
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
     from lightning_ptm.runtime.gradient_pages import GradientPages
+
+
+_EARLIER = "when it was of an earlier step"
+_CLIPPED = "when it was to be clipped already, which the update does"
+_USED = "after the step that has used it"
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,8 +57,9 @@ class FlatGradient:
 
     Args:
         store: the flat's compute parameters.
-        home: tier of the gradient pages.
+        home: tier of the gradient pages; dtype: of what is in them.
         passing: the pages are taken when gradients come and given back when the update has used them.
+        clips_here: clipping changes the gradient where it is, as torch's does; else the update does it on its way.
         supply: where pages come from that are given away with the gradient (`detach`, `duplicate`).
         divided_by: what autograd's gradients are over; the reduced ones are not.
     """
@@ -55,26 +68,43 @@ class FlatGradient:
         self,
         store: FlatStore,
         home: Tier,
+        dtype: torch.dtype,
         allocator: Allocator,
         communicator: Communicator,
         *,
         passing: bool,
+        clips_here: bool = False,
         supply: GradientPages | None = None,
         divided_by: int = 1,
     ) -> None:
         self._divided_by = divided_by
         self._passing = passing
+        self.clips_here = clips_here
         self._supply = supply
         self.store = store
         self._allocator = allocator
         self._communicator = communicator
         self._home = home
+        self._dtype = dtype
         layout = store.layout
-        self.in_place = communicator.mean_over == 1 and home is Tier.DEVICE
+        self._sums = dtype != store.binding.dtype
+        self.in_place = communicator.mean_over == 1 and home is Tier.DEVICE and not self._sums
+        self._whole: list[Tensor | None] = [None] * len(layout.slots)
+        """Sums of passes that the ranks have not reduced, shaped as the parameters (`postpone`)."""
         self._present = [False] * len(layout.slots)
+        self._shown: dict[int, ShownGradient] = {}
+        """By slot, what `.grad` is as long as the user leaves it alone."""
+        self._used: dict[int, ShownGradient] = {}
+        """By slot, what `.grad` is behind a step that has used it up."""
+        self._spent: Sequence[bool] = ()
+        """For each parameter, whether a step has used its gradient up; empty: none has."""
+        self.clipped_later = False
+        """Whether the update will clip what is here."""
         self._filled = False
         self._arriving: _Arriving | None = None
         self._leaving: list[tuple[Transfer, PagedTensor]] = []
+        self.before_change: Callable[[], None] = _nothing
+        """Called before the pages are written to otherwise than by a backward pass: an update may still read them."""
         self._pages: PagedTensor | None = None
 
     def reserve(self) -> None:
@@ -82,13 +112,165 @@ class FlatGradient:
         if self.in_place or self._pages is not None:
             return
         if self._supply is not None:
-            self._pages = self._supply.take(self.store.layout.shard_numel, self.store.binding.dtype)
+            self._pages = self._supply.take(self.store.layout.shard_numel, self._dtype)
         else:
             layout = self.store.layout
             name = f"flat {layout.index} gradient"
-            self._pages = self._allocator.allocate(
-                name, layout.shard_numel, self.store.binding.dtype, self._home, shared_tail=True
+            self._pages = self._allocator.allocate(name, layout.shard_numel, self._dtype, self._home, shared_tail=True)
+
+    # -- what the user sees in `.grad` ----------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """A backward pass has ended: `.grad` shows what is in the pages (I4)."""
+        if self.in_place or not self._filled:
+            return
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            if self._present[slot] and parameter.grad is None:
+                parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
+
+    def resolve(self) -> None:
+        """The user may have assigned what another parameter's `.grad` shows: it is a tensor of its own from now on. To be
+        called of all flats before any of them changes."""
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            grad = parameter.grad
+            if (
+                isinstance(grad, ShownGradient)
+                and grad is not self._shown.get(slot)
+                and grad is not self._used.get(slot)
+            ):
+                parameter.grad = grad.clone()
+
+    def hide(self) -> None:
+        """A backward pass begins, which adds to `.grad`."""
+        if self._shown:
+            self._follow_user(stay=False)
+
+    def follow(self) -> None:
+        """The pages are about to be used: they get what the user has done to `.grad`, or has put there by hand.
+
+        Raises:
+            UsageError: several ranks hold the gradient.
+        """
+        if self.in_place:
+            return
+        if self._shown:
+            self._follow_user(stay=True)
+        parameters = self.store.binding.parameters
+        given = [
+            slot for slot, p in enumerate(parameters) if p.grad is not None and p.grad is not self._shown.get(slot)
+        ]
+        if given:
+            self._check_alone(given[0], "was assigned")
+            shown, self._shown = self._shown, {}
+            for slot in shown:
+                parameters[slot].grad = None
+            for slot in given:  # a sum is not what was meant
+                if self._present[slot]:
+                    self._write(slot, None)
+            self.collect()
+            self.settle()
+            for slot, each in shown.items():
+                parameters[slot].grad = self._shown[slot] = each
+            self.show()
+
+    def _follow_user(self, *, stay: bool) -> None:
+        for slot, shown in tuple(self._shown.items()):
+            parameter = self.store.binding.parameters[slot]
+            grad = parameter.grad
+            if grad is shown:
+                values = shown.held
+                # What is written in place by way of a view leaves no other trace.
+                if values is not None and not torch.equal(values, self._value(slot)):
+                    if self.clipped_later:
+                        self._refuse(slot, _CLIPPED, "changed")
+                    self._write(slot, values)
+                if not stay:
+                    parameter.grad = shown.added
+            else:
+                if grad is not None:
+                    self._check_alone(slot, "was assigned")
+                self._forget(slot)
+            if not stay or grad is not shown:
+                del self._shown[slot]
+                shown.retire(partial(self._refuse, slot, _EARLIER))
+
+    def _forget(self, slot: int) -> None:
+        """The user has let go of a parameter's gradient."""
+        self._present[slot] = False
+        if not any(self._present):
+            self._filled = False
+            return
+        if self.store.layout.world_size > 1:
+            name = self.store.layout.slots[slot].spec.name
+            others = [self.store.binding.parameters[each] for each in self._shown if each != slot]
+            if any(parameter.grad is not None for parameter in others):
+                raise UsageError(
+                    f"the gradient of {name} was set to None, in a flat that several ranks share and that holds others, too; "
+                    f"use zero_grad of the optimizer, or make the module that holds it a unit of its own with units=[...]"
+                )
+            return  # all of them were
+        self._write(slot, None)
+
+    def _read(self, slot: int) -> Tensor:
+        self._check_alone(slot, "was read")
+        if self.clipped_later:
+            self._refuse(slot, _CLIPPED)
+        return self._value(slot)
+
+    def _value(self, slot: int) -> Tensor:
+        values = self.store.binding.view(self.on_device(), slot)
+        parameter = self.store.binding.parameters[slot]
+        copy = values.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+        self.done_reading()
+        return copy
+
+    def _write(self, slot: int, value: Tensor | None) -> None:
+        """Puts a gradient into the pages; None: nothing to which others may be added."""
+        with self._changing() as values:
+            view = self.store.binding.view(values, slot)
+            if value is None:
+                view.zero_()
+            else:
+                view.copy_(value)
+
+    def _check_alone(self, slot: int, what: str) -> None:
+        if self._communicator.mean_over > 1:
+            raise UsageError(
+                f".grad of {self.store.layout.slots[slot].spec.name} {what}, and each of several ranks has a part of that "
+                f"gradient alone; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
+                f"trainer.strategy.gradient_norm(optimizer)"
             )
+
+    def _refuse(self, slot: int, when: str, what: str = "read") -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self.store.layout.slots[slot].spec.name} was {what} {when}; do that between backward and "
+            f"step, in on_after_backward or on_before_optimizer_step"
+        )
+
+    def clip_later(self) -> None:
+        """The update will clip what is here on its way, so `.grad` shows no values until then."""
+        self.clipped_later = True
+        if self._shown:
+            self._drop()
+            self.show()
+
+    def retire(self, *, clipped: bool) -> None:
+        """A step has used the gradient, which Lightning forgets next. What is left of it is no plain loop's: it is gone, or
+        was clipped on its way to the update.
+
+        Args:
+            clipped: the update has done something to it.
+        """
+        used = self._spent or (() if self.in_place and (self.clips_here or not clipped) else self.present())
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            if slot in self._shown:
+                self._shown.pop(slot).retire(partial(self._refuse, slot, _USED))
+            elif used and used[slot]:
+                if slot not in self._used:
+                    self._used[slot] = ShownGradient(parameter, partial(self._refuse, slot, _USED))
+                parameter.grad = self._used[slot]
+
+    # -- what the run does ----------------------------------------------------------------------------------------------
 
     @property
     def any(self) -> bool:
@@ -98,9 +280,28 @@ class FlatGradient:
     def present(self) -> Sequence[bool]:
         """For each parameter of the flat, whether it has a gradient."""
         if self.in_place or not self._filled:
-            here = [parameter.grad is not None for parameter in self.store.binding.parameters]
+            here = self.here()
             return here if self.in_place else [a or b for a, b in zip(here, self._present, strict=True)]
         return tuple(self._present)
+
+    def here(self) -> list[bool]:
+        """For each parameter of the flat, whether it has a gradient that was not collected."""
+        parameters = self.store.binding.parameters
+        return [
+            (p.grad is not None and not isinstance(p.grad, ShownGradient)) or whole is not None
+            for p, whole in zip(parameters, self._whole, strict=True)
+        ]
+
+    def postpone(self) -> None:
+        """The unit's backward has ended, and its gradients are to be reduced with those of a later one: they stay in `.grad`,
+        where autograd adds to them, or where sums have a wider dtype, beside it."""
+        if not self._sums:
+            return
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            if parameter.grad is not None:
+                sum_ = self._whole[slot]
+                self._whole[slot] = parameter.grad.to(self._dtype) if sum_ is None else sum_.add_(parameter.grad)
+                parameter.grad = None
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
@@ -110,27 +311,29 @@ class FlatGradient:
         """
         if self.in_place:
             return
-        parameters = self.store.binding.parameters
-        here = [parameter.grad is not None for parameter in parameters]
+        self.hide()
+        here = self.here()
         present = here if present is None else present
         if not any(present):
             return
         self.settle()
         self.reserve()
         layout = self.store.layout
+        if self._communicator.mean_over == 1 and self._pages is not None and self._pages.tier is Tier.DEVICE:
+            self._add_here(self._pages.tensor())
+            return
         full = self._take("full gradient", layout.padded_numel)
         other: PagedTensor | None = None
         try:
             if layout.world_size > 1:
                 other = self._take("reduced gradient", layout.shard_numel)
             elif self._adds_on_device:
-                other = self._take("gradient so far", layout.shard_numel)
+                other = self._take("gradient so far", layout.shard_numel, self._dtype)
         except CapacityError:
             self._allocator.release(full)
             raise
         self._lay_out(full.tensor(), here)
-        for parameter in parameters:
-            parameter.grad = None
+        self._drop()
         self._present = [a or b for a, b in zip(self._present, present, strict=True)]
         if layout.world_size == 1:
             if self._communicator.mean_over > 1:  # this rank's expert; other ranks' tokens are in its gradient already
@@ -141,14 +344,38 @@ class FlatGradient:
         work = self._communicator.reduce_scatter(full.tensor(), other.tensor(), layout, self._divided_by)
         self._arriving = _Arriving(work, full, other)
 
-    def _take(self, what: str, numel: int) -> PagedTensor:
-        """Device pages in a row, for a buffer.
+    def _add_here(self, pages: Tensor) -> None:
+        """The pages are where the gradients are, and whole: these are added to them one by one."""
+        binding = self.store.binding
+        filled, self._filled = self._filled, True
+        if not filled:
+            pages.zero_()
+        for slot, parameter in enumerate(binding.parameters):
+            if parameter.grad is not None:
+                view = binding.view(pages, slot)
+                if filled:
+                    view.add_(parameter.grad)
+                else:
+                    view.copy_(parameter.grad)
+                self._present[slot] = True
+                parameter.grad = None
+
+    def _drop(self) -> None:
+        """Gradients that were not collected are forgotten, or are elsewhere now."""
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            parameter.grad = None
+            if slot in self._shown:
+                self._shown.pop(slot).retire(partial(self._refuse, slot, _EARLIER))
+        self._whole = [None] * len(self._whole)
+
+    def _take(self, what: str, numel: int, dtype: torch.dtype | None = None) -> PagedTensor:
+        """Device pages in a row, for a buffer; by default of the parameters' dtype.
 
         Raises:
             CapacityError: there are none; nothing is taken.
         """
         name = f"flat {self.store.layout.index} {what}"
-        tensor = self._allocator.allocate(name, numel, self.store.binding.dtype, Tier.DEVICE)
+        tensor = self._allocator.allocate(name, numel, dtype or self.store.binding.dtype, Tier.DEVICE)
         if not tensor.is_contiguous:
             pages = len(tensor.pages)
             self._allocator.release(tensor)
@@ -205,19 +432,23 @@ class FlatGradient:
         if arriving.full is not None:
             self._allocator.release(arriving.full)
             arriving.full = None
-        before = self._take("gradient so far", self.store.layout.shard_numel) if self._adds_on_device else None
+        numel = self.store.layout.shard_numel
+        before = self._take("gradient so far", numel, self._dtype) if self._adds_on_device else None
         self._arriving = None
         self._add(arriving.part, before)
 
     def source(self) -> GradientSource:
         """What the update reads, once `leaving` has left."""
         if self.in_place:
-            parameters = self.store.binding.parameters
-            return ParameterGradients([parameter.grad for parameter in parameters])
+            return ParameterGradients(self._in_grad())
         self._land()
         if self._pages is None or not self._filled:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
         return ShardGradient(self._pages, tuple(self._present))
+
+    def _in_grad(self) -> list[Tensor | None]:
+        parameters = self.store.binding.parameters
+        return [p.grad if here else None for p, here in zip(parameters, self.here(), strict=True)]
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
         """Gives the gradient away: nothing of it is left here.
@@ -231,6 +462,7 @@ class FlatGradient:
             return source, (), _nothing
         pages, self._pages = self._pages, None
         assert pages is not None and self._supply is not None
+        self._spent = tuple(self._present)
         self._filled = False
         self._present = [False] * len(self._present)
         return source, self.leaving(), partial(self._supply.give_back, pages)
@@ -240,8 +472,7 @@ class FlatGradient:
         self.settle()
         source = self.source()
         if self.in_place:
-            parameters = self.store.binding.parameters
-            copies = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+            copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
             return ParameterGradients(copies), (), _nothing
         assert isinstance(source, ShardGradient) and self._supply is not None
         copy = self._supply.take(source.paged.numel, source.paged.dtype)
@@ -251,7 +482,7 @@ class FlatGradient:
     @property
     def bytes(self) -> int:
         """What this flat's gradient takes on this rank."""
-        return self.store.layout.shard_bytes
+        return self.store.layout.gradient_bytes
 
     def used(self) -> None:
         """The update has read the gradients."""
@@ -259,14 +490,16 @@ class FlatGradient:
             self.settle()
             self._allocator.release(self._pages)
             self._pages = None
+            self._spent = tuple(self._present)
             self._filled = False
             self._present = [False] * len(self._present)
 
     def hand_over(self) -> None:
         """A job has the gradients now and nobody else needs them: drop `.grad`, so that memory is free when it is done."""
         if self.in_place:
-            for parameter in self.store.binding.parameters:
-                parameter.grad = None
+            here = self.here()
+            self._spent = here if any(here) else self._spent
+            self._drop()
 
     def on_device(self) -> Tensor:
         """The shard's gradient, (shard_numel,), for a reader that holds it briefly; `done_reading` must follow."""
@@ -275,11 +508,45 @@ class FlatGradient:
             raise InternalError(f"flat {self.store.layout.index} has no gradient pages")
         if self._pages.tier is not Tier.DISK:
             return self._pages.tensor()
-        buffer = self._take("gradient copy", self.store.layout.shard_numel)
+        buffer = self._take("gradient copy", self.store.layout.shard_numel, self._dtype)
         transfer = self._allocator.copy(self._pages, buffer)
         transfer.wait(host=True)
         self._leaving.append((transfer, buffer))
         return buffer.tensor()
+
+    def transform_(self, how: Transform) -> None:
+        """Changes the gradients where they are."""
+        if self.in_place:
+            self.before_change()
+            for gradient in self._in_grad():
+                if gradient is not None:
+                    how.apply_(gradient)
+            return
+        with self._changing() as values:
+            how.apply_(values)
+        if self._shown:  # they show the new values from now on
+            self._drop()
+            self.show()
+
+    def zero(self) -> None:
+        """All gradients that there are become zero; those in `.grad` are the caller's to overwrite."""
+        self.before_change()
+        if not self.in_place and self._filled:
+            self.hide()
+            with self._changing() as values:
+                values.zero_()
+
+    @contextmanager
+    def _changing(self) -> Iterator[Tensor]:
+        """Inside, the shard's gradient, (shard_numel,), may be changed."""
+        self.before_change()
+        values = self.on_device()
+        yield values
+        if self._pages is not None and self._pages.tier is Tier.DISK:
+            buffer = self._leaving[-1][1]
+            self._leaving.append((self._allocator.copy(buffer, self._pages), buffer))
+            del self._leaving[-2]
+        self.settle()
 
     def done_reading(self) -> None:
         self.settle()
@@ -287,8 +554,9 @@ class FlatGradient:
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
         self.settle()
-        for parameter in self.store.binding.parameters:
-            parameter.grad = None
+        self._drop()
+        self._spent = ()
+        self.clipped_later = False
         self._filled = False
         self._present = [False] * len(self._present)
 
@@ -297,19 +565,22 @@ class FlatGradient:
             full.zero_()  # gaps, padding, and parameters without a gradient here
         binding = self.store.binding
         for slot, parameter in enumerate(binding.parameters):
-            if parameter.grad is not None:
+            sum_ = self._whole[slot]
+            if sum_ is not None:
+                binding.view(full, slot).copy_(sum_ if parameter.grad is None else sum_.add_(parameter.grad))
+            elif parameter.grad is not None:
                 binding.view(full, slot).copy_(parameter.grad)
 
     @property
     def _adds_on_device(self) -> bool:
-        """Whether what is in the pages has to be read into a buffer to be added to."""
-        return self._filled and self._pages is not None and self._pages.tier is Tier.DISK
+        """Whether what is in the pages, or shall be, has to be in a buffer to be added to or widened."""
+        return (self._filled or self._sums) and self._pages is not None and self._pages.tier is Tier.DISK
 
     def _add(self, part: PagedTensor, before: PagedTensor | None) -> None:
         """Adds `part` (shard_numel,) to the pages and gives it back; `before` is the buffer that a sum on disk needs."""
         pages = self._pages
         assert pages is not None
-        if pages.tier is Tier.DEVICE or (pages.tier is Tier.HOST and self._filled):
+        if pages.tier is Tier.DEVICE or (pages.tier is Tier.HOST and (self._filled or self._sums)):
             value = part.tensor()
             if self._filled:
                 pages.tensor().add_(value.to(pages.tensor().device))
@@ -318,8 +589,11 @@ class FlatGradient:
             self._allocator.release(part)
         else:
             if before is not None:
-                self._allocator.copy(pages, before).wait()
-                before.tensor().add_(part.tensor())
+                if self._filled:
+                    self._allocator.copy(pages, before).wait()
+                    before.tensor().add_(part.tensor())
+                else:
+                    before.tensor().copy_(part.tensor())
                 self._allocator.release(part)
                 part = before
             self._leaving.append((self._allocator.copy(part, pages), part))

@@ -43,6 +43,9 @@ _not_compiled = partial(
 class BackwardListener(Protocol):
     """Who is told of the backward pass."""
 
+    def backward_begins(self) -> None:
+        """A backward pass has begun, which nobody has announced."""
+
     def unit_backward_ended(self, unit: int) -> None:
         """All gradients of `unit` that this backward pass computes are in its parameters' `.grad`."""
 
@@ -375,6 +378,7 @@ class Hooks:
             watch.due = self._trained(index)
             watch.active = watch.using = watch.ended = watch.reentrant = False
         if not self._wrapped:
+            self._listener.backward_begins()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         self._enter_backward(0)
 

@@ -353,9 +353,10 @@ class LockFreeUpdates(UpdateScheduler):
         newer = [clock for place, clock in enumerate(self._clocks) if place in self._read and self._has_newer(place)]
         if self._graph_open and newer:
             raise UsageError(
-                f"weights are gathered, or a state dict is made, between a forward and its backward, and the forward has "
-                f"read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is expected to be after, the "
-                f"updates of the last steps; with lock_free=True do this before the forward or after the backward"
+                f"weights are gathered, a state dict is made, or a parameter has changed groups, between a forward and its "
+                f"backward, and the forward has read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is "
+                f"expected to be after, the updates of the last steps; with lock_free=True do this before the forward or "
+                f"after the backward"
             )
         self._read.clear()
         self._begin_now(range(len(self._clocks)))

@@ -89,9 +89,9 @@ def _fixed_pages(drawn: Blueprint) -> Counter[Tier]:
         gradient = _gradient_pages_tier(drawn, flat)
         if gradient is not None and drawn.lock_free is None:
             if drawn.keep_gradients:
-                ledgers[gradient].add(flat.shard_bytes)
+                ledgers[gradient].add(flat.gradient_bytes)
             elif gradient is not Tier.DEVICE:  # taken when the first gradient comes, and kept
-                later.append((gradient, flat.shard_bytes))
+                later.append((gradient, flat.gradient_bytes))
         wanted = _staged(drawn, flat, gradient)
         for key, count in wanted.items():
             for _ in range(max(count - staging[key], 0) * drawn.staging_chunks):
@@ -151,7 +151,7 @@ def _master_dtypes(drawn: Blueprint, flat: FlatLayout) -> list[torch.dtype]:
 def _gradient_pages_tier(drawn: Blueprint, flat: FlatLayout) -> Tier | None:
     """Where a flat's gradients wait for the update; None: in `.grad`."""
     home = drawn.gradient_home(flat.unit)
-    return None if drawn.layout.world_size == 1 and home is Tier.DEVICE else home
+    return None if drawn.layout.world_size == 1 and home is Tier.DEVICE and not flat.sums_gradients else home
 
 
 def _staged(drawn: Blueprint, flat: FlatLayout, gradient: Tier | None) -> Counter[tuple[Tier, torch.dtype]]:
@@ -163,7 +163,7 @@ def _staged(drawn: Blueprint, flat: FlatLayout, gradient: Tier | None) -> Counte
     if drawn.lock_free is not None:
         gradient = None  # in RAM, where they are used
     columns = [*((homes.master, master) for master in masters), (homes.parameter, dtype)]
-    columns += [(gradient, dtype)] if gradient is not None else []
+    columns += [(gradient, drawn.gradient_dtypes[flat.index])] if gradient is not None else []
     return Counter((place, kind) for tier, kind in columns if tier is not place)
 
 
@@ -172,8 +172,8 @@ def _gradients_beside(drawn: Blueprint) -> int:
     in_place: list[int] = []
     for unit in range(len(drawn.units)):
         flats = [flat for flat in drawn.layout.flats_of(unit) if drawn.traits[flat.index] is not None]
-        whole = drawn.accumulates_whole or (flats and _gradient_pages_tier(drawn, flats[0]) is None)
-        in_place.append(sum(flat.padded_bytes for flat in flats) if whole else 0)
+        whole = [flat for flat in flats if drawn.accumulates_whole or _gradient_pages_tier(drawn, flat) is None]
+        in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
     total = sum(in_place)
     if drawn.keep_gradients or drawn.accumulates_whole:
         return total

@@ -97,13 +97,18 @@ class Pages:
                 drawn.placement.homes[unit].master,
                 master_dtype=drawn.master_dtypes[flat.layout.index],
             )
+            # Where the update takes `.grad` as it is, clipping it first costs what plain training pays for it.
+            in_grad = drawn.layout.world_size == 1 and gradient_home is Tier.DEVICE
+            widens = drawn.master_dtypes[flat.layout.index] not in (None, flat.binding.dtype)
             passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
             gradient = FlatGradient(
                 flat,
                 gradient_home,
+                drawn.gradient_dtypes[flat.layout.index],
                 self._allocator,
                 communicator,
                 passing=passing,
+                clips_here=drawn.gradients_stay or (in_grad and not widens),
                 supply=self.gradient_pages,
                 divided_by=1 if drawn.experts is None else drawn.experts.divisor(unit),
             )

@@ -66,7 +66,11 @@ class Reduction:
     def collect(self, unit: int) -> None:
         """A unit's backward has ended. With several ranks, collective."""
         flats = self._flats[unit]
-        if self._postponing or all(flat.gradient.in_place for flat in flats):
+        if self._postponing:
+            for flat in flats:
+                flat.gradient.postpone()
+            return
+        if all(flat.gradient.in_place for flat in flats):
             return
         if self._agreement is None or flats[0].store.communicator.world_size == 1:
             self._no_longer_postponed(unit)
@@ -74,8 +78,7 @@ class Reduction:
                 self._with_room(flat.gradient.collect)
             self._left += flats
             return
-        here = [[p.grad is not None for p in flat.store.binding.parameters] for flat in flats]
-        missing = not all(all(row) for row in here)
+        missing = not all(all(flat.gradient.here()) for flat in flats)
         self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
 
     def collect_postponed(self) -> None:
@@ -130,7 +133,7 @@ class Reduction:
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags or not decision.unanimous:
-            here = [p.grad is not None for flat in flats for p in flat.store.binding.parameters]
+            here = [each for flat in flats for each in flat.gradient.here()]
             used = flats[0].store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
             for flat in flats:

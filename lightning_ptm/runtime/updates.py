@@ -5,28 +5,32 @@
 I/O are the updater's (update/pipeline.py).
 
 I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
+I3: each parameter is updated with the hyper-parameters of the group that it is in when the step is taken.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.update import (
     FlatStates,
     HyperParameters,
     JobHandle,
+    ParameterGradients,
     Shadow,
     Transform,
     UpdateJob,
     Updater,
+    same_value,
     snapshot,
 )
 
@@ -54,6 +58,14 @@ class _Armed:
     hyper: HyperParameters | None = None
 
 
+def _members(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
 class UpdateScheduler(abc.ABC):
     """Decides when a flat's gradient goes to the update.
 
@@ -65,6 +77,8 @@ class UpdateScheduler(abc.ABC):
     def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
         self._flats = flats
         self._optimizers = list(optimizers)
+        self._members = [_members(optimizer) for optimizer in optimizers]
+        """Of each optimizer's groups, as the flats' states know them."""
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
         self._armed: _Armed | None = None
         self._in_step = False
@@ -109,6 +123,7 @@ class UpdateScheduler(abc.ABC):
         if not ready:
             return
         if armed.hyper is None:
+            self.follow_groups(armed.optimizer)
             armed.hyper = snapshot(self._optimizers[armed.optimizer], ready[0].states.traits)
         for flat in ready:
             self._update(unit, flat, armed.hyper, Transform())
@@ -119,12 +134,20 @@ class UpdateScheduler(abc.ABC):
     # -- step ---------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: int, transform: Transform) -> None:
-        """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass."""
-        self._in_step = True
-        armed, self._armed = self._armed, None
+        """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass.
+
+        Raises:
+            UsageError: the groups are not those any more with which units were updated in the backward pass; or a parameter
+                has been moved to where it cannot be updated.
+        """
+        armed = self._armed
         hyper = armed.hyper if armed is not None else None
-        # Learning rate schedulers warn unless they see that a step was taken; the user's own step() is never called.
-        self._optimizers[optimizer]._opt_called = True  # type: ignore[attr-defined]
+        if hyper is not None:
+            self._check_unchanged(optimizer, hyper)
+        else:
+            self.follow_groups(optimizer)
+        self._armed = None
+        self._in_step = True
         # First unit first: the next forward wants it first.
         for unit, flat in reversed(self.flats_of(optimizer)):
             if flat.done_this_step:
@@ -132,10 +155,50 @@ class UpdateScheduler(abc.ABC):
             elif flat.gradient.any:
                 if hyper is None:
                     hyper = snapshot(self._optimizers[optimizer], flat.states.traits)
-                self._update(unit, flat, hyper, transform)
+                # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
+                clipped = flat.gradient.clips_here and transform.unscale is None
+                self._update(unit, flat, hyper, Transform() if clipped else transform)
         self._stepped(optimizer)
         self.steps_taken += 1
         self._in_step = False
+
+    def follow_groups(self, optimizer: int) -> None:
+        """Parameters that were moved between groups since the last step are updated with their new one (I3)."""
+        now = _members(self._optimizers[optimizer])
+        before = self._members[optimizer]
+        if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
+            return
+        self.finish_all()
+        group_of = {id(parameter): group for group, members in enumerate(now) for parameter in members}
+        for _, flat in self.flats_of(optimizer):
+            flat.states.regroup([group_of.pop(id(parameter), None) for parameter in flat.store.binding.parameters])
+        for parameter in (parameter for members in now for parameter in members if id(parameter) in group_of):
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
+                    f"{type(self._optimizers[optimizer]).__name__} during the run, and has no master states of that "
+                    f"optimizer; end this fit and start another one with the groups as they are now"
+                )
+        self._members[optimizer] = now
+
+    def _check_unchanged(self, optimizer: int, hyper: HyperParameters) -> None:
+        groups = self._optimizers[optimizer].param_groups
+        # The snapshot has settled these, or has advanced them in the user's groups.
+        settled = {"params", "fused", *self.flats_of(optimizer)[0][1].states.traits.group_slots}
+        changed = {
+            key
+            for group, used in zip(groups, hyper.groups, strict=False)
+            for key, value in group.items()
+            if key not in settled and key in used and not (value is used[key] or same_value(value, used[key]))
+        }
+        if not all(map(_same_objects, self._members[optimizer], _members(self._optimizers[optimizer]))):
+            changed.add("params")
+        if changed:
+            raise UsageError(
+                f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
+                f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
+                f"on_before_optimizer_step, or use update_in_backward=False"
+            )
 
     @property
     def in_mid_step(self) -> bool:
@@ -218,8 +281,8 @@ class SynchronousUpdates(UpdateScheduler):
     """A unit is read again only when its update is done.
 
     Owns which jobs are pending for which unit.
-    I3: a unit that has a pending job is not read before that job is done (`finish`).
-    I4: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
+    I4: a unit that has a pending job is not read before that job is done (`finish`).
+    I5: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
 
     Args:
         units: stores by unit; flats and optimizers: as above.
@@ -248,6 +311,8 @@ class SynchronousUpdates(UpdateScheduler):
     def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
         store = flat.store
         source = flat.gradient.source()
+        if isinstance(source, ParameterGradients):
+            source.watch()
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
@@ -260,7 +325,7 @@ class SynchronousUpdates(UpdateScheduler):
         for unit in list(self._pending):
             self.pending(unit)
         while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
-            self.finish(next(iter(self._pending)))  # I4
+            self.finish(next(iter(self._pending)))  # I5
 
     def _stepped(self, optimizer: int) -> None:
         self._updater.pump()

@@ -22,7 +22,7 @@ from lightning_ptm.update.scale import LossScale
 from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
 from lightning_ptm.update.states import FlatStates, Run, Segment, shard_segments
 from lightning_ptm.update.stats import UpdateStats
-from lightning_ptm.update.traits import GroupTraits, Initial, OptimizerTraits, ScalarState, SlotTraits
+from lightning_ptm.update.traits import GroupTraits, Initial, OptimizerTraits, ScalarState, SlotTraits, same_value
 from lightning_ptm.update.updater import Updater
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "norm_of_power",
     "parameter_norms",
     "probe",
+    "same_value",
     "shard_power",
     "shard_segments",
     "snapshot",

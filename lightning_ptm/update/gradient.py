@@ -143,6 +143,11 @@ class ParameterGradients:
                     "use sparse=False in its embedding"
                 )
             self._flat.append(gradient.detach().reshape(-1) if gradient is not None else None)
+        self._versions: list[int] | None = None
+
+    def watch(self) -> None:
+        """Somebody else has these tensors, too, and may change them before they are used: they are refused then."""
+        self._versions = [0 if gradient is None else gradient._version for gradient in self._flat]
 
     def present(self, flat: FlatLayout) -> Sequence[bool]:
         """For each parameter of the flat, whether it has a gradient.
@@ -195,6 +200,11 @@ class ParameterGradients:
         gradient = self._flat[segment.parameter]
         if gradient is None:
             raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
+        if self._versions is not None and gradient._version != self._versions[segment.parameter]:
+            raise UsageError(
+                f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
+                f"when the update was still to read it; change it before the step, or set it to None"
+            )
         return gradient.narrow(0, segment.parameter_start, segment.numel)
 
 

@@ -111,6 +111,10 @@ def _layout_groups(flat: FlatLayout) -> tuple[int | None, ...]:
     return tuple(slot.spec.group if slot.spec.group >= 0 else None for slot in flat.slots)
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
 class FlatStates:
     """The master states of one flat's shard on one rank.
 
@@ -215,6 +219,22 @@ class FlatStates:
                 state = known
                 break
         self._scalars[parameter] = state
+
+    def regroup(self, groups: Sequence[int | None]) -> None:
+        """Parameters are in other groups from now on; no job of the flat is in hand.
+
+        Raises:
+            UsageError: a new group keeps other states than the old one; nothing has changed.
+        """
+        for index, (old, new) in enumerate(zip(self.groups, groups, strict=True)):
+            if old is not None and new is not None and set(self.slot_names[old]) != set(self.slot_names[new]):
+                raise UsageError(
+                    f"parameter {self.flat.slots[index].spec.name} was moved from parameter group {old} to {new} of "
+                    f"{self.traits.name}, which keep different states ({_listed(self.slot_names[old])}, and "
+                    f"{_listed(self.slot_names[new])}); give the groups the same kind of settings from the start (e.g. a "
+                    f"tiny momentum), or end this fit and start another one"
+                )
+        self.groups = tuple(groups)
 
     def advance(self, successors: Mapping[tuple[int, int], ScalarState], present: Sequence[bool]) -> None:
         """Move every updated parameter's scalars on by one step.

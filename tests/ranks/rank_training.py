@@ -210,13 +210,14 @@ class PlainRanks:
             gradients = [self._gradients(rows, rank, step) for rank in range(self.world_size)]
             if self.training.reduce_once:
                 waiting = [
-                    [_sum(pair) for pair in zip(*both, strict=True)] for both in zip(waiting, gradients, strict=True)
+                    [self._sum(pair) for pair in zip(*both, strict=True)]
+                    for both in zip(waiting, gradients, strict=True)
                 ]
                 if (step + 1) % self.training.accumulate:
                     continue
-                gradients, waiting = waiting, nothing()
+                gradients, waiting = [self._rounded(sums) for sums in waiting], nothing()
             means = [self._mean([of_rank[index] for of_rank in gradients]) for index in range(len(self.masters))]
-            so_far = [_sum(pair) for pair in zip(so_far, means, strict=True)]
+            so_far = [self._sum(pair) for pair in zip(so_far, means, strict=True)]
             if (step + 1) % self.training.accumulate == 0:
                 self._update(so_far)
                 so_far = [None for _ in self.masters]
@@ -262,10 +263,14 @@ class PlainRanks:
         self.optimizer.zero_grad()
         self.publish()
 
+    def _sum(self, pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+        """Of fp32, as masters' gradients are."""
+        before, new = (part.float() if self.mixed and part is not None else part for part in pair)
+        return new if before is None else before if new is None else before + new
 
-def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    before, new = pair
-    return new if before is None else before if new is None else before + new
+    def _rounded(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As ranks reduce them."""
+        return [part.bfloat16() if self.mixed and part is not None else part for part in sums]
 
 
 def plain(training: Training, world_size: int) -> list[Outcome]:

@@ -1,8 +1,8 @@
 """The same training twice: as a plain PyTorch loop, and by the strategy. Both yield an `Outcome` to be compared bitwise.
 
 The plain side knows nothing of the strategy. Under bf16-mixed it keeps a bf16 copy of the parameters that computes, fp32
-masters that a stock optimizer updates, and gradients in bf16 which become fp32 before clipping and update; the true
-precisions cast the module and update it directly.
+masters that a stock optimizer updates, and gradients in bf16 which become fp32 after each backward pass, and are added up
+there, as a Trainer's do whose parameters are fp32; the true precisions cast the module and update it directly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import lightning as L
@@ -141,12 +141,9 @@ class PlainOptimizer:
                 master = parameter.detach().clone().requires_grad_()
                 self.pairs.append((parameter, master))
                 group["params"][place] = master
+                parameter.register_post_accumulate_grad_hook(partial(_add_to_master, master))
 
     def step(self) -> None:
-        for parameter, master in self.pairs:
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        # Clipping must not change the 16-bit gradients that a later step may add to.
         if self.clip is not None:
             self.clip([master for _, master in self.pairs])
             self.clip = None
@@ -162,8 +159,8 @@ class PlainOptimizer:
                 parameter.copy_(master)
 
     def zero_grad(self) -> None:
-        for parameter, _ in self.pairs:
-            parameter.grad = None
+        for parameter, master in self.pairs:
+            parameter.grad = master.grad = None
 
     def toggle(self, others: Sequence[PlainOptimizer], on: bool) -> None:
         mine = {id(parameter) for parameter, _ in self.pairs}
@@ -171,6 +168,14 @@ class PlainOptimizer:
             for parameter, _ in other.pairs:
                 if id(parameter) not in mine:
                     parameter.requires_grad_(not on)
+
+
+def _add_to_master(master: Tensor, parameter: Tensor) -> None:
+    """A backward pass has computed a gradient: it is added to the master's."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.to(master.dtype)
+    master.grad = gradient if master.grad is None else master.grad + gradient
+    parameter.grad = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,8 +302,8 @@ def _by_hand(module: Any, plain: list[PlainOptimizer]) -> None:
 
     def clip_gradients(optimizer: PlainOptimizer, gradient_clip_val: float, gradient_clip_algorithm: str) -> None:
         by_value = gradient_clip_algorithm == "value"
-        optimizer.clip = lambda masters: (nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_)(
-            masters, gradient_clip_val
+        (nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_)(
+            [master for _, master in optimizer.pairs], gradient_clip_val
         )
 
     module.clip_gradients = clip_gradients

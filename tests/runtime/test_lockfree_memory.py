@@ -126,6 +126,7 @@ def drawn(depth: int, width: int) -> Blueprint:
         torch.device("cpu"),
         False,
         False,
+        False,
     )
     return decide(request, Machine("cpu", 0, 24 << 30, 1 << 40, 2, 1), 1)
 

@@ -1,0 +1,212 @@
+"""`.grad` is an attribute of its parameter wherever its bytes are: what a user reads there, edits, assigns, or sets to None
+counts as it does for a plain Trainer, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeStrategy
+from judged import ByHand, Judged, judge, run
+from torch import Tensor, nn
+
+from lightning_ptm.errors import UsageError
+
+
+class Moves(ByHand):
+    """A step with something done to gradients between backward and step, by the name of the method."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.move = getattr(self, name)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.move(optimizer, batch)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    # -- moves
+
+    def reads(self, optimizer: Any, batch: Any) -> None:
+        for parameter in self.parameters():
+            self.note(parameter.grad.norm())
+            self.note(parameter.grad.abs().max().item())
+        self.note(self.head.weight.grad[1, 2:5].clone())
+        self.note(torch.stack([each.grad.sum() for each in self.blocks.parameters()]))
+        self.note(float(self.head.bias.grad.numpy()[2]))
+        self.note(self.head.bias.grad.tolist())
+        self.note(copy.deepcopy(self.first.bias.grad))
+
+    def clips(self, optimizer: Any, batch: Any) -> None:
+        self.note(nn.utils.clip_grad_norm_(self.parameters(), 0.01))
+        nn.utils.clip_grad_value_(self.blocks.parameters(), 1e-4)
+        self.note(self.first.weight.grad.norm())
+
+    def scales(self, optimizer: Any, batch: Any) -> None:
+        for parameter in self.blocks[0].parameters():
+            parameter.grad.mul_(0.5)
+        self.head.weight.grad *= 2
+        self.head.bias.grad[1] = 3.0
+        self.first.weight.grad.data.add_(1e-3)
+
+    def forgets_one(self, optimizer: Any, batch: Any) -> None:
+        self.blocks[1].inner[0].weight.grad = None
+        self.head.bias.grad = None
+
+    def forgets_deep_modules(self, optimizer: Any, batch: Any) -> None:
+        self.blocks[0].inner.zero_grad()
+        self.blocks[1].inner[2].zero_grad(set_to_none=False)
+        self.head.zero_grad()
+
+    def forgets_all(self, optimizer: Any, batch: Any) -> None:
+        self.zero_grad()
+        self.note(all(parameter.grad is None for parameter in self.parameters()))
+
+    def zeroes(self, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        self.note(float(self.head.weight.grad.sum()))
+
+    def assigns(self, optimizer: Any, batch: Any) -> None:
+        for parameter in self.blocks[0].parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.head.weight.grad = self.head.weight.grad * 0.25
+
+    def forgets_and_computes_again(self, optimizer: Any, batch: Any) -> None:
+        self.blocks[0].zero_grad()
+        self.head.weight.grad = None
+        self.manual_backward(self.loss(batch) * 0.5)
+        self.note(self.head.weight.grad.norm())
+
+    def edits_and_adds(self, optimizer: Any, batch: Any) -> None:
+        self.blocks[0].inner[0].weight.grad.mul_(3)
+        self.head.weight.grad.mul_(3)
+        self.loss(batch).backward()
+
+    def adds_without_being_told(self, optimizer: Any, batch: Any) -> None:
+        self.loss(batch).backward()
+        (self.head.weight.sum() + self.first.bias.square().sum()).backward()
+        self.note(self.head.weight.grad.norm())
+
+    def clips_twice(self, optimizer: Any, batch: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.note(nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()]))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+    def edits_behind_the_step(self, optimizer: Any, batch: Any) -> None:
+        optimizer.step()
+        self.note(self.head.weight.grad.norm())
+        optimizer.zero_grad(set_to_none=False)
+        self.note(self.head.weight.grad.norm())
+
+    def keeps(self, optimizer: Any, batch: Any) -> None:
+        kept = self.head.weight.grad
+        self.note(kept.sum())
+        self.head.weight.grad = None
+        optimizer.step()
+        self.note(kept.sum())
+
+    def swaps(self, optimizer: Any, batch: Any) -> None:
+        first, second = self.blocks[0].inner[0].weight, self.blocks[1].inner[0].weight
+        first.grad, second.grad = second.grad, first.grad
+
+
+MOVES = [
+    name for name in vars(Moves) if not name.startswith("_") and name not in ("training_step", "configure_optimizers")
+]
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("where", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
+def test_what_is_done_to_grad_counts(name: str, where: str, strategy_at: MakeStrategy) -> None:
+    judge(lambda: Moves(name), strategy_at(where), limit_train_batches=2)
+
+
+class FromAutogradGrad(ByHand):
+    """Gradients that no backward pass has put there."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(self.loss(batch), parameters), strict=True):
+            parameter.grad = gradient
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+def test_gradients_of_autograd_grad_are_applied(tier: str, strategy_at: MakeStrategy) -> None:
+    judge(FromAutogradGrad, strategy_at(tier))
+
+
+class InHooks(Judged):
+    """Automatic optimization: hooks that look, and one that edits."""
+
+    def on_after_backward(self) -> None:
+        self.note(self.head.weight.grad.norm())
+        self.blocks[0].inner[0].weight.grad.clamp_(-1e-3, 1e-3)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            self.note(parameter.grad.norm())
+        self.first.weight.grad = None
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
+def test_hooks_see_and_change_gradients(options: dict[str, Any], tier: str, strategy_at: MakeStrategy) -> None:
+    judge(InHooks, strategy_at(tier), **options)
+
+
+class Afterwards(Judged):
+    """Looks at a gradient when the step has been taken."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note(self.head.weight.grad.norm())
+
+
+def test_gradients_behind_the_step_are_true_or_refused(strategy_at: MakeStrategy) -> None:
+    for options in ({}, {"gradient_clip_val": 0.05}):
+        judge(Afterwards, strategy_at("ram"), **options)
+        for where in ("masters_on_disk", "three_tiers", "lock_free"):
+            try:
+                judge(Afterwards, strategy_at(where), **options)
+            except UsageError as error:
+                assert "gradient of head.weight was read after the step that has used it" in str(error)
+
+
+class Kept(Moves):
+    """A gradient that somebody has kept is never another step's."""
+
+    def __init__(self) -> None:
+        super().__init__("later")
+        self.kept: list[Tensor] = []
+
+    def later(self, optimizer: Any, batch: Any) -> None:
+        self.kept.append(self.head.weight.grad)
+        if len(self.kept) > 1:
+            self.note(self.kept[0].sum())
+
+
+def test_a_gradient_that_was_kept_is_refused_in_the_next_step(strategy_at: MakeStrategy) -> None:
+    with pytest.raises(UsageError, match=r"gradient of head\.weight was read when it was of an earlier step"):
+        run(Kept, strategy_at("three_tiers"))
+
+
+class ChangedTooLate(Moves):
+    def __init__(self) -> None:
+        super().__init__("late")
+
+    def late(self, optimizer: Any, batch: Any) -> None:
+        optimizer.step()
+        for parameter in self.parameters():
+            parameter.grad.zero_()
+
+
+def test_a_gradient_that_changes_while_its_update_waits_is_refused_or_was_used(strategy_at: MakeStrategy) -> None:
+    judge(ChangedTooLate, strategy_at("ram"))
+    judge(ChangedTooLate, strategy_at("three_tiers"))
+    with pytest.raises(UsageError, match="was changed in place after the optimizer's step"):
+        run(ChangedTooLate, strategy_at("masters_on_disk"))

@@ -1,0 +1,217 @@
+"""`step` of the user's own torch optimizer trains as Lightning's wrapper of it does, whoever calls it and however."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import MakeStrategy
+from judged import ByHand, Judged, assert_alike, judge, run
+from torch import Tensor, nn
+
+from lightning_ptm.errors import UsageError
+
+
+class RawHandle(ByHand):
+    """`optimizers(use_pl_optimizer=False)`."""
+
+    def raw(self) -> torch.optim.Optimizer:
+        return self.optimizers(use_pl_optimizer=False)  # type: ignore[return-value]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.raw()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class RawClosure(RawHandle):
+    """`trainer.optimizers[0]`, with a closure that computes the gradients."""
+
+    def raw(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.raw()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        self.note(optimizer.step(closure))
+
+
+class RawInHook(Judged):
+    """`optimizer.optimizer.step` in an overridden hook."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(closure=optimizer_closure)
+
+
+class ClosureFirst(Judged):
+    """The closure runs by itself, and the raw step without one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+@pytest.mark.parametrize("build", [RawHandle, RawClosure, RawInHook, ClosureFirst])
+def test_a_raw_step_trains_as_a_plain_trainer_does(
+    build: Callable[[], Judged], tier: str, strategy_at: MakeStrategy
+) -> None:
+    judge(build, strategy_at(tier))
+
+
+@pytest.mark.parametrize("build", [RawHandle, RawInHook, ClosureFirst])
+def test_in_mixed_precision_a_raw_step_is_that_of_the_wrapper(build: type[Judged], strategy_at: MakeStrategy) -> None:
+    class Wrapped(build):  # type: ignore[misc,valid-type]
+        def raw(self) -> Any:
+            return self.optimizers()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    raw = run(build, strategy_at("ram"), precision="bf16-mixed")
+    wrapped = run(Wrapped, strategy_at("ram"), precision="bf16-mixed")
+    del raw.notes[-1], wrapped.notes[-1]  # Lightning counts steps of its wrapper alone
+    assert_alike(raw, wrapped)
+    assert not torch.equal(raw.head.weight, run(build, None, max_epochs=0).head.weight)
+
+
+class Accumulating(RawHandle):
+    """Raw steps every other batch, clipped, with two optimizers."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizers = self.trainer.optimizers
+        self.manual_backward(self.loss(batch))
+        if index % 2:
+            for optimizer in optimizers:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        blocks = torch.optim.SGD(self.blocks.parameters(), lr=0.1, momentum=0.9, fused=True)
+        return [blocks, torch.optim.AdamW([*self.first.parameters(), *self.head.parameters()], lr=1e-2, fused=True)], []
+
+
+def test_raw_steps_of_two_optimizers_with_accumulation_and_clipping(tier: str, strategy_at: MakeStrategy) -> None:
+    judge(Accumulating, strategy_at(tier), limit_train_batches=4)
+
+
+class Wrapping(Judged):
+    """Whatever is put around `step` before the run sees each step once, in order, and finds the user's groups."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: self.note(f"before {self.trainer.global_step}"))
+        optimizer.register_step_post_hook(lambda each, *_: self.note(len(each.param_groups[0]["params"])))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scheduled = optimizer.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.note("counted")
+            result = scheduled(*args, **kwargs)
+            self.note(float(result))
+            return result
+
+        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = counted
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_wrappers_and_hooks_of_step_see_each_step(strategy_at: MakeStrategy) -> None:
+    judge(Wrapping, strategy_at("masters_on_disk"))
+
+
+class Inherited(torch.optim.AdamW):
+    """A class that calls the `step` of its base class, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            result = closure() if closure is not None else None
+        super().step()
+        return result
+
+
+class OwnClass(RawHandle):
+    def configure_optimizers(self) -> Any:
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # torch puts hooks around the base class's step
+        return Inherited(self.parameters(), lr=1e-2, fused=True)
+
+
+class OwnClassAutomatic(Judged):
+    configure_optimizers = OwnClass.configure_optimizers
+
+
+@pytest.mark.parametrize("build", [OwnClass, OwnClassAutomatic])
+def test_a_class_that_inherits_its_step_updates_once(build: Callable[[], Judged], strategy_at: MakeStrategy) -> None:
+    judge(build, strategy_at("masters_on_disk"))
+
+
+class AfterAnError(RawHandle):
+    """A step that failed and was caught is none; those behind it are."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        def fails() -> None:
+            raise KeyError("of the closure")
+
+        with pytest.raises(KeyError):
+            self.raw().step(fails)
+        super().training_step(batch, index)
+
+
+def test_an_error_in_a_closure_leaves_the_next_step_whole(tier: str, strategy_at: MakeStrategy) -> None:
+    judge(AfterAnError, strategy_at(tier))
+
+
+class Twice(RawHandle):
+    """Two steps with one gradient."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        super().training_step(batch, index)
+        self.raw().step()
+
+
+def test_two_raw_steps_with_one_gradient(tier: str, strategy_at: MakeStrategy) -> None:
+    judge(Twice, strategy_at(tier))
+
+
+def test_a_mocked_step_sees_the_calls_and_trains_nothing(strategy_at: MakeStrategy) -> None:
+    class Mocked(RawHandle):
+        def on_train_start(self) -> None:
+            patch = mock.patch.object(torch.optim.AdamW, "step")
+            self.calls = patch.start()
+            self.undo = patch.stop
+
+        def on_train_end(self) -> None:
+            self.undo()
+            self.note(len(self.calls.mock_calls))
+
+    judge(Mocked, strategy_at("ram"))
+
+
+def test_hooks_of_the_run_are_gone_behind_it(strategy_at: MakeStrategy) -> None:
+    module = run(RawHandle, strategy_at("masters_on_disk"))
+    optimizer = module.trainer.optimizers[0]
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert len(optimizer.param_groups[0]["params"]) == len(list(module.parameters()))
+    before = module.head.weight.detach().clone()
+    module.head.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    assert not torch.equal(module.head.weight, before)
+
+
+def test_arguments_that_a_step_cannot_take_are_refused(strategy_at: MakeStrategy) -> None:
+    class Given(RawHandle):
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            self.raw().step(grad_scaler=None)  # type: ignore[call-arg]
+
+    with pytest.raises(UsageError, match=r"optimizer\.step was given grad_scaler"):
+        run(Given, strategy_at("ram"))
