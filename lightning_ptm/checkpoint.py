@@ -133,7 +133,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
     """The module's state dict with precise, full weights; empty where not `keep` (other ranks than 0)."""
-    engine.drain()
+    engine.drain("state dict")
     engine.executor.release_all()
     values: dict[int, Tensor] = {}
     copy_of = _copies(engine)
@@ -155,7 +155,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
         RuntimeError: names are missing or unexpected under `strict`, in torch's own words.
         ConfigError: a shape differs.
     """
-    engine.drain()
+    engine.drain("load a state dict")
     engine.executor.release_all()
     # As a part of the module names its parameters itself, and otherwise as it would say, but for hooks that change values.
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
@@ -245,7 +245,7 @@ class _frozen_copies:
 
 def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """The optimizer's state dict with full state tensors; empty where not `keep`."""
-    engine.drain()
+    engine.drain("optimizer state")
     engine.executor.release_all()
     optimizer = plain_optimizer(optimizer)
     index = engine.updates.index_of(optimizer)
@@ -268,7 +268,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
     Raises:
         ConfigError: it was saved by an optimizer with other parameter groups.
     """
-    engine.drain()
+    engine.drain("load optimizer state")
     optimizer = plain_optimizer(optimizer)
     saved, ours = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:

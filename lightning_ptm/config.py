@@ -316,10 +316,10 @@ _Class = TypeVar("_Class", bound=type)
 def listing_settings(cls: _Class) -> _Class:
     """Class decorator: `**settings` of the constructor become the settings, by name, with default and description, in what
     `help`, completion and LightningCLI read. The line `settings: ...` of the docstring's Args is where they go."""
-    init = cls.__init__  # type: ignore[misc]  # of this class, as it is decorated
+    init = vars(cls)["__init__"]
     types = get_type_hints(Settings)
     own = inspect.signature(init)
-    init.__signature__ = own.replace(  # type: ignore[attr-defined]
+    init.__signature__ = own.replace(
         parameters=[
             *(each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD),
             *(

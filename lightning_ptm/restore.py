@@ -52,12 +52,12 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     if not room:
         try:
             if not engine.failed:
-                engine.drain()
+                engine.drain("weights at the end")
         finally:
             engine.values.let_go()
         return False
     try:
-        engine.drain()
+        engine.drain("weights at the end")
         engine.executor.release_all()
         engine.values.restore()
     except Exception as error:

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoint import parameters_of, plain_optimizer
-from lightning_ptm.comm import together
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
@@ -94,7 +93,7 @@ class Saving:
         self._engine = engine
         self._ops = ops or SaveOps()
         with_optimizers = "optimizer_states" in checkpoint
-        engine.drain()
+        engine.drain("sharded checkpoint")
         kinds = [kind for kind in engine.values.kinds(optimizers=with_optimizers) if kind.tensors]
         layouts = [lay_out(kind.tensors, {"format": "pt", "unit": kind.unit, "kind": kind.kind}) for kind in kinds]
         names = file_names([kind.unit for kind in kinds], [kind.kind for kind in kinds])
@@ -128,14 +127,14 @@ class Saving:
         self._writer: RangeWriter | None = None
         self._thread: threading.Thread | None = None
         try:
-            with together(engine.communicator):
+            with engine.together():
                 if engine.communicator.rank == 0:
                     self._draft = Draft(path)
             folder = self._draft.folder if self._draft is not None else None
-            self._folder = Path(engine.communicator.broadcast_object(None if folder is None else str(folder)))
+            self._folder = Path(engine.told(None if folder is None else str(folder)))
             copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
             self._writer = RangeWriter(self._folder, ops, buffers=max(BUFFERS, copies))
-            with together(engine.communicator):
+            with engine.together():
                 if self._draft is not None:
                     for name, layout in zip(names, layouts, strict=True):
                         self._writer.create(name, layout.header, layout.size_bytes)
@@ -191,11 +190,11 @@ class Saving:
         """
         started = time.perf_counter()
         try:
-            with together(self._engine.communicator):
+            with self._engine.together():
                 self._wait()
                 if self._error is not None:
                     raise self._told(self._error)
-            with together(self._engine.communicator):
+            with self._engine.together():
                 self._commit()
                 if self._error_of_commit is not None:
                     raise self._told(self._error_of_commit)

@@ -30,7 +30,7 @@ from lightning_ptm.storage.tensors import Mapped
 
 def module_remainder(engine: Engine, module: LightningModule) -> dict[str, Any]:
     """The module's state dict without parameters: buffers and extra state."""
-    engine.drain()
+    engine.drain("state dict")
     engine.executor.release_all()
     return without_parameters(module)
 
@@ -46,7 +46,7 @@ def without_parameters(module: LightningModule) -> dict[str, Any]:
 
 def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict without element-wise state: groups, and scalars such as `step`."""
-    engine.drain()
+    engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
     result = optimizer.state_dict()
     result["state"] = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))

@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, together
+from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
@@ -177,7 +177,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     @override
-    def accelerator(self) -> Accelerator | None:  # type: ignore[override]
+    def accelerator(self) -> Accelerator | None:  # type: ignore[override, unused-ignore]
         return self._accelerator
 
     @accelerator.setter
@@ -308,8 +308,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._watches = Watches(self._engine)
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
-        if self.world_size > 1:
-            self._watches.loops(trainer, self._meet_the_others)
+        if isinstance(self._communicator, ProcessGroupCommunicator):
+            self._watches.ranks(trainer, self._communicator, self._meet, self._gather_for)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:
@@ -603,7 +603,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if "optimizer_states" in checkpoint:
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
-            tell = self.broadcast if self._engine is None else self._engine.communicator.broadcast_object
+            tell = self.broadcast if self._engine is None else self._engine.told
             checkpoint[randomness.KEY] = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
         if self.settings.state_dict_type == "full":
 
@@ -630,7 +630,7 @@ class AngelPTMStrategy(ParallelStrategy):
         """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
         Collective."""
         if self._engine is not None:
-            with together(self._engine.communicator):
+            with self._engine.together():
                 yield
             return
         error: Exception | None = None
@@ -687,7 +687,7 @@ class AngelPTMStrategy(ParallelStrategy):
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        with together(self._engine.communicator):
+        with self._engine.together():
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
@@ -719,22 +719,22 @@ class AngelPTMStrategy(ParallelStrategy):
         """Whether there is no other rank, or none that could be waited for: callbacks ask for collectives, too, when the
         run was cut short on this rank."""
         self._settle()
+        failed = self._engine is not None and self._engine.failed
         # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
-        return bool(self._unsaved) or self.world_size == 1 or not _distributed_is_initialized()
+        return failed or bool(self._unsaved) or self.world_size == 1 or not _distributed_is_initialized()
 
-    def _meet(self, what: Together = Together.COLLECTIVE) -> None:
-        if self._engine is not None:
-            self._engine.meet(what)
-
-    def _meet_the_others(self, what: Together) -> None:
+    def _meet(self, what: Together) -> None:
         if not self._is_alone():
-            self._meet(what)
+            self.engine.meet(what)
+
+    def _gather_for(self, gathering: Gathering) -> None:
+        self._settle()
+        self.engine.gather_for(gathering)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._is_alone():
             return
-        self._meet()
         if torch.distributed.get_backend() == "nccl":
             torch.distributed.barrier(device_ids=[self.root_device.index])
         else:
@@ -744,7 +744,6 @@ class AngelPTMStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._is_alone():
             return obj
-        self._meet()
         box = [obj]
         torch.distributed.broadcast_object_list(box, src)
         return box[0]
@@ -752,7 +751,6 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(tensor, Tensor) and not self._is_alone():
-            self._meet()
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
@@ -760,7 +758,6 @@ class AngelPTMStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._is_alone():
             return tensor
-        self._meet()
         return super().all_gather(tensor, group, sync_grads)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -802,6 +799,7 @@ class AngelPTMStrategy(ParallelStrategy):
             if engine.failed:
                 self._saves.farewell()
             else:
+                engine.meet(Together.END_OF_RUN)
                 try:
                     self._saves.finish()
                 except CheckpointError as error:  # the weights are the user's all the same
@@ -813,6 +811,8 @@ class AngelPTMStrategy(ParallelStrategy):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         except Exception as error:
             engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
+            if not self._ended.weights:
+                engine.values.let_go()
             raise
         finally:
             self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)

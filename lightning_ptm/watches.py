@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from lightning_ptm.averaging import Gathered, gather_for_averaging
+from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
@@ -54,6 +56,7 @@ class Watches:
         self._engine: Engine | None = engine
         self._replaced: list[tuple[Any, str]] = []
         """Objects, and names of methods that are ours."""
+        self._foreign: ForeignCollectives | None = None
 
     def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
         """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
@@ -79,34 +82,54 @@ class Watches:
             if isinstance(callback, ModelCheckpoint):
                 self._replace(callback, "_link_checkpoint", link)
 
-    def loops(self, trainer: Trainer, meet: Callable[[Together], None]) -> None:
-        """Ranks may come with different numbers of batches, and Lightning (or a metric) talks between them without asking:
-        `meet` is called before, where a rank can still help the others with the batches that it has not."""
+    def ranks(
+        self,
+        trainer: Trainer,
+        communicator: ProcessGroupCommunicator,
+        meet: Callable[[Together], None],
+        gather: Callable[[Gathering], None],
+    ) -> None:
+        """Others may come with more batches, or need this rank for what it does not do itself.
+
+        Args:
+            meet: called where different numbers of batches show.
+            gather: called before users, metrics or Lightning talk between ranks by torch.distributed.
+        """
+        foreign = self._foreign = ForeignCollectives(gather, communicator.group_names)
         epochs = trainer.fit_loop
-        for loop in (epochs.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            # Lightning reads the metrics of a loader when it is through.
-            self._before(loop, "_store_dataloader_outputs", partial(_meet_for_metrics, trainer, meet))
         for each in (epochs.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._before(each, "on_run_end", partial(meet, Together.END_OF_EVALUATION))
-        self._before(epochs.epoch_loop, "_broadcast_sigterm_tensor", partial(meet, Together.TRAINING_BATCH))
+        # It swallows what goes wrong in its own collective, so nothing is to be found out there.
+        signals = "_broadcast_sigterm_tensor"
+        self._before(epochs.epoch_loop, signals, partial(meet, Together.TRAINING_BATCH), foreign.expected)
         self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH))
 
-    def _before(self, owner: Any, name: str, ours: Callable[[], None]) -> None:
+    def _before(
+        self,
+        owner: Any,
+        name: str,
+        ours: Callable[[], None],
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Calls `ours` before a method, where this Lightning has it: the underscored ones are its own business."""
         original = getattr(owner, name, None)
         if original is None:
             return
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            if self._engine is not None:
-                ours()
-            return original(*args, **kwargs)
+            if self._engine is None:
+                return original(*args, **kwargs)
+            ours()
+            with inside():
+                return original(*args, **kwargs)
 
         self._replace(owner, name, both)
 
     def undo(self) -> None:
         """The run is over: all methods are their owners' again."""
         self._engine = None
+        if self._foreign is not None:
+            self._foreign.close()
         for owner, name in self._replaced:
             owner.__dict__.pop(name, None)
         self._replaced = []
@@ -114,13 +137,6 @@ class Watches:
     def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         setattr(owner, name, Replacement(owner, name, method))
         self._replaced.append((owner, name))
-
-
-def _meet_for_metrics(trainer: Trainer, meet: Callable[[Together], None]) -> None:
-    """Metrics of torchmetrics reduce themselves over all ranks; what else is logged asks the strategy to."""
-    results = trainer._results
-    if results is not None and any(not each.is_tensor and each.meta.on_epoch for _, each in results.valid_items()):
-        meet(Together.METRICS)
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

@@ -1,13 +1,18 @@
 """Collectives over pages, and how ranks agree on their order."""
 
-from lightning_ptm.comm.agreement import Agreement, Boundary, Meeting, Request, Teams
+from lightning_ptm.comm.agreement import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, Request, Teams
 from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
+from lightning_ptm.comm.foreign import ForeignCollectives
 from lightning_ptm.comm.together import together
 
 __all__ = [
+    "DIFFERENT",
+    "TOGETHER",
     "Agreement",
     "Boundary",
     "Communicator",
+    "ForeignCollectives",
+    "Gathering",
     "Meeting",
     "ProcessGroupCommunicator",
     "Request",

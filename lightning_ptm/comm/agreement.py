@@ -15,6 +15,9 @@ I2: a gather goes before a meeting and a meeting before a reduce: a rank that st
 I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others. A boundary
     that every rank reaches is left by all of them in the same round, so what follows it may be collective.
 I4: a rank meets when its whole group is at the same meeting. If none can come any more, all ranks raise.
+I5: a gathering is left in the round in which all its ranks are there. If they never can be, its ranks are told in that very
+    round, and so are those that wait for all others to be at a boundary.
+I6: what one rank gives up, all give up in the next round that they bring anything to, each with what all of them did.
 A rank that fails brings nothing any more: the communicator ends the others' rounds (`Communicator.fail`).
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
@@ -30,6 +34,14 @@ _CODES = {Operation.GATHER: 1, Operation.REDUCE: 2}
 _OPERATIONS = {code: operation for operation, code in _CODES.items()}
 _BOUNDARY = 0
 _MEETING = 3
+_GATHERING = 4
+_GIVEN_UP = 5
+
+TOGETHER = 1 << 62
+"""From here on are positions of boundaries that a rank leaves only when all ranks are at one of these."""
+
+DIFFERENT = 1 << 61
+"""Flag in what `reach` returns: the ranks came together at different ones."""
 
 Row = tuple[int, int, int]
 
@@ -88,6 +100,24 @@ class Meeting:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Gathering:
+    """A point at which some ranks come together for a collective that is none of ours.
+
+    Attributes:
+        number: tells which collective of which ranks, below 2**40.
+        size: how many ranks these are.
+        flag: reaches ranks that leave a boundary meanwhile.
+    """
+
+    number: int
+    size: int
+    flag: int = 0
+
+    def row(self) -> Row:
+        return (_GATHERING, self.number << 20 | self.size, self.flag)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
     """What a round chose. `unanimous`: every rank that holds the unit had asked for just that."""
 
@@ -103,8 +133,13 @@ class Met:
     ranks: frozenset[int]
 
 
-def choose(rows: Sequence[Row], teams: Teams = NO_TEAMS) -> Decision | Met | None:
-    """The collective that all ranks issue next, or who meets, or None when every rank is at a boundary.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stuck:
+    """A round after which nobody could go on: some ranks wait for others, and these wait, too."""
+
+
+def choose(rows: Sequence[Row], teams: Teams = NO_TEAMS) -> Decision | Met | Stuck | None:
+    """The collective that all ranks issue next, or who meets, or None when some rank can leave a boundary.
 
     Raises:
         RankError: some ranks wait for others to meet them, and these do not come. It is raised on all ranks.
@@ -113,13 +148,31 @@ def choose(rows: Sequence[Row], teams: Teams = NO_TEAMS) -> Decision | Met | Non
     if gather is not None:
         return gather
     met = frozenset(rank for group in teams.groups if _together(rows, group) for rank in group)
+    met |= frozenset(rank for rank, row in enumerate(rows) if row[0] == _GATHERING and rows.count(row) == _size(row))
     if met:
         return Met(met)
     reduce = _decided(rows, teams, Operation.REDUCE)
+    if reduce is not None:
+        return reduce
     waiting = [rank for rank, row in enumerate(rows) if row[0] == _MEETING]
-    if reduce is None and waiting:
+    if waiting:
         raise RankError(_deserted(rows, teams, waiting[0]))
-    return reduce
+    gathered = any(row[0] == _GATHERING for row in rows)
+    return Stuck() if gathered and not any(_leaves(row, rows) for row in rows) else None
+
+
+def _size(gathering: Row) -> int:
+    return gathering[1] & ((1 << 20) - 1)
+
+
+def _leaves(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a rank at this boundary leaves it: no rank is before it. Who is at a gathering may have passed any boundary but
+    those of all ranks together."""
+    together = row[1] >= TOGETHER
+    return row[0] == _BOUNDARY and all(
+        other[1] >= min(row[1], TOGETHER) if other[0] == _BOUNDARY else other[0] == _GATHERING and not together
+        for other in rows
+    )
 
 
 def _decided(rows: Sequence[Row], teams: Teams, operation: Operation) -> Decision | None:
@@ -162,6 +215,7 @@ class Agreement:
         exchange: all-gathers this rank's row; returns the rows of all ranks by rank.
         participate: takes part in a collective that other ranks asked for and this one did not.
         rank: this one; asked for only where ranks meet.
+        explain: all-gathers what a rank that gave up says (else ""), and where each is; makes one text of it.
     """
 
     def __init__(
@@ -170,17 +224,19 @@ class Agreement:
         participate: Callable[[Decision], None],
         rank: int = 0,
         teams: Teams = NO_TEAMS,
+        explain: Callable[[str], str] = str,
     ) -> None:
         self._exchange = exchange
         self._participate = participate
         self._rank = rank
         self._teams = teams
+        self._explain = explain
 
     def request(self, request: Request) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
         while True:
-            decision = choose(self._exchange(request.row()), self._teams)
-            if decision is None:  # cannot be: our own row is a request
+            decision = choose(self._round(request.row()), self._teams)
+            if decision is None or isinstance(decision, Stuck):  # cannot be: our own row is a request
                 raise RankError(f"no rank proposed {request}; ranks run different versions of lightning_ptm")
             if isinstance(decision, Met):
                 continue
@@ -195,27 +251,55 @@ class Agreement:
             RankError: one of them cannot come any more.
         """
         while True:
-            decision = choose(self._exchange(meeting.row()), self._teams)
+            decision = choose(self._round(meeting.row()), self._teams)
             if isinstance(decision, Decision):
                 self._participate(decision)
-            elif decision is not None and self._rank in decision.ranks:
+            elif isinstance(decision, Met) and self._rank in decision.ranks:
                 return
+
+    def gather(self, gathering: Gathering) -> int | None:
+        """Returns when all ranks of a gathering are here, and None; what follows may be a collective of theirs. If they can
+        never be: all bits that are set in the flags of where the ranks are instead."""
+        while True:
+            rows = self._round(gathering.row())
+            decision = choose(rows, self._teams)
+            if isinstance(decision, Decision):
+                self._participate(decision)
+            elif isinstance(decision, Met) and self._rank in decision.ranks:
+                return None
+            elif isinstance(decision, Stuck):
+                return _flags(rows)
 
     def reach(self, boundary: Boundary) -> int:
         """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile.
 
         Returns:
-            All bits that are set in the flags of the boundaries at which the ranks are then.
+            All bits that are set in the flags of the places at which the ranks are then, and `DIFFERENT`.
         """
+        ours = boundary.row()
         while True:
-            rows = self._exchange(boundary.row())
+            rows = self._round(ours)
             decision = choose(rows, self._teams)
-            if isinstance(decision, Met):
-                continue
-            if decision is not None:
+            if isinstance(decision, Decision):
                 self._participate(decision)
-            elif all(row[1] >= boundary.position for row in rows):
-                flags = 0
-                for row in rows:
-                    flags |= row[2]
-                return flags
+            elif isinstance(decision, Stuck) or (decision is None and _leaves(ours, rows)):
+                different = ours[1] >= TOGETHER and any(row[:2] != ours[:2] for row in rows)
+                return _flags(rows) | DIFFERENT * different
+
+    def give_up(self, reason: str) -> NoReturn:
+        """This rank and others would wait for each other for ever: all ranks raise, when they come to their next round."""
+        self._exchange((_GIVEN_UP, 0, 0))
+        raise RankError(self._explain(reason))
+
+    def _round(self, row: Row) -> Sequence[Row]:
+        rows = self._exchange(row)
+        if any(each[0] == _GIVEN_UP for each in rows):
+            raise RankError(self._explain(""))
+        return rows
+
+
+def _flags(rows: Sequence[Row]) -> int:
+    flags = 0
+    for row in rows:
+        flags |= row[2]
+    return flags

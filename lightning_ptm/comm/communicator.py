@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.errors import RankError, UsageError
@@ -224,6 +225,7 @@ class ProcessGroupCommunicator:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
+        self._rows_options = AllgatherOptions()
         # The ranks' bulletin board: it works while collectives hang.
         self._board = dist.distributed_c10d._get_default_store()
         self._failure_key: str = "" if within is None else within._failure_key
@@ -357,7 +359,13 @@ class ProcessGroupCommunicator:
 
     def exchange(self, row: Row) -> Sequence[Row]:
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
-        self._issue(lambda: self._all_gather_flat(self._rows_out, self._rows_in, group=self._control))
+
+        # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
+        def exchange() -> None:
+            backend: Any = self._control._get_backend(self._rows_in.device)
+            backend._allgather_base(self._rows_out, self._rows_in, self._rows_options).wait()
+
+        self._issue(exchange)
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
@@ -409,6 +417,12 @@ class ProcessGroupCommunicator:
         with contextlib.suppress(Exception):
             self._board.compare_set(self._failure_key, "", f"rank {self._own_rank} failed with {reason}")
         self.close()
+
+    @property
+    def group_names(self) -> list[str]:
+        """Of all groups that collectives are issued on here."""
+        groups = [group for each in (self, *self._parts) for group in (each._data_group, each._control_group)]
+        return [group.group_name for group in groups if group is not None]
 
     def close(self) -> None:
         """Destroys the two groups, and those of its parts. Not collective: a rank that failed closes alone. Blocks until

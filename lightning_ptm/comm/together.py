@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,14 +12,19 @@ from lightning_ptm.errors import CheckpointError
 
 
 @contextmanager
-def together(communicator: Communicator) -> Iterator[None]:
-    """What the block raises on one rank raises on all of them. Collective."""
+def together(communicator: Communicator, meet: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """What the block raises on one rank raises on all of them. Collective, at the end of the block.
+
+    Args:
+        meet: called before ranks tell each other, where some may still be busy with what they need the others for.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
     if communicator.world_size > 1:
+        meet()
         failed = torch.tensor([0 if error is None else communicator.rank + 1], dtype=torch.int64)
         first = int(communicator.all_reduce(failed, maximum=True).item())
         if first and error is None:

@@ -9,17 +9,20 @@ whatever failed before.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import Agreement, Boundary, Communicator, Teams
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, RankError, UsageError
@@ -51,14 +54,12 @@ from lightning_ptm.runtime.state_dicts import StateDicts
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
+from lightning_ptm.runtime.whereabouts import whereabouts
 from lightning_ptm.terms import Operation, Phase, Tier
 from lightning_ptm.update import LossScale, Updater
 
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
-
-_ALL_TOGETHER = 1 << 62
-"""Position of what all ranks do at once, whatever the iterations that each of them has had before."""
 
 _TRACES = 1
 """Flag of a boundary: the iteration is to be traced."""
@@ -71,9 +72,9 @@ class Together(enum.IntEnum):
     TRAINING_STEP = 4
     BY_HAND = 8
     END_OF_EVALUATION = 16
-    METRICS = 32
-    TRAINING_BATCH = 64
-    END_OF_EPOCH = 128
+    TRAINING_BATCH = 32
+    END_OF_EPOCH = 64
+    END_OF_RUN = 128
 
     def __str__(self) -> str:
         return _DOING[self]
@@ -84,14 +85,18 @@ _DOING = {
     Together.TRAINING_STEP: "begins a training step",
     Together.BY_HAND: "reads, edits or saves weights",
     Together.END_OF_EVALUATION: "has ended its evaluation",
-    Together.METRICS: "computes metrics of its evaluation",
     Together.TRAINING_BATCH: "goes on to another training batch",
     Together.END_OF_EPOCH: "has ended its training epoch",
+    Together.END_OF_RUN: "has come to the end of the run",
 }
 _ANY_TOGETHER = sum(Together)
 _AS_MANY_BATCHES = (
     "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
     "fewest)"
+)
+_ON_ALL_RANKS = (
+    "save_checkpoint and gathered need all ranks: call them on each of them, and look at the rank inside (files are written "
+    "by rank 0 alone)"
 )
 
 _REASON_CHARACTERS = 500
@@ -223,7 +228,7 @@ class Engine:
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         teams = drawn.experts.teams if drawn.experts is not None else Teams()
         self._agreement = (
-            Agreement(self.communicator.exchange, self._take_part, self.communicator.rank, teams)
+            Agreement(self.communicator.exchange, self._take_part, self.communicator.rank, teams, self._explained)
             if self.communicator.world_size > 1
             else None
         )
@@ -361,7 +366,7 @@ class Engine:
             self.updater.prefetch(self._read_ahead)
         trace = _TRACES if self.executor.wants_trace(mode) else 0
         if mode is Mode.TRAIN:
-            seen, together = self._come_together(Together.TRAINING_STEP, trace), True
+            seen, together = self._come_together(Together.TRAINING_STEP, trace=trace), True
         else:
             seen = self._reach(0, trace)
             together = not seen & _ANY_TOGETHER  # else some ranks have no such batch any more
@@ -476,13 +481,38 @@ class Engine:
         else:
             self.reduction.take_part(decision)
 
-    def meet(self, what: Together = Together.COLLECTIVE) -> None:
-        """Before a collective that is none of ours, on all ranks: others may still gather units, in this iteration (ranks
-        with different experts have different plans) or in batches that this rank has not."""
-        if not self.failed:
-            self._come_together(what)
+    def meet(self, what: Together, deed: str = "") -> None:
+        """Before what all ranks do together: others may still gather units, in this iteration (ranks with different experts
+        have different plans), in batches that this rank has not, or for a forward of one rank alone.
 
-    def _come_together(self, what: Together, trace: int = 0) -> int:
+        Args:
+            deed: what exactly follows; the same on all ranks.
+        """
+        if not self.failed:
+            self._come_together(what, deed)
+
+    def gather_for(self, gathering: Gathering) -> None:
+        """Before a collective that is none of ours, on its ranks: as `meet`, but they may be some of all, and the others
+        anywhere.
+
+        Raises:
+            RankError: not all of them can come any more.
+        """
+        if self.failed:
+            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
+        if self._agreement is None:
+            return
+        seen = self._agreement.gather(dataclasses.replace(gathering, flag=Together.COLLECTIVE))
+        if seen is not None:
+            self._check_nobody_else(seen, Together.COLLECTIVE, str(Together.COLLECTIVE))
+            self._agreement.give_up(
+                f"rank {self.communicator.rank} {Together.COLLECTIVE} and another rank in another one, or of other ranks, so "
+                f"they would wait for each other for ever; issue the same ones in the same order on all ranks"
+            )
+        if gathering.size == self.communicator.world_size:
+            self._since = 0
+
+    def _come_together(self, what: Together, deed: str = "", trace: int = 0) -> int:
         """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
 
         Raises:
@@ -490,9 +520,14 @@ class Engine:
         """
         if self._agreement is None:
             return trace
-        seen = self._agreement.reach(Boundary(_ALL_TOGETHER, what | trace))
+        number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
+        seen = self._agreement.reach(Boundary(TOGETHER + number, what | trace))
         self._since = 0
         self._check_nobody_else(seen, what, str(what))
+        if seen & DIFFERENT:
+            self._agreement.give_up(
+                f"rank {self.communicator.rank} {what} in another way than another rank; {_ON_ALL_RANKS}"
+            )
         return seen
 
     def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
@@ -501,11 +536,31 @@ class Engine:
             return
         told = f"rank {self.communicator.rank} {doing} and another rank {others[0]}"
         if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
-            raise RankError(f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}")
-        raise RankError(
-            f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, as "
-            f"often, and {_AS_MANY_BATCHES}"
-        )
+            reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
+        elif seen & Together.BY_HAND:
+            reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
+        else:
+            reason = (
+                f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, "
+                f"as often, and {_AS_MANY_BATCHES}"
+            )
+        assert self._agreement is not None
+        self._agreement.give_up(reason)
+
+    def _explained(self, reason: str) -> str:
+        """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
+        collective follows."""
+        ranks = range(self.communicator.world_size)
+        ours = (reason, whereabouts())
+        told = [
+            self.communicator.broadcast_object(ours if rank == self.communicator.rank else None, rank) for rank in ranks
+        ]
+        reason = reason or next((each for each, _ in told if each), "a rank has given up")
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place) in enumerate(told))
+        text = f"{reason} [{places}]"
+        self.failed = True
+        self.communicator.fail(text)
+        return text
 
     def _reach(self, position: int, flags: int = 0) -> int:
         """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
@@ -611,14 +666,18 @@ class Engine:
 
     # -- weights by hand ----------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective."""
+    def drain(self, deed: str = "drain") -> None:
+        """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective.
+
+        Args:
+            deed: as for `meet`.
+        """
         self.updates.finish_all()
-        self._come_together(Together.BY_HAND)
+        self._come_together(Together.BY_HAND, deed)
 
     def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
-        self.drain()
+        self.drain("snapshot")
         self.executor.release_all()
         buffers = self._save_buffers = self._save_buffers or self._buffers_for_saves()
         snapshot = Snapshot(self.allocator, parts, self.updater.chunk_numel, buffers)
@@ -632,8 +691,20 @@ class Engine:
             self._save_buffers.close()  # the plan has no room of its own for them
             self._save_buffers = None
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the block raises on one rank raises on all of them. Collective, at the end of the block."""
+        with together(self.communicator, partial(self.meet, Together.BY_HAND, "results")):
+            yield
+
+    def told(self, value: Any, source: int = 0) -> Any:
+        """A value of one rank, on all of them. Collective."""
+        self.meet(Together.BY_HAND, f"value of rank {source}")
+        return self.communicator.broadcast_object(value, source)
+
     def all_ranks(self, agree: bool) -> bool:
         """Whether all ranks say yes. Collective."""
+        self.meet(Together.BY_HAND, "question")
         refused = torch.tensor([0 if agree else 1], dtype=torch.int64)
         return not self.communicator.all_reduce(refused, maximum=True).item()
 
@@ -652,7 +723,7 @@ class Engine:
         """
         wanted = self._units_in(modules)
         self.values.check_known()
-        self.drain()
+        self.drain(f"gathered {sorted(wanted)} {write}")
         self.executor.release_all()
         needed, free = self.values.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
         if not self.all_ranks(needed <= free):
@@ -662,8 +733,20 @@ class Engine:
                 f"and {format_bytes(free)} are free, or too few on another rank; take part after part, such as "
                 f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
             )
-        with self.values.gathered(wanted, write=write):
+        ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
+        with self.values.gathered(wanted, write=write, may_write=lambda: not self.failed), ending:
             yield
+
+    @contextmanager
+    def _until_all_have(self, deed: str) -> Iterator[None]:
+        """The block ends when all ranks are at its end: what follows is collective."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RankError):  # the error of the block is the cause
+                self.meet(Together.BY_HAND, deed)
+            raise
+        self.meet(Together.BY_HAND, deed)
 
     def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -676,9 +759,9 @@ class Engine:
 
     @contextmanager
     def readable(self, module: nn.Module) -> Iterator[None]:
-        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so at any
-        time. Collective otherwise. Raises as `gathered`."""
-        if self._always_readable(module):
+        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so already.
+        Collective otherwise. Raises as `gathered`."""
+        if all(self.stores[unit].readable or self.stores[unit].lent for unit in self._units_in([module])):
             yield
             return
         with self.gathered([module], write=False):

@@ -271,7 +271,7 @@ class UnitStore:
     @property
     def lent(self) -> bool:
         """Whether its parameters are in the user's hands (`gathered`)."""
-        return any(flat.binding.lent for flat in self.flats)
+        return any(binding.lent for binding in (*(flat.binding for flat in self.flats), *self.absent))
 
     def open(self) -> None:
         """Its parameters are used from here on, by whoever reads them."""

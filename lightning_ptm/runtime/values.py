@@ -429,12 +429,15 @@ class Values:
         return sum(sizes) + max(sizes, default=0)  # one flat twice while it is read
 
     @contextmanager
-    def gathered(self, wanted: Collection[int], *, write: bool) -> Iterator[None]:
+    def gathered(
+        self, wanted: Collection[int], *, write: bool, may_write: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
         """The parameters of the units in `wanted` whole inside the block, in their precise dtype. Those that a block around
         this one has gathered already are what they are there.
 
         Args:
             write: edits are kept: those of rank 0, on all ranks.
+            may_write: asked at the end: whether all ranks are still there.
 
         Raises:
             UsageError: edits are to be kept, and a block around this one does not keep them.
@@ -462,6 +465,7 @@ class Values:
             yield
         finally:
             self._read_only -= lent
+            write = write and may_write()
             for binding, flat, whole in wholes:
                 if write:
                     self._collect_edits(binding, whole)

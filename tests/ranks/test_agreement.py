@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.comm import Agreement, Boundary, Meeting, Request, Teams
-from lightning_ptm.comm.agreement import Decision, Met, Row, choose
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, Request, Teams
+from lightning_ptm.comm.agreement import Decision, Met, Row, Stuck, choose
 from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
 
@@ -66,6 +66,28 @@ def test_a_rank_that_nobody_can_meet_any_more_is_an_error_of_all(other: Row) -> 
         choose([Boundary(3).row(), Boundary(3).row(), Meeting(1, 7).row(), other], TWO_GROUPS)
 
 
+PAIR, OTHERS, ALL = Gathering(1, 2).row(), Gathering(2, 2).row(), Gathering(3, 4, flag=2).row()
+
+
+def test_ranks_gather_when_all_of_them_are_there() -> None:
+    early, end, gather = Boundary(3).row(), Boundary(TOGETHER, 8).row(), Request(GATHER, 5).row()
+    assert choose([PAIR, OTHERS, PAIR, OTHERS]) == Met(frozenset(range(4)))
+    assert choose([PAIR, early, PAIR, Request(REDUCE, 5).row()]) == Met(frozenset({0, 2}))
+    assert choose([PAIR, end, PAIR, gather]) == Decision(Request(GATHER, 5, 0), unanimous=False, flags=0)
+    assert choose([ALL, ALL, ALL, Request(REDUCE, 5).row()]) == Decision(Request(REDUCE, 5, 0), False, 0)
+    assert choose([ALL, ALL, ALL, ALL]) == Met(frozenset(range(4)))
+
+
+@pytest.mark.parametrize("place", [3, 10])
+def test_who_gathers_does_not_hold_others_at_a_boundary_of_an_iteration(place: int) -> None:
+    assert choose([ALL, Boundary(3).row(), PAIR, Boundary(place).row()]) is None
+
+
+@pytest.mark.parametrize("other", [PAIR, OTHERS, Boundary(TOGETHER, 8).row()])
+def test_nobody_could_go_on(other: Row) -> None:
+    assert choose([ALL, ALL, ALL, other]) == Stuck()
+
+
 rows_of_ranks = st.lists(
     st.one_of(
         st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1)),
@@ -79,7 +101,7 @@ rows_of_ranks = st.lists(
 @given(rows_of_ranks)
 def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
     decision = choose(rows)
-    assert not isinstance(decision, Met)
+    assert not isinstance(decision, Met | Stuck)
     asked = [row for row in rows if row[0] != Boundary(0).row()[0]]
     assert (decision is None) == (not asked)
     if decision is None:
@@ -99,7 +121,7 @@ def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
 class Micro:
     """What one rank asks for in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
 
-    requests: tuple[Request | Meeting, ...]
+    requests: tuple[Request | Meeting | Gathering, ...]
     skips: bool
     flag: int
 
@@ -138,7 +160,7 @@ class Rank:
 
     def __init__(self, rank: int, script: Sequence[Micro], table: Table, teams: Teams) -> None:
         self.events: list[Event] = []
-        self.granted: list[Request | Meeting] = []
+        self.granted: list[Request | Meeting | Gathering] = []
         self.flags: list[int] = []
         self.error: BaseException | None = None
         self._script = script
@@ -161,6 +183,10 @@ class Rank:
                 for request in micro.requests:
                     if isinstance(request, Meeting):
                         self._agreement.meet(request)
+                        self.granted.append(request)
+                        continue
+                    if isinstance(request, Gathering):
+                        assert self._agreement.gather(request) is None
                         self.granted.append(request)
                         continue
                     decision = self._agreement.request(request)
@@ -228,7 +254,7 @@ def scripts_with_meetings(draw: st.DrawFn) -> list[list[Micro]]:
         for _ in range(iterations):
             meetings = draw(st.integers(0, 3))
             for rank in group:
-                steps: list[Request | Meeting] = []
+                steps: list[Request | Meeting | Gathering] = []
                 for meeting in range(meetings):
                     steps += draw(st.lists(requests, max_size=2))
                     steps.append(Meeting(meeting % 2, number + meeting))
@@ -245,6 +271,80 @@ def test_groups_meet_between_collectives_of_all(scripts: list[list[Micro]]) -> N
     for rank, script in zip(ranks, scripts, strict=True):
         assert rank.granted == [request for micro in script for request in micro.requests]
         assert [event.what for event in rank.events] == [event.what for event in ranks[0].events]
+
+
+@st.composite
+def scripts_with_gatherings(draw: st.DrawFn) -> list[list[Micro]]:
+    """2 to 4 ranks that issue collectives of some or all of them, in one order, and whatever requests in between."""
+    ranks, scripts = draw(st.integers(2, 4)), []
+    members = st.sets(st.integers(0, ranks - 1), min_size=2).map(sorted)
+    for _ in range(draw(st.integers(1, 2))):
+        steps: list[list[Request | Meeting | Gathering]] = [[] for _ in range(ranks)]
+        for group in draw(st.lists(members, max_size=5)):
+            for rank in group:
+                steps[rank] += draw(st.lists(requests, max_size=2))
+                steps[rank].append(Gathering(sum(1 << each for each in group), len(group)))
+        scripts.append([Micro(tuple(each), draw(st.booleans()), 0) for each in steps])
+    return [list(script) for script in zip(*scripts, strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(scripts_with_gatherings())
+def test_some_ranks_gather_between_collectives_of_all(scripts: list[list[Micro]]) -> None:
+    ranks = run_scripts(scripts)
+    for rank, script in zip(ranks, scripts, strict=True):
+        assert rank.granted == [request for micro in script for request in micro.requests]
+        assert [event.what for event in rank.events] == [event.what for event in ranks[0].events]
+
+
+class AtOnce:
+    """Ranks that each do one thing, in threads of their own; what they return or raise, by rank."""
+
+    def __init__(self, *acts: Callable[[Agreement], object]) -> None:
+        table = Table(len(acts))
+        self.results: list[object] = [None] * len(acts)
+
+        def run(rank: int) -> None:
+            agreement = Agreement(
+                lambda row: table.exchange(rank, row), lambda _: None, explain=lambda text: f"told {text}"
+            )
+            try:
+                self.results[rank] = acts[rank](agreement)
+            except RankError as error:
+                self.results[rank] = str(error)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(acts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+
+
+def test_ranks_that_wait_for_each_other_are_told_where_the_others_are() -> None:
+    ran = AtOnce(
+        lambda agreement: agreement.gather(Gathering(1, 3, flag=2)),
+        lambda agreement: agreement.gather(Gathering(1, 3, flag=2)),
+        lambda agreement: agreement.reach(Boundary(TOGETHER, 8)),
+    )
+    assert ran.results == [10, 10, 10 | DIFFERENT]
+
+
+def test_ranks_that_come_together_for_different_things_are_told() -> None:
+    ran = AtOnce(*(lambda agreement, deed=deed: agreement.reach(Boundary(TOGETHER + deed, 8)) for deed in (5, 9, 5)))
+    assert ran.results == [8 | DIFFERENT] * 3
+    ran = AtOnce(*(lambda agreement: agreement.reach(Boundary(TOGETHER + 5, 8)) for _ in range(3)))
+    assert ran.results == [8] * 3
+
+
+def test_what_one_rank_gives_up_all_give_up() -> None:
+    def leaves(agreement: Agreement) -> None:
+        agreement.reach(Boundary(3))
+        agreement.give_up("mine")
+
+    ran = AtOnce(
+        leaves, lambda agreement: agreement.gather(Gathering(1, 2)), lambda agreement: agreement.reach(Boundary(5))
+    )
+    assert ran.results == ["told mine", "told ", "told "]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,0 +1,21 @@
+"""The fixtures of tests/ranks, whose modules the ranks' processes import by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ranks"))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_compute_thread() -> Iterator[None]:
+    """As the ranks have: what is computed here is compared with theirs, bit for bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
