@@ -129,6 +129,8 @@ class Executor:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._called: set[int] = set()
         self._computing: set[Phase] = set()
+        self._waited_for: set[int] = set()
+        """Units whose updates somebody has waited for in this iteration, since its last optimizer step."""
         self._closing = [store for store in stores if store.closes]
         self._expected: deque[int] = deque()
         self._open_tick: _OpenTick | None = None
@@ -187,6 +189,7 @@ class Executor:
         self._repeating = mode in self._traced
         self._tracing = trace
         self._called.clear()
+        self._waited_for.clear()
         if self._tracing:
             self._tracer.start()
 
@@ -230,6 +233,7 @@ class Executor:
         self._waiting = []
         self._expected.clear()
         self._computing.clear()
+        self._waited_for.clear()
         for store in self._stores:
             store.users = 0
             store.held = False
@@ -239,11 +243,12 @@ class Executor:
         """Of a step, or of a backward pass: its code may read parameters that are there (I4)."""
         self._computing.add(phase)
         for store in self._closing:
-            if not store.late:
+            if not store.late or store.unit.index in self._waited_for:
                 store.open()
 
     def updates_begin(self) -> None:
         """Of units, which an optimizer's step does not wait for: these have to be called, or held, to be read again."""
+        self._waited_for.clear()
         for store in self._closing:
             if store.late and not store.users:
                 store.close()
@@ -370,6 +375,7 @@ class Executor:
         after_update = time.perf_counter()
         self.stall_s["update"] += after_update - started
         self._tell_stall("update", store, started, after_update)
+        self._waited_for.add(unit)
         if self._computing:
             store.open()
         if store.live:

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ptm import CapacityError, UsageError
@@ -649,4 +650,69 @@ def test_inference_mode_between_steps(strategy_at: Any, tier: str, hook: str) ->
     for module, strategy in zip(modules, (strategy_at(tier), "auto"), strict=True):
         trainer_with(strategy).fit(module, batches())
         assert not any(parameter.is_inference() for parameter in module.parameters())
+    assert_same(cloned(modules[0].state_dict()), cloned(modules[1].state_dict()))
+
+
+# -- who else reads what computes ------------------------------------------------------------------------------------------
+
+
+class _Hidden:
+    """Nobody sees the tensor inside."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class _HiddenBlock(Block):
+    def forward(self, state: Any) -> Any:  # type: ignore[override]
+        return _Hidden(super().forward(state.x))
+
+
+class Opaque(Net):
+    """Units whose backward no hook announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_HiddenBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = _Hidden(self.first(x))
+        for block in self.blocks:
+            state = block(state)
+        return self.norm(state.x) * self.scale
+
+
+class _Counting(TorchDispatchMode):
+    """Calls every operator again from Python, with the tensors that autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Watched(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with _Counting() as counting:
+            super().backward(loss, *args, **kwargs)
+        assert counting.calls
+
+
+class WatchedOpaque(Watched, Opaque):
+    pass
+
+
+@pytest.mark.parametrize("build", [Watched, Opaque, WatchedOpaque])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_operators_that_are_called_from_python_in_the_backward(
+    strategy_at: Any, tier: str, build: type[Net], recompute: str
+) -> None:
+    """By a dispatch mode of somebody's: what computes is open to it."""
+    modules = [build(), build()]
+    for module, strategy in zip(modules, (strategy_at(tier, recompute=recompute), "auto"), strict=True):
+        trainer_with(strategy).fit(module, batches())
     assert_same(cloned(modules[0].state_dict()), cloned(modules[1].state_dict()))
