@@ -59,7 +59,14 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     try:
         engine.drain("weights at the end")
         engine.executor.release_all()
+        written = engine.values.written()
         engine.values.restore()
+        if written:
+            warnings.warn(
+                f"{', '.join(written[:3])}: written to in the last step, outside of `with strategy.gathered(module):`: the "
+                f"new values are lost",
+                stacklevel=2,
+            )
     except Exception as error:
         engine.values.let_go()
         if not engine.failed:

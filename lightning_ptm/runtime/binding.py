@@ -37,7 +37,8 @@ class FlatBinding:
     """One flat of a unit and its parameters, in the order of the layout's slots.
 
     Args:
-        is_copy: the parameters are copies of more precise ones, so what is written into them by hand would be lost.
+        is_copy: the parameters are copies, of more precise ones or of pages elsewhere, so what is written into them by hand
+            would be lost.
         closes: they may be read while they are used only (I2): see `open`.
     """
 
@@ -69,6 +70,7 @@ class FlatBinding:
         self._base: Tensor | None = None
         self._versions: list[int] = []
         self._used = not closes
+        self._written: str | None = None
         self._ended = False
         self.lent = False
         """Whether the parameters are in the user's hands, with storage that is not ours."""
@@ -88,6 +90,7 @@ class FlatBinding:
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
+        self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
             for slot, parameter in enumerate(self.parameters):
                 self._check_shape(slot)
@@ -103,6 +106,7 @@ class FlatBinding:
         Args:
             ended: which they will not be in this run.
         """
+        self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():
             for slot, (parameter, nothing) in enumerate(zip(self.parameters, self.nothing(), strict=True)):
                 self._check_shape(slot)
@@ -163,25 +167,43 @@ class FlatBinding:
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
                 f"and not in pages; end the block before"
             )
+        self._note_writes()
+        if self._written is not None:
+            raise UsageError(
+                f"the data of parameter {self._written} was written to, and the precise values know nothing of it, so the "
+                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)):
                 self._check_parameter(slot)
+
+    @property
+    def written(self) -> str | None:
+        """The name of a parameter that was written to in place where that is lost; None as long as there was none."""
+        self._note_writes()
+        return self._written
+
+    def _note_writes(self) -> None:
+        if self._is_copy and self._base is not None and not self.lent:
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
+                    if parameter._version != version:
+                        self._written = self._written or self.layout.slots[slot].spec.name
 
     def _check_parameter(self, slot: int) -> None:
         self._check_shape(slot)
         parameter, place = self.parameters[slot], self.layout.slots[slot]
         ours = self._nan if self._base is None else self._base[place.start :]
         replaced = place.numel and parameter.data_ptr() != ours.data_ptr()
-        written = self._is_copy and self._base is not None and parameter._version != self._versions[slot]
-        if replaced or written:
+        if replaced:
             raise UsageError(
-                f"the data of parameter {place.spec.name} was {'replaced' if replaced else 'written to'}, and "
-                f"{'its pages' if replaced else 'the precise values'} know nothing of it, so the new values would be lost; "
-                f"edit parameters inside `with strategy.gathered(module):`"
+                f"the data of parameter {place.spec.name} was replaced, and its pages know nothing of it, so the new values "
+                f"would be lost; edit parameters inside `with strategy.gathered(module):`"
             )
 
     def lend(self, values: Iterable[Tensor]) -> None:
         """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
+        self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, value in zip(self.parameters, values, strict=True):
                 parameter.data = value

@@ -58,7 +58,9 @@ class Pages:
                 [by_name[slot.spec.name] for slot in layout.slots],
                 dtype,
                 self._device,
-                is_copy=drawn.copies[layout.index],
+                is_copy=drawn.copies[layout.index]
+                or layout.world_size > 1
+                or drawn.placement.homes[unit].parameter is not Tier.DEVICE,
                 closes=drawn.copies[layout.index] or (late and layout.trainable),
             )
             home = self._allocator.allocate(

@@ -510,6 +510,11 @@ class Values:
             binding, slot = slots[id(parameter)]
             binding.restore(slot, value.clone() if id(parameter) not in self._originals else value)
 
+    def written(self) -> tuple[str, ...]:
+        """Names of parameters that were written to by hand since the last step began, where that is lost."""
+        bindings = (binding for store in self._stores for binding, _ in _all_flats(store))
+        return tuple(binding.written for binding in bindings if binding.written is not None)
+
     def let_go(self) -> None:
         """Parameters name no page any more, and cannot be read."""
         for store in self._stores:

@@ -716,3 +716,37 @@ def test_operators_that_are_called_from_python_in_the_backward(
     for module, strategy in zip(modules, (strategy_at(tier, recompute=recompute), "auto"), strict=True):
         trainer_with(strategy).fit(module, batches())
     assert_same(cloned(modules[0].state_dict()), cloned(modules[1].state_dict()))
+
+
+class Follows(Net):
+    """A target network that takes the weights of a block over, inside of the step."""
+
+    def __init__(self, *, last: bool = False) -> None:
+        super().__init__()
+        self.target = Block().requires_grad_(False)
+        self.last = last
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if not self.last or index == 2:
+            self.target.load_state_dict(self.blocks[0].state_dict())
+        return super().training_step(batch, index) + (self.blocks[0](batch) - self.target(batch) + 1).square().mean()
+
+
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
+def test_a_target_network_in_ram(strategy_at: Any, home: str) -> None:
+    ours, theirs = Follows(), Follows()
+    trainer_with(strategy_at(home)).fit(ours, batches())
+    trainer_with("auto").fit(theirs, batches())
+    assert_same(cloned(ours.state_dict()), cloned(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("home", ["all_on_disk", "three_tiers"])
+def test_writes_in_a_step_that_would_be_lost(strategy_at: Any, home: str) -> None:
+    """To a copy of pages that are elsewhere: found when the next step begins, or told of at the end."""
+    message = r"target.up.weight.* written to.* the precise values know nothing of it, so the new values would be lost"
+    with pytest.raises(UsageError, match=message):
+        trainer_with(strategy_at(home)).fit(Follows(), batches())
+    with pytest.warns(
+        UserWarning, match=r"target.up.weight.*: written to in the last step, .* the new values are lost"
+    ):
+        trainer_with(strategy_at(home)).fit(Follows(last=True), batches())
