@@ -32,6 +32,7 @@ from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.reading import is_file
 from lightning_ptm.storage.scratch import Scratch
 from lightning_ptm.terms import Tier
+from lightning_ptm.update import same_value
 
 _RAM_SHARE = 0.5
 """Of the free RAM, what a full checkpoint may take while it is put together."""
@@ -266,7 +267,8 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
     """Writes an optimizer's state dict into pages and its groups into the user's object.
 
     Raises:
-        ConfigError: it was saved by an optimizer with other parameter groups.
+        ConfigError: it was saved by an optimizer with other parameter groups, or whose settings keep states for which this
+            run has no pages.
     """
     engine.drain("load optimizer state")
     optimizer = plain_optimizer(optimizer)
@@ -279,9 +281,38 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
     by_place = [p for group in ours for p in group["params"]]
     places = [place for group in saved for place in group["params"]]
     states = {id(by_place[i]): state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+    _check_kept(engine, optimizer, states, saved)
     engine.values.load_optimizer_states(engine.updates.index_of(optimizer), states)
     for group, loaded in zip(ours, saved, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+def _check_kept(
+    engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]], saved: list[dict[str, Any]]
+) -> None:
+    """Training would go on with the checkpoint's settings, and fail at the first update for want of pages."""
+    differing = {
+        f"{key}={value!r}"
+        for group, loaded in zip(optimizer.param_groups, saved, strict=True)
+        for key, value in loaded.items()
+        if key in group and key not in ("params", "lr", "initial_lr") and not same_value(group[key], value)
+    }
+    if not differing:
+        return
+    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
+        for parameter in flat.store.binding.parameters:
+            state = states.get(id(parameter), {})
+            lacking = [
+                name
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.dim() and name not in flat.states.slots
+            ]
+            if lacking:
+                raise ConfigError(
+                    f"the checkpoint's {type(optimizer).__name__} keeps {', '.join(lacking)}, and this run has no pages for "
+                    f"that: its settings were {', '.join(sorted(differing))}, with which training would go on; give these to "
+                    f"the optimizer in configure_optimizers"
+                )
 
 
 def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:

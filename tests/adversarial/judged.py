@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMStrategy
 
+MakeStrategy = Callable[..., AngelPTMStrategy]
+"""What the fixture `strategy_at` is."""
+
 WIDTH = 64
 
 

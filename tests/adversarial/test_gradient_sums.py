@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeStrategy
-from judged import ByHand, Judged, judge, run
+from judged import ByHand, Judged, MakeStrategy, judge, run
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 

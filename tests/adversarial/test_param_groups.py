@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeStrategy
-from judged import ByHand, Judged, judge, run
+from judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor
 
 from lightning_ptm.errors import UsageError

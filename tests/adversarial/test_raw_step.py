@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import MakeStrategy
-from judged import ByHand, Judged, assert_alike, judge, run
+from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
