@@ -30,6 +30,7 @@ from lightning_ptm.update import (
     Transform,
     UpdateJob,
     Updater,
+    check_every_gradient,
     same_value,
     snapshot,
 )
@@ -146,6 +147,7 @@ class UpdateScheduler(abc.ABC):
             self._check_unchanged(optimizer, hyper)
         else:
             self.follow_groups(optimizer)
+        self._check_missing(optimizer)
         self._armed = None
         self._in_step = True
         # First unit first: the next forward wants it first.
@@ -199,6 +201,17 @@ class UpdateScheduler(abc.ABC):
                 f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
                 f"on_before_optimizer_step, or use update_in_backward=False"
             )
+
+    def _check_missing(self, optimizer: int) -> None:
+        """Flats without any gradient are not updated, which some optimizers cannot do."""
+        flats = [flat for _, flat in self.flats_of(optimizer)]
+        missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
+        if len(missing) < len(flats):
+            for flat in missing:
+                check_every_gradient(flat.states, [False] * len(flat.states.groups))
+        elif flats and flats[0].states.traits.group_slots:
+            # A class counts steps that update nothing, too.
+            snapshot(self._optimizers[optimizer], flats[0].states.traits)
 
     @property
     def in_mid_step(self) -> bool:

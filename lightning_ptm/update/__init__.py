@@ -8,7 +8,7 @@ from lightning_ptm.update.gradient import (
     TensorGradient,
     Transform,
 )
-from lightning_ptm.update.job import JobHandle, Pending, UpdateJob
+from lightning_ptm.update.job import JobHandle, Pending, UpdateJob, check_every_gradient
 from lightning_ptm.update.norms import (
     all_finite,
     clip_coefficient,
@@ -50,6 +50,7 @@ __all__ = [
     "UpdateStats",
     "Updater",
     "all_finite",
+    "check_every_gradient",
     "clip_coefficient",
     "norm_of_power",
     "parameter_norms",

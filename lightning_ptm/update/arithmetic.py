@@ -201,6 +201,7 @@ class Arithmetic:
             and view.dtype == chunk.parameter.dtype
             and view.device == chunk.parameter.device
             and chunk.progress.job.transform.is_identity
+            and not (chunk.progress.job.earlier and chunk.progress.job.states.traits.writes_gradient)
         ):
             return view
         return None

@@ -42,13 +42,16 @@ _WIDE_BLOCKS = 4
 """Where a gradient hardly adds to curvature, one norm is taken over so many blocks, and each counts as having all of it: no
 block moves further for it, and a norm over 64 elements takes half as long again as one over 256."""
 
-_ADAM = frozenset({"Adam", "AdamW", "FusedAdam"})
-_SGD = frozenset({"SGD"})
+# By their whole names: other libraries' classes of the same name have other formulas.
+_ADAM = frozenset(
+    {"torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "apex.optimizers.fused_adam.FusedAdam"},
+)
+_SGD = frozenset({"torch.optim.sgd.SGD"})
 
 
 def can_forecast(traits: OptimizerTraits) -> bool:
     """Whether this optimizer's updates can be forecast."""
-    return traits.name.rpartition(".")[2] in _ADAM | _SGD
+    return traits.name in _ADAM | _SGD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class Forecast:
         self, states: FlatStates, hyper: HyperParameters, ahead: int = 1, last: Forecast | None = None
     ) -> None:
         self._states = states
-        self._kind = states.traits.name.rpartition(".")[2]
+        self._kind = states.traits.name
         self._hyper = hyper
         self._ahead = ahead
         self._learned: dict[tuple[int, int], int] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
@@ -170,6 +170,22 @@ def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[Column]:
     return columns
 
 
+def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
+    """Some optimizers treat parameters otherwise when one of them has no gradient.
+
+    Raises:
+        UsageError: this is one, and a parameter has none.
+    """
+    reason = states.traits.every_gradient
+    for slot, group, here in zip(states.flat.slots, states.groups, present, strict=True):
+        if reason and group is not None and not here:
+            raise UsageError(
+                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs one of every "
+                f"parameter: {reason}, which cannot be run page by page. Freeze the parameter (requires_grad=False), use it "
+                f"in every step, or use torch.optim.AdamW"
+            )
+
+
 class Progress:
     """A submitted job on its way through the updater."""
 
@@ -181,6 +197,8 @@ class Progress:
         self.handle = handle
         self.tier = arithmetic_tier(job.states, job.target, staging_tier)
         self.present: Sequence[bool] = job.gradient.present(flat)
+        if any(self.present):
+            check_every_gradient(job.states, self.present)
         self.columns = job_columns(job, self.present)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 

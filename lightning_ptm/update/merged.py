@@ -19,6 +19,8 @@ from typing import Any
 from lightning_ptm.update.traits import OptimizerTraits
 
 FIRST_MOMENT = "exp_avg"
+_ADAM = "torch.optim.adam.Adam"
+_ADAMW = "torch.optim.adamw.AdamW"
 
 YOUNG_STEPS = 10
 """Steps that are always taken one by one: the second moment still changes much in each, by up to a fifth of the move."""
@@ -47,11 +49,11 @@ def merge(traits: OptimizerTraits, groups: Sequence[Mapping[str, Any]], step: fl
         step: steps that the parameters have had.
     """
     last, count = groups[-1], len(groups)
-    name = traits.name.rpartition(".")[2]
-    if name not in ("Adam", "AdamW") or step < YOUNG_STEPS:
+    # By the whole name: other libraries' classes of the same name have other formulas.
+    if traits.name not in (_ADAM, _ADAMW) or step < YOUNG_STEPS:
         return None
     same = all(group[key] == last[key] for group in groups for key in ("betas", "eps", "weight_decay"))
-    decoupled = name == "AdamW" or bool(last.get("decoupled_weight_decay"))
+    decoupled = traits.name == _ADAMW or bool(last.get("decoupled_weight_decay"))
     plain = not last.get("amsgrad") and not last.get("maximize") and (decoupled or last["weight_decay"] == 0)
     if not same or not plain:
         return None

@@ -1,18 +1,18 @@
 """The shadow: an instance of the user's own optimizer class that is run over views of pages (design.md section 7).
 
-Owns one clone of the user's optimizer, made without calling its constructor. Knows views and scalars; never pages,
-flats, chunks or threads.
-I1: the user's optimizer object is only read, and its `state` stays empty; what changes is in the views and in ScalarState.
+Owns one private copy of the user's optimizer (private.py). Knows views and scalars; never pages, flats, chunks or threads.
+I1: the user's optimizer, its groups, its class and the class's module are only read, and its `state` stays empty; what
+    changes is in the views and in ScalarState.
 I2: hyper-parameters are a snapshot: a scheduler that writes `param_groups` after the snapshot changes nothing here.
-I3: between two calls of `step` the clone names no view, so pages can be released.
+I3: between two calls of `step` the copy names no view, so pages can be released.
+I4: every call finds the copy as the user's object was at the start: nothing passes from one page to the next on the object,
+    or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,19 +21,12 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, frozen_scalars
 
 _DUMMY_NUMEL = 64
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-# Schedulers and Lightning wrap these on the instance; the wrappers point back at the user's object.
-_NOT_CLONED = frozenset((*_HOOKS, "state", "param_groups", "step", "zero_grad", "_step_count", "_opt_called"))
+NOT_HYPER = frozenset(("params", "param_names"))
+"""Keys of a parameter group that are no hyper-parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +66,13 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits) -> HyperParameters:
         )
     groups = []
     for group, known in zip(optimizer.param_groups, traits.groups, strict=True):
-        values = {key: _copy_hyper(value) for key, value in group.items() if key != "params"}
+        values = own_values(group)
+        for key, reason in known.fixed.items():
+            if values.get(key):
+                raise UsageError(
+                    f"{key} of {traits.name} was 0 when training began and is {values[key]} now. With it, {reason}; so its "
+                    f"update cannot be run page by page. Leave {key} at 0, or use another optimizer"
+                )
         if known.fused and values.get("fused") is None:
             values["fused"] = True
         groups.append(MappingProxyType(values))
@@ -82,16 +81,19 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits) -> HyperParameters:
         shadow = Shadow(optimizer, traits)
         like = torch.empty(0, device=traits.device)
         for index, group in enumerate(optimizer.param_groups):
-            group.update(shadow.advanced_group(hyper, index, traits.group_slots, like))
+            group.update(shadow.advanced_group(hyper, index, like))
     return hyper
+
+
+def own_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter group's hyper-parameters that shares nothing that could be written to."""
+    return {key: _copy_hyper(value) for key, value in group.items() if key not in NOT_HYPER}
 
 
 def _copy_hyper(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return copy_value(value)
-    if isinstance(value, list | dict | set):
-        return copy.deepcopy(value)
-    return value
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 class Shadow:
@@ -104,10 +106,12 @@ class Shadow:
 
     def __init__(self, optimizer: Optimizer, traits: OptimizerTraits) -> None:
         self.traits = traits
-        self._construct = _constructor(optimizer)
-        self._step = _undecorated_step(type(optimizer))
-
-        self._clone = _clone(optimizer)
+        self._private = PrivateOptimizer(optimizer)
+        self._clone = self._private.object
+        self._step = undecorated_step(self._private.cls)
+        self._closure = {"closure": _no_loss} if traits.closure else {}
+        # I4: what `step` changes on the object, as it was before the first.
+        self._records = {name: copy.deepcopy(vars(self._clone).get(name)) for name in traits.records}
 
     def step(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> None:
         """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.
@@ -146,13 +150,16 @@ class Shadow:
             }
         )
 
-    def advanced_group(
-        self, hyper: HyperParameters, group: int, keys: Sequence[str], like: torch.Tensor
-    ) -> dict[str, Any]:
-        """The values under `keys` of a parameter group after one step."""
-        after: dict[str, Any] = {}
-        self._try_on_zeros(hyper, group, None, like, keep=after)
-        return {key: copy_value(after[key]) for key in keys if key in after}
+    def advanced_group(self, hyper: HyperParameters, group: int, like: torch.Tensor) -> dict[str, Any]:
+        """The values of a parameter group that the class advances (`traits.group_slots`), after one step."""
+        created, after = self.traits.created, dict[str, Any]()
+        scalars: ScalarState | None = None
+        if created and created <= hyper.groups[group].keys():
+            # A class that makes such a key in its first step makes the parameters' state there, and expects it later.
+            groups = [{key: value for key, value in each.items() if key not in created} for each in hyper.groups]
+            scalars = self.advance(HyperParameters(tuple(groups)), group, None, like)
+        self._try_on_zeros(hyper, group, scalars, like, keep=after)
+        return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
     @torch.no_grad()
     def _try_on_zeros(
@@ -173,8 +180,8 @@ class Shadow:
         zeros.grad = run.gradient
         try:
             clone.state[zeros] = self._state(hyper, run)
-            clone.param_groups = [{"params": [zeros], **hyper.groups[group]}]
-            self._step(clone)
+            clone.param_groups = [{"params": [zeros], **self._values(hyper, group)}]
+            self._take_step()
             if keep is not None:
                 keep.update(clone.param_groups[0])
             return dict(clone.state[zeros])
@@ -182,22 +189,38 @@ class Shadow:
             clone.param_groups = []
             clone.state.clear()
 
+    def _values(self, hyper: HyperParameters, group: int) -> dict[str, Any]:
+        values = dict(hyper.groups[group])
+        for key in self.traits.group_containers:
+            if key in values:
+                values[key] = copy.deepcopy(values[key])  # I4
+        return values
+
+    def _take_step(self) -> None:
+        if self._records:
+            vars(self._clone).update(copy.deepcopy(self._records))
+        self._step(self._clone, **self._closure)
+
     def _call(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> None:
         clone = self._clone
         groups: dict[int, dict[str, Any]] = {}
+        homes = [run.parameter.detach() for run in runs]
         try:
             for run in runs:
                 run.parameter.grad = run.gradient
                 clone.state[run.parameter] = self._state(hyper, run)
                 group = groups.get(run.group)
                 if group is None:
-                    groups[run.group] = {"params": [run.parameter], **hyper.groups[run.group]}
+                    groups[run.group] = {"params": [run.parameter], **self._values(hyper, run.group)}
                 else:
                     group["params"].append(run.parameter)
             clone.param_groups = list(groups.values())
-            self._step(clone)
-            for run in runs:
+            self._take_step()
+            for run, home in zip(runs, homes, strict=True):
                 self._collect(run)
+                if run.parameter.data_ptr() != home.data_ptr():  # the class has given the parameter another tensor
+                    home.copy_(run.parameter)
+                    run.parameter.data = home
         finally:
             clone.param_groups = []
             clone.state.clear()
@@ -211,7 +234,7 @@ class Shadow:
             return state
         if self.traits.initial is Initial.LAZY:
             return {}
-        fresh = self._construct([{"params": [run.parameter], **hyper.groups[run.group]}])
+        fresh = self._private.construct([{"params": [run.parameter], **self._values(hyper, run.group)}])
         return dict(fresh.state[run.parameter])
 
     def _collect(self, run: RunViews) -> None:
@@ -232,47 +255,14 @@ def _is_slot(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
-def _undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def _no_loss() -> torch.Tensor:
+    """Stands for the closure of a class that insists on one: the gradients are there, the loss is long gone."""
+    return torch.tensor(torch.nan)
+
+
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The class's `step` without torch's profiling wrapper: 7 us a call, and global hooks would run once per page."""
     step: Callable[..., Any] = cls.step
     if getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
-
-
-def construct_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A new instance of the user's class over `groups`, with its own defaults (those its constructor takes)."""
-    return _constructor(optimizer)(groups)
-
-
-def _constructor(optimizer: Optimizer) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    cls = type(optimizer)
-    accepted = inspect.signature(cls.__init__).parameters
-    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    defaults = {key: value for key, value in optimizer.defaults.items() if anything or key in accepted}
-
-    def construct(groups: list[dict[str, Any]]) -> Optimizer:
-        return cls(groups, **defaults)
-
-    return construct
-
-
-def _own(value: Any) -> Any:
-    """What the clone may change on its own; all else (modules, handles of C extensions) is shared, never copied."""
-    if isinstance(value, torch.Tensor):
-        return copy_value(value) if value.numel() <= _DUMMY_NUMEL else value
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
-
-
-def _clone(optimizer: Optimizer) -> Optimizer:
-    """An instance with the user's attributes, no parameters, no state and no hooks."""
-    clone = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name in _NOT_CLONED:
-            continue
-        clone.__dict__[name] = _own(value)
-    for name in _HOOKS:
-        clone.__dict__[name] = OrderedDict()
-    clone.state = defaultdict(dict)
-    clone.param_groups = []
-    return clone

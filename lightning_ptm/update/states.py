@@ -4,8 +4,8 @@ Owns the scalars of the flat's parameters; names, but does not move, the paged t
 every slot. Knows a flat's layout and nothing of steps in flight.
 I1: element i of the master parameter and of every slot belongs to element i of this rank's shard.
 I2: parameters with the same history share one ScalarState object, so comparing runs is comparing identities.
-I3: a run never ends inside the ragged tail of a parameter, nor goes on past it, when the optimizer's granularity is not
-    1: kernels treat the last, partial vector of a tensor differently, and it must be the parameter's own last one.
+I3: a run never ends inside the ragged tail of a parameter, nor goes on past it: kernels treat the last, partial vector of a
+    tensor differently, and it must be the parameter's own last one.
 """
 
 from __future__ import annotations
@@ -280,7 +280,6 @@ class FlatStates:
                 pending.clear()
             owner = None
 
-        whole_vectors = self.traits.granularity > 1
         for segment in self._within(start, start + numel):
             group = self.groups[segment.parameter]
             if group is None or not present[segment.parameter]:
@@ -291,7 +290,7 @@ class FlatStates:
                 close()
                 owner = (group, scalars)
             pending.append(segment)
-            if whole_vectors and segment.ragged:
+            if segment.ragged:
                 close()
         close()
         return runs

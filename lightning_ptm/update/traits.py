@@ -42,27 +42,42 @@ class GroupTraits:
     scalars: tuple[str, ...]
     fused: bool
     """The class offers `fused`, the user left it open, and it works here: run it fused."""
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Hyper-parameters that are 0 and have to stay so, each with what the update does otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerTraits:
-    """What one optimizer instance keeps, and where its update may be cut.
+    """What one optimizer instance keeps.
+
+    Its update may be cut anywhere between elements whose distance from their parameter's first is a multiple of ALIGN_NUMEL:
+    kernels take whole vectors of them there.
 
     Attributes:
         name: qualified class name, for messages.
         groups: one entry per parameter group, in the optimizer's order.
-        granularity: 1 when any cut gives the bits of an uncut update, ALIGN_NUMEL when only cuts at its multiples do.
         initial: how a first state comes to be.
-        group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
         device: where it was tried, and where its updates run.
+        group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
+        created: those of them that are not there before the first step.
+        group_containers: keys of parameter groups that hold lists or dictionaries.
+        records: attributes of the object that `step` changes; the update does not depend on them.
+        closure: `step` insists on one.
+        writes_gradient: `step` uses the gradient as scratch.
+        every_gradient: why every parameter needs a gradient in every step; empty: it does not.
     """
 
     name: str
     groups: tuple[GroupTraits, ...]
-    granularity: int
     initial: Initial
-    group_slots: tuple[str, ...]
     device: torch.device
+    group_slots: tuple[str, ...] = ()
+    created: frozenset[str] = frozenset()
+    group_containers: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+    closure: bool = False
+    writes_gradient: bool = False
+    every_gradient: str = ""
 
     @property
     def slots(self) -> tuple[SlotTraits, ...]:
@@ -114,6 +129,10 @@ def same_value(first: Any, second: Any) -> bool:
         )
     if isinstance(first, numbers.Number) and isinstance(second, numbers.Number):
         return type(first) is type(second) and (first == second or (first != first and second != second))
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same_value(value, second[key]) for key, value in first.items())
     return bool(type(first) is type(second) and first == second)
 
 

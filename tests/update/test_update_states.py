@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -29,10 +28,9 @@ from lightning_ptm.update import (
 shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 
 
-def states_of(flat: object, granularity_is_one: bool) -> FlatStates:
+def states_of(flat: object) -> FlatStates:
     optimizer = optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(3)], lr=0.1)
-    traits = dataclasses.replace(probe(optimizer), granularity=1 if granularity_is_one else ALIGN_NUMEL)
-    return FlatStates(flat, 0, traits, master=None, slots={})  # type: ignore[arg-type]
+    return FlatStates(flat, 0, probe(optimizer), master=None, slots={})  # type: ignore[arg-type]
 
 
 @given(shapes, st.integers(1, 5))
@@ -55,15 +53,14 @@ def test_every_element_is_in_one_segment_of_one_rank(shapes: list[tuple[int, ...
     shapes,
     st.lists(st.integers(0, 2), min_size=12, max_size=12),
     st.lists(st.booleans(), min_size=12, max_size=12),
-    st.booleans(),
     st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
 def test_runs_cover_what_has_a_gradient(
-    shapes: list[tuple[int, ...]], groups: list[int], present: list[bool], granularity_is_one: bool, vectors: int
+    shapes: list[tuple[int, ...]], groups: list[int], present: list[bool], vectors: int
 ) -> None:
     flat = make_flat(shapes, groups[: len(shapes)], torch.float32)
-    states = states_of(flat, granularity_is_one)
+    states = states_of(flat)
     present = present[: len(shapes)]
     step = vectors * ALIGN_NUMEL * 16
     covered = [0] * len(shapes)
@@ -78,22 +75,20 @@ def test_runs_cover_what_has_a_gradient(
                 assert present[segment.parameter]
                 assert flat.slots[segment.parameter].spec.group == run.group
                 covered[segment.parameter] += segment.numel
-            if not granularity_is_one:
-                # I3: no gap within, so the kernel's last partial vector is the parameter's own.
-                assert sum(segment.numel for segment in run.segments) == run.numel
+            # I3: no gap within, so the kernel's last partial vector is the parameter's own.
+            assert sum(segment.numel for segment in run.segments) == run.numel
     assert covered == [slot.numel * here for slot, here in zip(flat.slots, present, strict=True)]
 
 
 def test_runs_are_as_long_as_they_may_be() -> None:
     flat = make_flat([(64,), (100,), (128,), (64,)], [0, 0, 0, 1], torch.float32)
     everything = (True,) * 4
-    assert [run.numel for run in states_of(flat, True).runs(0, flat.shard_numel, everything)] == [320, 64]
-    assert [run.numel for run in states_of(flat, False).runs(0, flat.shard_numel, everything)] == [164, 128, 64]
+    assert [run.numel for run in states_of(flat).runs(0, flat.shard_numel, everything)] == [164, 128, 64]
 
 
 def test_restored_scalars_are_shared_by_value() -> None:
     flat = make_flat([(64,), (64,), (64,)], [0, 0, 0], torch.float32)
-    states = states_of(flat, True)
+    states = states_of(flat)
     states.set_scalars(0, {"step": torch.tensor(3.0)})
     states.set_scalars(1, {"step": torch.tensor(3.0)})
     states.set_scalars(2, {"step": torch.tensor(4.0)})

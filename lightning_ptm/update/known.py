@@ -1,0 +1,79 @@
+"""What torch's own optimizers keep: they need no trial (design.md section 7).
+
+Knows their classes and settings; runs nothing, so whatever counts or replaces their `step` sees the steps of the training
+alone. `tests/update/test_known_optimizers.py` holds each entry against a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from lightning_ptm.update.traits import GroupTraits, Initial, SlotTraits
+
+_Values = Mapping[str, Any]
+
+
+def _adam(values: _Values) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if values["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _sgd(values: _Values) -> tuple[str, ...]:
+    return ("momentum_buffer",) if values["momentum"] else ()
+
+
+def _rmsprop(values: _Values) -> tuple[str, ...]:
+    found = ["square_avg"]
+    if values["momentum"] > 0:
+        found.append("momentum_buffer")
+    if values["centered"]:
+        found.append("grad_avg")
+    return tuple(found)
+
+
+def _always(*names: str) -> Callable[[_Values], tuple[str, ...]]:
+    return lambda values: names
+
+
+_SLOTS: Mapping[type[Optimizer], Callable[[_Values], tuple[str, ...]]] = {
+    optim.Adam: _adam,
+    optim.AdamW: _adam,
+    optim.SGD: _sgd,
+    optim.RMSprop: _rmsprop,
+    optim.Adagrad: _always("sum"),
+    optim.Adadelta: _always("square_avg", "acc_delta"),
+    optim.Adamax: _always("exp_avg", "exp_inf"),
+    optim.NAdam: _always("exp_avg", "exp_avg_sq"),
+    optim.RAdam: _always("exp_avg", "exp_avg_sq"),
+    optim.ASGD: _always("ax"),
+    optim.Rprop: _always("prev", "step_size"),
+}
+_SCALARS: Mapping[type[Optimizer], tuple[str, ...]] = {
+    optim.SGD: (),
+    optim.NAdam: ("step", "mu_product"),
+    optim.ASGD: ("step", "eta", "mu"),
+}
+
+
+def is_known(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether it is one of torch's own element-wise classes, whose kernels are right for the dtype.
+
+    torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16 bit.
+    """
+    return type(optimizer) in _SLOTS and dtype.itemsize >= 4
+
+
+def known_group(optimizer: Optimizer, values: _Values, dtype: torch.dtype, *, may_fuse: bool) -> GroupTraits:
+    """What one of torch's own classes keeps for a parameter of a group with these hyper-parameters."""
+    cls = type(optimizer)
+    slots = tuple(SlotTraits(name, dtype) for name in _SLOTS[cls](values))
+    return GroupTraits(slots, _SCALARS.get(cls, ("step",)), may_fuse)
+
+
+def known_initial(optimizer: Optimizer) -> Initial:
+    """How one of torch's own classes makes a parameter's first state."""
+    return Initial.CONSTRUCTED if isinstance(optimizer, optim.Adagrad) else Initial.LAZY

@@ -1,0 +1,408 @@
+"""The trial of an optimizer: is its update the same page by page? (design.md section 7)
+
+A private copy of the user's optimizer is run on a few numbers the way the user would run it (`run_whole`: parameters of the
+user's kinds of shapes, all groups, one object, a closure) and the way pages are updated (`run_in_pieces`: 1-D stretches of
+them, shorter and longer, several to a call, by a Shadow), and every bit is compared. Nothing is taken from a list of names.
+`explain` then finds out which property an optimizer lacks, by trials in which only that property matters.
+
+Knows the user's optimizer as something to copy; writes into nothing of it (private.py). Draws from generators of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ptm.terms import ALIGN_NUMEL
+from lightning_ptm.update.private import PrivateOptimizer
+from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
+
+_CUTS = (0, 64, 448, 512, 960)
+_LONG_NUMEL = 20_480
+"""Of a stretch that stands for several parameters in a row: some classes keep other states from 4096 elements on."""
+_LOUD_LR = 0.05
+"""So that a rounding to 16 bit does not swallow what is looked for."""
+_LOSS = 0.75
+
+
+class Gradient(enum.Enum):
+    """What the gradient of a step is like."""
+
+    MIXED = "many magnitudes, a few zeros"
+    ORTHOGONAL = "orthogonal to the parameter, and to each of its rows"
+    PARALLEL = "parallel to the parameter"
+    LARGE = "a large norm"
+    TINY = "a tiny norm"
+    HOLES = "a page's part is all zeros"
+    BROKEN = "one inf, one NaN"
+
+
+USUAL = (
+    Gradient.MIXED,
+    Gradient.ORTHOGONAL,
+    Gradient.PARALLEL,
+    Gradient.LARGE,
+    Gradient.HOLES,
+    Gradient.TINY,
+    Gradient.MIXED,
+)
+LONG = (Gradient.MIXED,) * 24
+"""Long enough for what happens every few steps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Specimen:
+    """A parameter of the trial: its group, its shape, and what the user has set on parameters of this kind."""
+
+    group: int
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """What is tried: parameters, hyper-parameters by group, and the kind of gradient of each step.
+
+    `absent` holds pairs (step, parameter) without a gradient.
+    """
+
+    specimens: tuple[Specimen, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    steps: tuple[Gradient, ...] = USUAL
+    absent: frozenset[tuple[int, int]] = frozenset()
+
+    def at_step(self, group: int, step: int) -> dict[str, Any]:
+        """A group's own hyper-parameters at a step: a schedule that is loud once and halves the learning rate later."""
+        lr = self.groups[group].get("lr")
+        if not isinstance(lr, float | int | torch.Tensor) or isinstance(lr, bool):
+            return {}
+        factor = 0.5 if step >= len(self.steps) // 2 else 1.0
+        value = float(lr) or 1e-3  # a warm-up begins with 0, which would hide everything
+        if step in (1, 4):
+            value = max(value, _LOUD_LR)
+        value *= factor
+        return {"lr": torch.full_like(lr, value) if isinstance(lr, torch.Tensor) else value}
+
+
+@dataclasses.dataclass(slots=True)
+class Whole:
+    """What a trial came to with whole parameters: by step, then by parameter or group."""
+
+    trial: Trial
+    starts: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    values: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    slots: list[list[dict[str, torch.Tensor]]] = dataclasses.field(default_factory=list)
+    scalars: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+    calls: list[int] = dataclasses.field(default_factory=list)
+    """Calls of the closure, by step."""
+    moved_before_closure: bool = False
+    draws_random_numbers: bool = False
+    writes_gradient: bool = False
+    strange_keys: tuple[str, ...] = ()
+    slot_names: frozenset[str] = frozenset()
+    """Of states with one number for each element, as parameters of several elements show."""
+    records: tuple[str, ...] = ()
+    """Attributes of the object that changed, and places outside of it that did so in more than the first step."""
+    outside: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a trial in pieces first differs from the whole one. `parameter` is None for a group's value."""
+
+    what: str
+    step: int
+    parameter: int | None
+
+
+def run_whole(
+    optimizer: Optimizer,
+    trial: Trial,
+    initial: Initial,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    replay: Whole | None = None,
+    loss: float = _LOSS,
+    forgetful: bool = False,
+) -> Whole:
+    """Run a trial as the user would run the optimizer.
+
+    Args:
+        replay: takes starts and gradients from there, in the shapes of this trial's specimens.
+        loss: what the closure returns.
+        forgetful: the object's own attributes, and all that its code keeps elsewhere, are put back before every step.
+    """
+    private = PrivateOptimizer(optimizer)
+    found = Whole(trial)
+    if replay is not None:
+        found.slot_names = replay.slot_names
+    parameters = []
+    for index, specimen in enumerate(trial.specimens):
+        value = _start(specimen, index, dtype, device) if replay is None else replay.starts[index]
+        found.starts.append(value)
+        parameter = torch.nn.Parameter(value.reshape(specimen.shape).clone())
+        parameter.__dict__.update(specimen.attributes)
+        parameters.append(parameter)
+    used = _run_object(private, initial, _groups(trial, parameters, 0))
+    generator = torch.Generator().manual_seed(2023)
+    state = _random_state()
+    attributes, outside = PrivateOptimizer.attributes_of(used), private.outside()
+    changed: set[str] = set()
+    changed_outside: set[str] = set()
+    for step, kind in enumerate(trial.steps):
+        if forgetful and step:
+            private = PrivateOptimizer(optimizer)
+            private.object.state, private.object.param_groups = used.state, used.param_groups
+            used = private.object
+        gradients = []
+        for index, parameter in enumerate(parameters):
+            gradient = (
+                _gradient(kind, parameter, index, generator)
+                if replay is None
+                else replay.gradients[step][index].reshape(trial.specimens[index].shape)
+            )
+            gradients.append(gradient)
+        for group_index, group in enumerate(used.param_groups):
+            group.update(trial.at_step(group_index, step))
+        _take_step(private, used, parameters, gradients, trial, step, loss, found)
+        _record(found, used, parameters, gradients)
+        if not forgetful and step < 4:
+            now, now_outside = PrivateOptimizer.attributes_of(used), private.outside()
+            changed |= {key for key in now if not same_value(now[key], attributes.get(key))}
+            if step:  # what is made once, in the first step, is a cache
+                changed_outside |= {key for key in now_outside if not same_value(now_outside[key], outside.get(key))}
+            attributes, outside = now, now_outside
+    found.draws_random_numbers = not same_value(state, _random_state())
+    found.strange_keys = strange_keys(used)
+    found.records, found.outside = tuple(sorted(changed)), tuple(sorted(changed_outside))
+    return found
+
+
+def _run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+    if initial is Initial.CONSTRUCTED:
+        return private.construct(groups)
+    private.object.param_groups = groups
+    return private.object
+
+
+def _take_step(
+    private: PrivateOptimizer,
+    used: Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    gradients: Sequence[torch.Tensor],
+    trial: Trial,
+    step: int,
+    loss: float,
+    found: Whole,
+) -> None:
+    before = [parameter.detach().clone() for parameter in parameters]
+    calls = 0
+
+    def give_gradients() -> None:
+        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            parameter.grad = None if (step, index) in trial.absent else gradient.clone()
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if not all(map(same_value, before, parameters)):
+            found.moved_before_closure = True
+        give_gradients()
+        return torch.tensor(loss * (1 + step % 3), device=gradients[0].device)
+
+    give_gradients()  # a class may never call its closure
+    undecorated_step(private.cls)(used, closure=closure)
+    found.calls.append(calls)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is not None and not same_value(parameter.grad, gradient):
+            found.writes_gradient = True
+
+
+def _record(
+    found: Whole, used: Optimizer, parameters: Sequence[torch.nn.Parameter], gradients: list[torch.Tensor]
+) -> None:
+    slots, scalars = [], []
+    states = [used.state.get(parameter, {}) for parameter in parameters]
+    found.slot_names |= {
+        key
+        for parameter, state in zip(parameters, states, strict=True)
+        for key, value in state.items()
+        if parameter.numel() > 1 and isinstance(value, torch.Tensor) and value.numel() > 1
+    }
+    for parameter, state in zip(parameters, states, strict=True):
+        many = {key: value for key, value in state.items() if _is_slot(key, value, parameter, found.slot_names)}
+        slots.append({key: value.detach().clone() for key, value in many.items()})
+        scalars.append({key: copy_value(value) for key, value in state.items() if key not in many})
+    found.gradients.append(gradients)
+    found.values.append([parameter.detach().clone() for parameter in parameters])
+    found.slots.append(slots)
+    found.scalars.append(scalars)
+    found.groups.append([own_values(group) for group in used.param_groups])
+
+
+def _is_slot(key: str, value: Any, parameter: torch.Tensor, names: frozenset[str]) -> bool:
+    """Whether a state is one number for each element; of a parameter with one element, its name tells."""
+    return isinstance(value, torch.Tensor) and (value.numel() > 1 or (parameter.numel() == 1 and key in names))
+
+
+def _groups(trial: Trial, parameters: Sequence[torch.Tensor], step: int) -> list[dict[str, Any]]:
+    groups = []
+    for index, values in enumerate(copy.deepcopy([dict(values) for values in trial.groups])):
+        members = [p for p, specimen in zip(parameters, trial.specimens, strict=True) if specimen.group == index]
+        groups.append({"params": members, **values, **trial.at_step(index, step)})
+    return groups
+
+
+def strange_keys(used: Optimizer) -> tuple[str, ...]:
+    """What an optimizer's state is filed under besides parameters."""
+    return tuple(repr(key) for key in used.state if not isinstance(key, torch.Tensor))
+
+
+def _random_state() -> list[Any]:
+    # Of Python's, the position alone is compared: it tells whether anything was drawn.
+    return [torch.random.get_rng_state(), hash(random.getstate())]
+
+
+def _start(specimen: Specimen, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1706 + index)
+    value = torch.randn(specimen.shape, generator=generator)
+    return (value * 10.0 ** torch.empty(specimen.shape).uniform_(-3, 0.3, generator=generator)).to(device, dtype)
+
+
+def _gradient(kind: Gradient, parameter: torch.Tensor, index: int, generator: torch.Generator) -> torch.Tensor:
+    """One step's gradient of a parameter: both signs, many magnitudes, the same on every call."""
+    shape = parameter.shape
+    found = torch.randn(shape, generator=generator)
+    found *= 10.0 ** torch.empty(shape).uniform_(-3, 0.5, generator=generator) / 4.0 ** (index % 3)
+    found[torch.rand(shape, generator=generator) < 0.05] = 0.0
+    value = parameter.detach().cpu().float()
+    flat = found.reshape(-1)
+    if kind is Gradient.ORTHOGONAL:
+        rows, along = (each.reshape(shape[0] if len(shape) > 1 else 1, -1).double() for each in (found, value))
+        share = (rows * along).sum(1, keepdim=True) / (along * along).sum(1, keepdim=True).clamp(min=1e-30)
+        found = (rows - share * along).float().reshape(shape)
+    elif kind is Gradient.PARALLEL:
+        found = value.nan_to_num() * 0.25
+    elif kind is Gradient.LARGE:
+        found *= 1e3
+    elif kind is Gradient.TINY:
+        found *= 1e-5
+    elif kind is Gradient.HOLES:
+        flat[flat.numel() // 3 if flat.numel() < 448 else 64 : 448] = 0.0
+    elif kind is Gradient.BROKEN:
+        flat[flat.numel() // 5], flat[flat.numel() // 2] = torch.inf, torch.nan
+    return found.to(parameter.device, parameter.dtype)
+
+
+# -- in pieces --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Paged:
+    """A parameter of the trial as pages hold it: `times` copies of it in a row, cut at `cuts`."""
+
+    index: int
+    times: int
+    cuts: tuple[int, ...]
+    flat: torch.Tensor
+    slots: dict[str, torch.Tensor]
+    scalars: ScalarState | None = None
+
+    def runs(self, group: int, gradient: torch.Tensor) -> Iterator[RunViews]:
+        flat = gradient.reshape(-1).repeat(self.times)
+        for begin, end in itertools.pairwise(self.cuts):
+            views = {key: slot[begin:end] for key, slot in self.slots.items()}
+            yield RunViews(group, self.flat[begin:end], flat[begin:end], views, self.scalars)
+
+
+@torch.no_grad()
+def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -> Difference | None:
+    """Run a trial as pages are updated; what differs first from the run with whole parameters, or None.
+
+    Args:
+        traits: what is taken to be known about the optimizer, with the groups of the trial.
+    """
+    trial = whole.trial
+    shadow = Shadow(optimizer, traits)
+    paged = list(_laid_out(traits, whole))
+    advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
+    for step in range(len(trial.steps)):
+        groups = []
+        for index, values in enumerate(trial.groups):
+            own = {**own_values(values), **trial.at_step(index, step), **advanced[index]}
+            groups.append(MappingProxyType(own))
+        hyper = HyperParameters(tuple(groups))
+        present = [each for each in paged if (step, each.index) not in trial.absent]
+        after = [shadow.advance(hyper, trial.specimens[each.index].group, each.scalars, each.flat) for each in present]
+        pieces = [
+            list(each.runs(trial.specimens[each.index].group, whole.gradients[step][each.index])) for each in present
+        ]
+        for runs in itertools.zip_longest(*pieces):  # several parameters to a call, several calls to a parameter
+            shadow.step(hyper, [run for run in runs if run is not None])
+        for each, scalars in zip(present, after, strict=True):
+            each.scalars = scalars
+        if traits.group_slots:
+            like = paged[0].flat
+            advanced = [shadow.advanced_group(hyper, index, like) for index in range(len(groups))]
+        for each in paged:
+            found = _first_difference(whole, step, each)
+            if found is not None:
+                return Difference(found, step, each.index)
+        for index, values in enumerate(advanced):
+            for key, value in values.items():
+                if not same_value(whole.groups[step][index].get(key), value):
+                    return Difference(f"group value {key!r}", step, None)
+    return None
+
+
+def _laid_out(traits: OptimizerTraits, whole: Whole) -> Iterator[_Paged]:
+    long_in: set[int] = set()
+    for index, (specimen, start) in enumerate(zip(whole.trial.specimens, whole.starts, strict=True)):
+        ways = [1]
+        if specimen.numel % ALIGN_NUMEL == 0 and specimen.group not in long_in:
+            long_in.add(specimen.group)
+            ways.append(-(-_LONG_NUMEL // specimen.numel))
+        for times in ways:
+            numel = specimen.numel * times
+            cuts = (*(cut for cut in _CUTS if cut < numel), numel) if times == 1 else (0, numel)
+            # Pages of states hold anything before their first step.
+            slots = {
+                slot.name: torch.full(
+                    (numel,), torch.nan if slot.dtype.is_floating_point else 77, dtype=slot.dtype, device=start.device
+                )
+                for slot in traits.groups[specimen.group].slots
+            }
+            yield _Paged(index, times, cuts, start.reshape(-1).repeat(times), slots)
+
+
+def _first_difference(whole: Whole, step: int, paged: _Paged) -> str | None:
+    if not same_value(whole.values[step][paged.index].reshape(-1).repeat(paged.times), paged.flat):
+        return "value"
+    for key, value in whole.slots[step][paged.index].items():
+        if key not in paged.slots or not same_value(value.reshape(-1).repeat(paged.times), paged.slots[key]):
+            return f"state {key!r}"
+    expected = whole.scalars[step][paged.index]
+    ours = paged.scalars.values if paged.scalars is not None else {}
+    if expected.keys() != ours.keys():
+        return f"set of scalars {sorted(expected)} (to {sorted(ours)})"
+    for key, value in expected.items():
+        if not same_value(value, ours[key]):
+            return f"scalar {key!r}"
+    return None
