@@ -11,6 +11,7 @@ from tiny_models import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError
+from lightning_ptm.runtime.closed import ClosedParameter
 
 BATCHES = tokens(5)
 
@@ -363,8 +364,10 @@ class Weighing(WithInitWeights):
         own = 0
         for parameter in self.parameters():
             size = parameter.numel() * parameter.itemsize
-            # A page's storage is the whole pool, a released parameter's a single element.
-            if not parameter.is_meta and parameter.untyped_storage().nbytes() == size:
+            # A closed one is in pages, and so is one whose storage is the whole pool.
+            if parameter.is_meta or isinstance(parameter, ClosedParameter):
+                continue
+            if parameter.untyped_storage().nbytes() == size:
                 own += size
         self.most = max(self.most, own)
         self.calls += 1
