@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -278,9 +278,10 @@ def decide(
     plan = _lock_free(request, machine, layout, dtypes, gradient_dtypes, in_place=in_place) if lock_free else None
     beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
     budget = _without(budget, beside, unified)
+    staged = _staged_columns(dtypes, master_dtypes, traits)
     chunks, staging = (
-        _staging(settings, per_element, budget, _LOCK_FREE_CHUNKS if lock_free else _STAGING_CHUNKS)
-        if disk and any(per_element)
+        _staging(settings, staged, budget, _LOCK_FREE_CHUNKS if lock_free else _STAGING_CHUNKS)
+        if disk and staged
         else (1, 0)
     )
     at_step = request.keep_gradients or not settings.update_in_backward
@@ -555,10 +556,26 @@ def _without(budget: Budget, size: int, unified: bool) -> Budget:
     return dataclasses.replace(budget, host_bytes=ram - size)
 
 
-def _staging(settings: Settings, per_element: Sequence[int], budget: Budget, most: int) -> tuple[int, int]:
-    """(chunks in flight, bytes that they take): one page of fp32 of each master state, a compute copy, a gradient."""
+def _staged_columns(
+    dtypes: Sequence[torch.dtype],
+    master_dtypes: Sequence[torch.dtype | None],
+    traits: Sequence[OptimizerTraits | None],
+) -> Counter[torch.dtype]:
+    """The most tensors of each dtype that an update streams: what the optimizer keeps, which may be nothing, the parameter
+    and its gradient. Empty where nothing is updated."""
+    most: Counter[torch.dtype] = Counter()
+    for dtype, master, known in zip(dtypes, master_dtypes, traits, strict=True):
+        if known is not None:
+            states = Counter(slot.dtype for slot in known.slots)
+            most |= states + Counter([dtype, dtype] if master is None else [dtype, dtype, master])
+    return most
+
+
+def _staging(settings: Settings, staged: Mapping[torch.dtype, int], budget: Budget, most: int) -> tuple[int, int]:
+    """(chunks in flight, bytes that they take). A chunk has the elements of a page of fp32, and a page at least, of each
+    of the tensors that are staged."""
     page = settings.page_bytes
-    chunk_bytes = (-(-max(per_element) // 4) + 2) * page
+    chunk_bytes = sum(count * max(1, dtype.itemsize // 4) for dtype, count in staged.items()) * page
     if settings.staging_bytes is not None:
         chunks = settings.staging_bytes // chunk_bytes
         if chunks < 1:

@@ -128,7 +128,10 @@ class SavedTensors:
                 return packed
         if outer is not None:
             return _HandedOn(outer[0](tensor), outer[1])
-        return tensor if offload is None else offload.pack(tensor)
+        # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
+        # backward comes (a step that fails, or that is left out).
+        kept = tensor if offload is None else offload.pack(tensor)
+        return tensor.detach() if kept is tensor else kept
 
     def _unpack(self, saved: Tensor | Packed | Sent | _HandedOn) -> Tensor:
         if isinstance(saved, Tensor):
