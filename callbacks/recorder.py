@@ -7,8 +7,8 @@ was heard is given away once, also when the run fails or ends before the last ba
 from __future__ import annotations
 
 import dataclasses
-import time
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,7 +21,7 @@ from .where import pages_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """One recorded batch: its number within the run, and when it was computed (`time.perf_counter`)."""
+    """One recorded batch: its number within the run, and when it was computed (`perf_counter`)."""
 
     number: int
     begin_s: float
@@ -122,11 +122,11 @@ class Recorder(Callback):
         strategy = pages_of(trainer)
         if strategy is not None and self._number == self.start and trainer.is_global_zero:
             self._listening.enter_context(strategy.trace_events(self._events.append))
-        self._began_s = time.perf_counter()
+        self._began_s = perf_counter()
 
     def _end(self, trainer: Trainer) -> None:
         if self.start <= self._number < self.start + self.count and pages_of(trainer) is not None:
-            self._batches.append(Batch(self._number, self._began_s, time.perf_counter()))
+            self._batches.append(Batch(self._number, self._began_s, perf_counter()))
         self._number += 1
         if self._number == self.start + self.count:
             self._give(trainer)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class Throughput(OutsideFit):
         self._start(trainer, pl_module)
         self._ends.clear()
         # Its first batch has no end of another before it.
-        self._logged_at_s = time.monotonic()
+        self._logged_at_s = monotonic()
         self._ends.append(_End(self._logged_at_s, 0, 0))
 
     def loop_batch(self, trainer: Trainer, batch: Any) -> None:
@@ -157,7 +157,7 @@ class Throughput(OutsideFit):
         first = _first_tensor(batch)
         if first is None:
             return {}
-        now_s = time.monotonic()
+        now_s = monotonic()
         ranks = trainer.world_size
         self._ends.append(_End(now_s, first.numel() * ranks, (first.shape[0] if first.ndim else 1) * ranks))
         if now_s - self._logged_at_s < LOG_INTERVAL_S:
@@ -201,12 +201,12 @@ def measured_matrix_flops_per_s(
     `for_s` seconds."""
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best_s = math.inf
-    stop_s = time.perf_counter() + for_s
-    while math.isinf(best_s) or time.perf_counter() < stop_s:
-        started_s = time.perf_counter()
+    stop_s = perf_counter() + for_s
+    while math.isinf(best_s) or perf_counter() < stop_s:
+        started_s = perf_counter()
         product = left @ right
         product[0, 0].item()  # waits for the device
-        best_s = min(best_s, time.perf_counter() - started_s)
+        best_s = min(best_s, perf_counter() - started_s)
     return 2 * size**3 / best_s
 
 

@@ -263,8 +263,12 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     return result
 
 
-def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[], None]:
     """Writes an optimizer's state dict into pages and its groups into the user's object.
+
+    Returns:
+        What takes the tensors that were given out of the optimizer's `state` again. They can be looked at there until the
+        first step; those that updates write are in pages.
 
     Raises:
         ConfigError: it was saved by an optimizer with other parameter groups, or whose settings keep states for which this
@@ -285,6 +289,17 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
     engine.values.load_optimizer_states(engine.updates.index_of(optimizer), states)
     for group, loaded in zip(ours, saved, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
+    for parameter in by_place:
+        if id(parameter) in states:
+            optimizer.state[parameter] = dict(states[id(parameter)])
+
+    def forget(*_: Any) -> None:
+        hook.remove()
+        for parameter in by_place:
+            optimizer.state.pop(parameter, None)
+
+    hook = optimizer.register_step_post_hook(forget)
+    return forget
 
 
 def _check_kept(

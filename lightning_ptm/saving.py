@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -88,7 +89,7 @@ class Saving:
         ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
-        started = self._started_s = time.perf_counter()
+        started = self._started_s = perf_counter()
         self.path = path
         self._engine = engine
         self._ops = ops or SaveOps()
@@ -153,13 +154,13 @@ class Saving:
         if behind:
             self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
             self._thread.start()
-            engine.save_stall_s += time.perf_counter() - started
+            engine.save_stall_s += perf_counter() - started
         else:
             try:
                 # OpenMP's other threads would wait for the next copy on the cores of those that write.
                 with one_core(), engine.bars.bar(f"saving {path.name}", self._total_bytes) as self._watch:
                     self._write()
-                engine.save_stall_s += time.perf_counter() - started
+                engine.save_stall_s += perf_counter() - started
                 self.finish()
             except BaseException:  # Ctrl-C, too: nobody else knows of it yet
                 self._clean_up()
@@ -188,7 +189,7 @@ class Saving:
         Raises:
             CheckpointError: on all ranks, when any could not write.
         """
-        started = time.perf_counter()
+        started = perf_counter()
         try:
             with self._engine.together():
                 self._wait()
@@ -218,15 +219,15 @@ class Saving:
     def _end(self, started: float) -> None:
         self._clean_up()
         self._engine.end_snapshot()
-        self._engine.save_stall_s += time.perf_counter() - started
+        self._engine.save_stall_s += perf_counter() - started
 
     def farewell(self) -> None:
         """The run has failed and no rank can be asked: finish what this rank can; never raises."""
         self._written.wait()
         if self._error is None and self._draft is not None:
-            until = time.monotonic() + _FAREWELL_S
+            until = monotonic() + _FAREWELL_S
             world_size = self._engine.communicator.world_size
-            while not all_have_written(self._folder, world_size) and time.monotonic() < until:
+            while not all_have_written(self._folder, world_size) and monotonic() < until:
                 time.sleep(_LOOK_S)
             if all_have_written(self._folder, world_size):
                 self._commit()
@@ -292,7 +293,7 @@ class Saving:
 
     def _tell(self) -> None:
         """What was written behind training, now that it is there."""
-        seconds = time.perf_counter() - self._started_s
+        seconds = perf_counter() - self._started_s
         bars = self._engine.bars
         if seconds >= bars.after_s:
             count = sum(file.size_bytes for file in self._index.files)

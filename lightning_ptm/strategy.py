@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -115,7 +116,7 @@ class AngelPTMStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or checkpoints.FileCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self.num_nodes = 1
@@ -132,6 +133,12 @@ class AngelPTMStrategy(ParallelStrategy):
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
         self._steps: OptimizerSteps | None = None
+        self._setting_up = False
+        """A run has begun, and there are no pages yet."""
+        self._given_state: Callable[[], None] | None = None
+        """Loads the checkpoint's weights, which Lightning has given before there were pages for them."""
+        self._shown_states: list[Callable[[], None]] = []
+        """Take from optimizers' `state` what was loaded from a checkpoint, where no step has."""
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
@@ -186,13 +193,22 @@ class AngelPTMStrategy(ParallelStrategy):
         self._accelerator = accelerator
 
     @property
-    def _precision(self) -> Any:
-        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
+        if self._checkpoint_io is None:
+            self._checkpoint_io = checkpoints.FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = checkpoints.FileCheckpointIO()  # which one that has its own ignores
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def _precision(self) -> Any:
+        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
 
     @property
     def engine(self) -> Engine:
@@ -224,20 +240,21 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        ranks = self.num_processes * self.num_nodes
         # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
-        if self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally:
+        if ranks == 1 or self.cluster_environment.creates_processes_externally:
             return
         if _IS_INTERACTIVE:
             raise ConfigError(
-                f"{self.num_processes * self.num_nodes} ranks cannot be started from a notebook or an interactive Python: "
-                f"each is a process that runs the same script again, and there is no script; use devices=1 here, or put the "
-                f"run into a script"
+                f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
+                f"same script again, and there is no script; use devices=1 here, or put the run into a script"
             )
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._setting_up = True
         reset_seed()
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -317,6 +334,10 @@ class AngelPTMStrategy(ParallelStrategy):
             self._watches.links(trainer, self._link_checkpoint)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
+        self._setting_up = False
+        if self._given_state is not None:
+            state, self._given_state = self._given_state, None
+            state()
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self._engine)}")
         self.barrier()
 
@@ -551,6 +572,9 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        if self._setting_up:
+            self._given_state = partial(self.load_model_state_dict, checkpoint, strict)
+            return
         self._saves.finish()
         if self._engine is None:  # between runs the parameters are ordinary ones
             afterwards.give_storage(self.lightning_module)
@@ -582,7 +606,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, optimizer_states=True)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            checkpoints.load_optimizer_state(self._engine, optimizer, state)
+            self._shown_states.append(checkpoints.load_optimizer_state(self._engine, optimizer, state))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -675,26 +699,43 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        if not is_folder(path):
+        if not self._is_sharded(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         # Who does not train needs no optimizer states: with Adam, two thirds of the bytes.
         assert self.lightning_module is not None
-        if self._engine is None:
+        if self._engine is None and not self._setting_up:
             return sharded.load(path, weights_only=weights_only is not False)
-        fitting = self.lightning_module.trainer.state.fn is TrainerFn.FITTING
+        trainer = self.lightning_module.trainer
+        fitting = trainer.state.fn is TrainerFn.FITTING
 
         def ours(index: Index) -> Sequence[StateFile]:
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        with self._engine.together():
+        def load() -> dict[str, Any]:
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
                 optimizers=fitting,
                 verify=ours,
-                progress=self._engine.bars,
+                progress=self._progress_for(trainer),
             )
+
+        if self._engine is not None:
+            with self._engine.together():
+                return load()
+        communicator = self._make_communicator(Events())  # pages and theirs are yet to come
+        try:
+            with together(communicator):
+                return load()
+        finally:
+            communicator.close()
+
+    def _is_sharded(self, path: Path) -> bool:
+        """Whether a path is a sharded checkpoint's, perhaps a damaged one's; a user's plugin may write folders, too."""
+        return is_folder(path) and (
+            folders.is_sharded(path) or isinstance(self.checkpoint_io, checkpoints.FileCheckpointIO)
+        )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -708,7 +749,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._saves.link(Path(filepath), Path(linkpath), folders.link)
 
     def _remove_checkpoint(self, path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
+        if not path.is_symlink() and self._is_sharded(path):
             folders.remove(path)
         else:
             self.checkpoint_io.remove_checkpoint(path)
@@ -764,6 +805,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self._setting_up, self._given_state = False, None
         self._close_engine()
         if self.lightning_module is not None:
             for owner in self.lightning_module.modules():
@@ -778,6 +820,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def _close_engine(self) -> None:
+        while self._shown_states:
+            self._shown_states.pop()()
         engine, self._engine = self._engine, None
         communicator, self._communicator = self._communicator, None
         if engine is None:

@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -318,10 +319,10 @@ class ProcessGroupCommunicator:
         """What the end of a collective that begins now has to tell; None while nobody listens."""
         if not self._events.heard:
             return None
-        began_s, size_bytes = time.perf_counter(), full.nbytes
+        began_s, size_bytes = perf_counter(), full.nbytes
 
         def done() -> None:
-            event = Event(EventKind.COLLECTIVE, "ranks", name, began_s, time.perf_counter(), bytes=size_bytes)
+            event = Event(EventKind.COLLECTIVE, "ranks", name, began_s, perf_counter(), bytes=size_bytes)
             self._events.tell(event)
 
         return done
@@ -398,10 +399,10 @@ class ProcessGroupCommunicator:
             agreed = word is not None
             if word is not None:
                 self._board.set(keys[self.rank], word)
-                until = time.monotonic() + within_s
+                until = monotonic() + within_s
                 while not self._board.check(keys):
                     known = self._board.check([verdict_key]) or self._board.check([self._failure_key])
-                    if known or time.monotonic() > until:
+                    if known or monotonic() > until:
                         break
                     time.sleep(_LOOK_S)
                 agreed = self._board.check(keys) and all(self._board.get(key).decode() == word for key in keys)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -186,11 +186,11 @@ class Ranks:
         """Of the calls that take `seconds` together, the fastest as its slowest rank saw it; the first one warms up."""
         best, spent, count = float("inf"), 0.0, -1
         while count < _LEAST_CALLS or spent < seconds:
-            began = time.perf_counter()
+            began = perf_counter()
             start().wait()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            took = self._slowest(time.perf_counter() - began)  # and here all ranks meet before the next call
+            took = self._slowest(perf_counter() - began)  # and here all ranks meet before the next call
             count += 1
             if count:
                 best, spent = min(best, took), spent + took

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -98,4 +98,4 @@ class _Watch(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         """A step is over."""
-        self.ends_s.append(time.perf_counter())
+        self.ends_s.append(perf_counter())

@@ -12,10 +12,10 @@ import inspect
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -232,7 +232,7 @@ class _Printed:
     """Standard output, byte by byte."""
 
     def __init__(self) -> None:
-        self._began_s = time.perf_counter()
+        self._began_s = perf_counter()
         self._count = 0
         self._ended = False
 
@@ -246,7 +246,7 @@ class _Printed:
 
     def end(self) -> None:
         """Says what it took."""
-        seconds = time.perf_counter() - self._began_s
+        seconds = perf_counter() - self._began_s
         if sys.stdout.isatty():
             print(flush=True)
         ended = ", and the text ended" if self._ended else ""

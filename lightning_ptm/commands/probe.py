@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -366,12 +366,12 @@ def _typical(work: Callable[[], object], device: torch.device, seconds: float) -
             torch.cuda.synchronize(device)
 
     found: list[float] = []
-    began = time.perf_counter()
+    began = perf_counter()
     while True:
-        started = time.perf_counter()
+        started = perf_counter()
         work()
         wait()
-        now = time.perf_counter()
+        now = perf_counter()
         found.append(now - started)
         if now - began > seconds and (len(found) > 3 or found[-1] > seconds):
             return median(found[1:] or found)

@@ -5,10 +5,10 @@ Owns a model without a trainer. Layers that no rate is of (norms, sums, copies) 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -46,11 +46,11 @@ class Sample:
         planned_s = 3 * sum(map(forward_s, self.works))
         self.compute()
         found: list[float] = []
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or len(found) < _LEAST:
-            started = time.perf_counter()
+        began = perf_counter()
+        while perf_counter() - began < seconds or len(found) < _LEAST:
+            started = perf_counter()
             self.compute()
-            found.append(time.perf_counter() - started)
+            found.append(perf_counter() - started)
         return min(1.0, planned_s / median(found))
 
 

@@ -7,12 +7,12 @@ element in one pass (a 16-bit gradient and three fp32 numbers are read, three fp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -163,16 +163,16 @@ class _Bench:
         alone = _per_s(compute, seconds)
         self.updater.run_in_thread(cores)
         try:
-            began, before_s, count = time.perf_counter(), self.updater.stats.arithmetic_s, 0
+            began, before_s, count = perf_counter(), self.updater.stats.arithmetic_s, 0
             passes = 0
-            while time.perf_counter() - began < seconds or passes < 2:
+            while perf_counter() - began < seconds or passes < 2:
                 handles = self._submit(forecast)
                 passes += 1
                 while not all(handle.done() for handle in handles):
                     compute()
                     count += 1
             self.updater.drain()
-            took_s = time.perf_counter() - began
+            took_s = perf_counter() - began
             arithmetic_s = self.updater.stats.arithmetic_s - before_s
         finally:
             self.updater.stop()
@@ -191,11 +191,11 @@ class _Bench:
 
     def _rate(self, work: Callable[[], None], seconds: float) -> float:
         found: list[float] = []
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or len(found) < 3:
-            before, started = replace(self.updater.stats), time.perf_counter()
+        began = perf_counter()
+        while perf_counter() - began < seconds or len(found) < 3:
+            before, started = replace(self.updater.stats), perf_counter()
             work()
-            took_s, after = time.perf_counter() - started, self.updater.stats
+            took_s, after = perf_counter() - started, self.updater.stats
             arithmetic_s = after.arithmetic_s - before.arithmetic_s
             found.append(arithmetic_s)
             waited_s = after.read_stall_s - before.read_stall_s + after.write_stall_s - before.write_stall_s
@@ -231,9 +231,9 @@ def _per_s(work: Callable[[], object], seconds: float) -> float:
     """Median calls a second."""
     work()
     found: list[float] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds or len(found) < 3:
-        started = time.perf_counter()
+    began = perf_counter()
+    while perf_counter() - began < seconds or len(found) < 3:
+        started = perf_counter()
         work()
-        found.append(time.perf_counter() - started)
+        found.append(perf_counter() - started)
     return 1.0 / max(median(found), 1e-9)

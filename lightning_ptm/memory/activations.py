@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import bisect
 import enum
-import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -220,7 +220,7 @@ class Mover:
         region = self._buffers.take(size_bytes)
         pair = Pair(region.tensor[:size_bytes], _bytes_of(source))
         self.sent_bytes += size_bytes
-        began_s = time.perf_counter()
+        began_s = perf_counter()
         completion = self._streams.to_host.launch([pair])
         self._to_host.launched(name, size_bytes, began_s, completion.timer())
         return Away(self, name, source, region, completion)
@@ -244,7 +244,7 @@ class Mover:
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._device)
         away.to(Where.COMING)
         away.device = target
-        began_s = time.perf_counter()
+        began_s = perf_counter()
         away.completion = self._streams.to_device.launch([Pair(target, away.region.tensor[: away.size_bytes])])
         self._to_device.launched(away.name, away.size_bytes, began_s, away.completion.timer())
 

@@ -10,9 +10,9 @@ I3: a disk copy is finished by its I/O threads and a copy between RAM tiers by i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TypeVar
 
 from lightning_ptm.errors import InternalError
@@ -93,7 +93,7 @@ class Copier:
         self._reap()
         holds = self.unless_busy(lambda: self._hold(copy))
         meter = self._links.setdefault((copy.source.tier, copy.target.tier), LinkMeter())
-        now_s = time.perf_counter()
+        now_s = perf_counter()
         if not self._machine.on_stream(copy.source.tier, copy.target.tier):
             meter.begin(copy.length_bytes, now_s)
             self._any.begin(copy.length_bytes, now_s)
@@ -107,7 +107,7 @@ class Copier:
 
         def finish(error: BaseException | None) -> None:
             with self._lock:
-                now_s = time.perf_counter()
+                now_s = perf_counter()
                 if not machine.on_stream(copy.source.tier, copy.target.tier):
                     started.meter.end(now_s)
                     self._any.end(now_s)
@@ -153,17 +153,17 @@ class Copier:
     def stats(self) -> dict[Link, LinkStats]:
         """Totals of every link used so far (lock held)."""
         self._reap()
-        now_s = time.perf_counter()
+        now_s = perf_counter()
         return {link: meter.stats(now_s) for link, meter in self._links.items()}
 
     def disk_stats(self) -> LinkStats:
         """Totals of the disk, reads and writes together (lock held)."""
-        return self._disk.stats(time.perf_counter())
+        return self._disk.stats(perf_counter())
 
     def all_stats(self) -> LinkStats:
         """Totals of all links together (lock held)."""
         self._reap()
-        return self._any.stats(time.perf_counter())
+        return self._any.stats(perf_counter())
 
     def finish_streamed(self) -> None:
         """Wait for every copy on a stream."""

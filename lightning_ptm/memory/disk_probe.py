@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.region import HostRegion
@@ -76,11 +76,11 @@ class _Trial:
     def run(self, depth: int, *, writes_only: bool = False) -> float:
         """Seconds for one transfer of each page, every other one a read; `depth` at once for each path."""
         left = iter(range(self._frames))
-        started = time.perf_counter()
+        started = perf_counter()
         threads = depth * len(self._disk.paths)
         for future in [self._pool.submit(self._work, left, index, writes_only) for index in range(threads)]:
             future.result()
-        return time.perf_counter() - started
+        return perf_counter() - started
 
     def _work(self, left: Iterator[int], index: int, writes_only: bool) -> None:
         page_size = self._disk.page_size

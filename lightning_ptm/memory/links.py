@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.transfer import Timer
@@ -100,7 +100,7 @@ class StreamLink:
 
         Args:
             name: of its event.
-            began_s: before its launch, on the clock of `time.perf_counter`.
+            began_s: before its launch, on the clock of `perf_counter`.
         """
         with self._lock:
             self._under_way.append(_Launched(timer, name, size_bytes, began_s))
@@ -110,7 +110,7 @@ class StreamLink:
         """Totals of the copies that have ended."""
         with self._lock:
             self._look()
-            return self._meter.stats(time.perf_counter())
+            return self._meter.stats(perf_counter())
 
     def _look(self) -> None:
         while self._under_way and self._under_way[0].timer.done():

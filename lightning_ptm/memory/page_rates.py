@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -95,7 +96,7 @@ def transfer(
         write: or read; None: every other thread writes.
         core_s: takes the processor's time of each thread.
     """
-    started = time.perf_counter()
+    started = perf_counter()
 
     def work(thread: int) -> int:
         done = 0
@@ -107,14 +108,14 @@ def transfer(
             else:
                 disk.read(frame, 0, [buffer])
             done += 1
-            if time.perf_counter() - started > limit_s:
+            if perf_counter() - started > limit_s:
                 break
         if core_s is not None:
             core_s.append(time.thread_time() - began_s)
         return done
 
     count = sum(future.result() for future in [pool.submit(work, thread) for thread in range(depth)])
-    return (time.perf_counter() - started) / count
+    return (perf_counter() - started) / count
 
 
 def copy_rates(device: torch.device, size: int) -> dict[str, float]:
@@ -126,11 +127,11 @@ def copy_rates(device: torch.device, size: int) -> dict[str, float]:
         best = 0.0
         for _ in range(_ROUNDS + 1):  # the first warms up
             torch.cuda.synchronize(device)
-            started, count = time.perf_counter(), 0
-            while count < 16 or (time.perf_counter() - started < _TRIAL_S / 2 and count * size < _TRIAL_BYTES):
+            started, count = perf_counter(), 0
+            while count < 16 or (perf_counter() - started < _TRIAL_S / 2 and count * size < _TRIAL_BYTES):
                 target.copy_(source, non_blocking=True)
                 count += 1
             torch.cuda.synchronize(device)
-            best = max(best, count * size / (time.perf_counter() - started))
+            best = max(best, count * size / (perf_counter() - started))
         found[name] = best
     return found

@@ -6,9 +6,9 @@ its target no longer read), and whoever uses the target next waits on the comple
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -41,10 +41,10 @@ class HostCopies:
         return None
 
     def launch(self, pairs: Sequence[Pair], behind: object = None) -> Completion:
-        began_s = time.perf_counter()
+        began_s = perf_counter()
         for pair in pairs:
             pair.target.copy_(pair.source)
-        return _AtOnce(time.perf_counter() - began_s)
+        return _AtOnce(perf_counter() - began_s)
 
 
 @dataclass(frozen=True, slots=True)

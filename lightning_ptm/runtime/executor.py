@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from lightning_ptm.comm import Agreement, Request
@@ -297,7 +297,7 @@ class Executor:
     def _begin_tick(self, store: UnitStore, phase: Phase, index: int) -> None:
         if self._events.heard and self._mode is not None:
             name = f"{store.unit.name or 'root'} {phase.value}"
-            self._open_tick = _OpenTick(self._mode.value, name, time.perf_counter(), index, self._used_bytes())
+            self._open_tick = _OpenTick(self._mode.value, name, perf_counter(), index, self._used_bytes())
 
     def _go_round(self, unit: int, phase: Phase) -> None:
         """Where a forward plan, or this rank's own trace, has been gone through to its end and begins again behind the root's
@@ -318,7 +318,7 @@ class Executor:
         opened, self._open_tick = self._open_tick, None
         if opened is not None:
             most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
-            now_s = time.perf_counter()
+            now_s = perf_counter()
             self._events.tell(
                 Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
             )
@@ -369,10 +369,10 @@ class Executor:
         store = self._stores[unit]
         if store.lent:
             return  # whole already, and the user's until the block ends
-        started = time.perf_counter()
+        started = perf_counter()
         self._finish_update(unit)
         self.pump()
-        after_update = time.perf_counter()
+        after_update = perf_counter()
         self.stall_s["update"] += after_update - started
         self._tell_stall("update", store, started, after_update)
         self._waited_for.add(unit)
@@ -388,7 +388,7 @@ class Executor:
             self.fetch_misses += 1
             self._make_room_and_start(store)
         store.finish_fetch()
-        ended = time.perf_counter()
+        ended = perf_counter()
         self.stall_s["fetch"] += ended - after_update
         self._tell_stall("fetch", store, after_update, ended)
 

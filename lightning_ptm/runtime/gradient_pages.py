@@ -7,8 +7,8 @@ I1: a set has one user: the flat whose gradient arrives, then whoever was given 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import CapacityError
@@ -45,14 +45,14 @@ class GradientPages:
             CapacityError: none came back for a long time.
         """
         free = self._free.setdefault((numel, dtype), [])
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = monotonic() + _PATIENCE_S
         while True:
             with self._changed:
                 if free:
                     return free.pop()
                 self._changed.wait(_LOOK_S)
             self.while_waiting()
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 raise CapacityError(
                     f"no pages for a gradient of {numel} elements have come free for {_PATIENCE_S:.0f} s: updates do not "
                     f"keep up; use a faster disk_path, a smaller max_staleness, or lock_free=False"

@@ -7,8 +7,8 @@ counts what lives outside the page pools, so the planner may subtract it from a 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -51,7 +51,7 @@ class Tracer:
 
     def tick(self, unit: int, phase: Phase, live: tuple[int, ...]) -> None:
         """A new tick begins; the one before ends."""
-        now = time.perf_counter()
+        now = perf_counter()
         if self._ticks:
             self._close(self._ticks[-1], now)
         opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now)
@@ -68,7 +68,7 @@ class Tracer:
     def finish(self) -> Trace:
         """The trace of the iteration that ends here."""
         if self._ticks:
-            self._close(self._ticks[-1], time.perf_counter())
+            self._close(self._ticks[-1], perf_counter())
             if self._device.type == "cuda":
                 self._end_event = torch.cuda.Event(enable_timing=True)
                 self._end_event.record()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -222,11 +222,11 @@ class Pipeline:
 
     def wait(self, blocker: Blocker) -> None:
         """Wait, count the time, raise the transfer's error."""
-        started = time.perf_counter()
+        started = perf_counter()
         try:
             blocker.pending.wait()
         finally:
-            self.stats.add_stall(blocker.cause, time.perf_counter() - started)
+            self.stats.add_stall(blocker.cause, perf_counter() - started)
 
     def close(self) -> None:
         """Wait for transfers in flight, whatever their outcome, and release the buffers."""
@@ -392,7 +392,7 @@ class Pipeline:
             pending.wait()
         for transfer in chunk.reads.values():
             transfer.wait()
-        started = time.perf_counter()
+        started = perf_counter()
         windows = {
             column.role: chunk.buffers[column.role].tensor().narrow(0, 0, chunk.numel)
             if column.role in chunk.buffers
@@ -403,11 +403,11 @@ class Pipeline:
             for column in progress.columns:
                 if column.writes:
                     self.before_write(column.home, chunk.start, windows[column.role])
-            waited, started = started, time.perf_counter()
+            waited, started = started, perf_counter()
             self.stats.add_stall(Stall.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
         self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
-        ended = time.perf_counter()
+        ended = perf_counter()
         self.stats.arithmetic_s += ended - started
         if self._events.heard:
             flat = chunk.states.flat
