@@ -44,7 +44,7 @@ from typing_extensions import override
 
 from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
