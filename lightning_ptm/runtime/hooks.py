@@ -100,7 +100,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def _refuse_absent(name: str, module: nn.Module, args: Any) -> NoReturn:
+def _refuse_absent(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
         f"{name} ({type(module).__name__}) was called on a rank that does not hold it, so there are no weights to compute "
         f"with; with expert_parallel_size above 1 a layer calls its experts through `expert_group.compute`"
@@ -215,24 +215,12 @@ class Hooks:
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
         if self._stores[unit.index].absent:
-            self._handles.append(
-                unit.module.register_forward_pre_hook(partial(_refuse_absent, unit.name), prepend=True)
-            )
+            self._put_around(unit.module, partial(_refuse_absent, unit.name, unit.module))
             return
-        if unit.module._compiled_call_impl is not None and unit.index != 0:
-            self._wrap_compiled_call(unit, recompute)
-        elif unit.index != 0:
-            self._handles.append(
-                unit.module.register_forward_pre_hook(partial(self._before_forward, unit.index), with_kwargs=True)
-            )
-            self._handles.append(
-                unit.module.register_forward_hook(
-                    partial(self._after_forward, unit.index), with_kwargs=True, always_call=True
-                )
-            )
+        if unit.index != 0:
             if recompute:
-                forward = self._recompute.of(unit, unit.module.forward)
-                self._restore.append(replace(unit.module, forward=forward))
+                self._recompute_calls(unit)
+            self._put_around(unit.module, partial(self._call_of_unit, unit.index, unit.module))
         # Where parameters can be read at any time, nobody has to be told that a part of the unit is called by itself.
         if not self._stores[unit.index].readable:
             for owner in unit.owners:
@@ -244,40 +232,45 @@ class Hooks:
                     item.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, unit.index))
                 )
 
-    def _wrap_compiled_call(self, unit: Unit, recompute: bool) -> None:
-        """A module that was compiled in place (`module.compile()`) runs its hooks inside what is compiled; what we do
-        stays around it."""
-        module, index = unit.module, unit.index
-        compiled: Any = module._compiled_call_impl
-        if recompute:
-            compiled = self._recompute.of(unit, compiled)
+    def _put_around(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Calls of `module` become `call(what they were, *args, **kwargs)`, which is around all hooks, the module's own and
+        global ones, whenever they were registered: they read weights (weight_norm, spectral_norm, pruning). It is also around
+        what a module compiled in place (`module.compile()`) runs."""
+        name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self._restore.append(replace(module, **{name: partial(call, getattr(module, name))}))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before_forward(index, module, args, kwargs)
-            output = None
-            try:
-                output = compiled(*args, **kwargs)
-            finally:
-                self._after_forward(index, module, args, kwargs, output)
-            return output
+    def _recompute_calls(self, unit: Unit) -> None:
+        name = "forward" if unit.module._compiled_call_impl is None else "_compiled_call_impl"
+        original = getattr(unit.module, name)
+        self._restore.append(replace(unit.module, **{name: self._recompute.of(unit, original)}))
 
-        self._restore.append(replace(module, _compiled_call_impl=call))
+    def _call_of_unit(
+        self, index: int, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._before_forward(index, module, args, kwargs)
+        output = None
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._after_forward(index, module, args, kwargs, output)
+        return output
 
     def _guard(self, owner: nn.Module, index: int) -> None:
         """A submodule that is called from outside its unit's forward makes a call of its unit by itself."""
         known = self._owned.setdefault(id(owner), [])
         known.append(index)
         if len(known) == 1:
-            # The same two hooks for all owners, and plain ones: torch.compile guards the code that blocks share with
-            # whatever tells their hooks apart, and the options of a hook do.
-            self._handles.append(owner.register_forward_pre_hook(self._before_owner, prepend=True))
-            self._handles.append(owner.register_forward_hook(self._after_owner))
+            self._put_around(owner, partial(self._call_of_owner, owner))
 
-    def _before_owner(self, module: nn.Module, args: Any) -> None:
+    def _call_of_owner(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return  # it would cut the compiled code of a unit in two; a call from outside is refused when autograd saves
+            # It would cut the compiled code of a unit in two; a call from outside is refused when autograd saves.
+            return original(*args, **kwargs)
         for index in self._owned[id(module)]:
             self._guard_starts(index, module, args)
+        output = original(*args, **kwargs)
+        self._guard_ends(module, args, output)
+        return output
 
     def _guard_starts(self, index: int, module: nn.Module, args: Any) -> None:
         if _in_derivative():
@@ -297,9 +290,7 @@ class Hooks:
             self._executor.use(0)
             self._guarded.append((0, module))
 
-    def _after_owner(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _guard_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._guarded and self._guarded[-1][1] is module and not in_backward():
             index, _ = self._guarded.pop()
             if index == 0:

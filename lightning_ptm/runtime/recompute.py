@@ -4,6 +4,8 @@ Owns torch's checkpoints around units. Knows nothing of pages; who is told that 
 
 I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
 I2: a forward that does not repeat itself is refused with the name of its unit.
+I3: buffers that a forward changes (running statistics, the vectors of a spectral norm) are for the recomputed forward what
+they were for the first, and are changed once.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from lightning_ptm.runtime.saved import inside_checkpoint
 from lightning_ptm.runtime.units import Unit
 
 Call = Callable[..., Any]
+
+_SMALL_NUMEL = 1 << 14
+"""Buffers of no more elements are kept for a recomputed forward whether it is known that they change or not."""
 
 _SELF_CHECKPOINTING = "GradientCheckpointingLayer"
 """Base class of transformers' layers. They can checkpoint themselves (`gradient_checkpointing`), and where the models
@@ -66,6 +71,38 @@ def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
     return found
 
 
+class _Buffers:
+    """A module's buffers as they are before a call; after `keep_changed`, of large ones those that it has changed only."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._known = [
+            (owner, name, buffer, buffer._version, buffer.clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+
+    def keep_changed(self) -> None:
+        # Running statistics are small, and torch's batch_norm writes to them without counting it as a change.
+        self._known = [
+            (owner, name, buffer, version, before)
+            for owner, name, buffer, version, before in self._known
+            if buffer.numel() <= _SMALL_NUMEL or owner._buffers.get(name) is not buffer or buffer._version != version
+        ]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, they have their old values, in memory of their own; what happens to these is forgotten."""
+        now = [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self._known]
+        for owner, name, _, _, before in self._known:
+            owner._buffers[name] = before.clone()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in now:
+                owner._buffers[name] = buffer
+
+
 class Recompute:
     """Makes calls that are computed again in the backward pass.
 
@@ -92,11 +129,15 @@ class Recompute:
         if by_itself:
             self._tell_models_around(module)
 
-        def again(*args: Any, **kwargs: Any) -> Any:
-            if in_backward():
-                self._last = unit
-                self._starts(unit.index)
-            return original(*args, **kwargs)
+        def again(buffers: _Buffers, *args: Any, **kwargs: Any) -> Any:
+            if not in_backward():
+                output = original(*args, **kwargs)
+                buffers.keep_changed()
+                return output
+            self._last = unit
+            self._starts(unit.index)
+            with buffers.as_before():
+                return original(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
@@ -104,7 +145,7 @@ class Recompute:
                 return original(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return original(*args, **kwargs)  # the user has switched it on
-            return checkpoint(again, *args, use_reentrant=False, **kwargs)
+            return checkpoint(again, _Buffers(module), *args, use_reentrant=False, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.
         return cast(Call, torch.compiler.disable(call, recursive=False))
