@@ -19,7 +19,7 @@ from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
-from lightning_ptm.runtime.blueprint import keeps_fp32
+from lightning_ptm.runtime.blueprint import compute_dtype, keeps_fp32
 from lightning_ptm.runtime.units import Unit, discover
 
 ADAM_MOMENTS = 2
@@ -164,12 +164,12 @@ def _states(model: nn.Module, precision: AngelPTMPrecision) -> StateBytes:
     kept = {id(p) for module in model.modules() if keeps_fp32(module) for p in module.parameters(recurse=False)}
     p16 = g16 = master = 0
     for parameter in model.parameters():
-        in_fp32 = precision.plan.mixed and id(parameter) in kept
-        itemsize = 4 if in_fp32 else precision.plan.compute.itemsize
+        plan = precision.plan
+        itemsize = compute_dtype(parameter, plan.compute, mixed=plan.mixed, keeps_fp32=id(parameter) in kept).itemsize
         numel = parameter.numel()
         p16 += numel * itemsize
         if parameter.requires_grad:
             g16 += numel * itemsize
-            has_copy = precision.plan.mixed and not in_fp32
+            has_copy = plan.mixed and itemsize < 4
             master += numel * (4 * (1 + ADAM_MOMENTS) if has_copy else itemsize * ADAM_MOMENTS)
     return StateBytes(p16, g16, master)

@@ -14,6 +14,7 @@ I4: padding lies at the end of a parameter or at the end of a flat, never inside
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class ParameterSpec:
         group: index of its parameter group within its optimizer; -1 if it is in none.
         optimizer: index of the optimizer that updates it: a flat's parameters have one optimizer.
         gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
+        stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
+            shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
     """
 
     name: str
@@ -57,6 +60,7 @@ class ParameterSpec:
     group: int
     optimizer: int = 0
     gradient_itemsize: int = 0
+    stride: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -205,6 +209,15 @@ class ModelLayout:
     world_size: int
     first_flats: tuple[int, ...]
     """Per unit the index of its first flat, and len(flats) at the end."""
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of what lies where: ranks compare it before they start."""
+        text = hashlib.sha256()
+        for flat in self.flats:
+            for slot in flat.slots:
+                spec = slot.spec
+                text.update(f"{spec.name} {spec.shape} {spec.stride} {spec.dtype} {flat.index} {slot.start}\n".encode())
+        return text.hexdigest()
 
     def flats_of(self, unit: int) -> tuple[FlatLayout, ...]:
         """The flats of a unit, trainable first."""

@@ -9,12 +9,13 @@ run; `decide` makes the same decisions for a machine and a number of ranks that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
@@ -29,7 +30,7 @@ from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.pieces import BUFFERS
-from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
 from lightning_ptm.update.pace import paced_steps
@@ -62,6 +63,20 @@ def keeps_fp32(module: nn.Module) -> bool:
     """Whether the parameters of `module` itself stay in fp32 under mixed precision: kernels want it, or its class says so
     (`keep_in_fp32 = True`, as a router's does)."""
     return isinstance(module, _FP32_MODULES) or getattr(type(module), "keep_in_fp32", False) is True
+
+
+def compute_dtype(parameter: Tensor, compute: torch.dtype, *, mixed: bool, keeps_fp32: bool) -> torch.dtype:
+    """What a parameter is while it computes.
+
+    Args:
+        compute, mixed: see Request; without `mixed`, float32 means that nothing is converted (`32-true`).
+        keeps_fp32: of its module.
+    """
+    if not mixed:
+        return parameter.dtype if compute is torch.float32 else compute
+    if parameter.dtype is torch.float64:
+        return torch.float64
+    return torch.float32 if keeps_fp32 else compute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +198,7 @@ class Request:
     """What a run asks for.
 
     Attributes:
-        compute: dtype of floating-point parameters while they compute.
+        compute: dtype of parameters while they compute; see `compute_dtype`.
         mixed: keep fp32 master parameters.
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
@@ -419,9 +434,9 @@ def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
                     f"parameter {item.name} is {parameter.dtype}; pages hold float32, bfloat16, float16 and float64; "
                     f"keep other data in a buffer"
                 )
-            dtype = request.compute
-            if request.mixed and (id(parameter) in keep_fp32 or parameter.dtype is torch.float64):
-                dtype = parameter.dtype if parameter.dtype is torch.float64 else torch.float32
+            dtype = compute_dtype(
+                parameter, request.compute, mixed=request.mixed, keeps_fp32=id(parameter) in keep_fp32
+            )
             optimizer, group = group_of.get(id(parameter), (0, -1))
             parameters.append(
                 ParameterSpec(
@@ -434,10 +449,43 @@ def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
                     optimizer=optimizer,
                     # As without pages, where parameters are fp32 and so are sums of their gradients.
                     gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
+                    stride=_stride(item),
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))
+    strided = [parameter for spec in specs for parameter in spec.parameters if parameter.stride is not None]
+    if strided and request.settings.state_dict_type == "sharded" and request.optimizers:
+        raise ConfigError(
+            f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
+            f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
+            f"use state_dict_type='full', or make them contiguous before the fit"
+        )
     return specs
+
+
+def _stride(item: UnitParameter) -> tuple[int, ...] | None:
+    """Of a parameter whose elements lie end to end in another order than that of its shape.
+
+    Raises:
+        ConfigError: they do not lie end to end.
+    """
+    parameter = item.parameter
+    stride = parameter.stride()
+    sizes = [max(1, size) for size in parameter.shape]
+    contiguous = tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
+    expanded = any(step == 0 and size > 1 for step, size in zip(stride, parameter.shape, strict=True))
+    if stride == contiguous or expanded:  # a parameter that was let go is one expanded NaN
+        return None
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, sizes, strict=True) if size > 1):
+        if step != expected:
+            raise ConfigError(
+                f"parameter {item.name} of shape {tuple(parameter.shape)} has strides {stride}: it is a part of a larger "
+                f"tensor, with gaps between its elements, which pages would not keep and kernels may round by; give it "
+                f"memory of its own, nn.Parameter(tensor.clone())"
+            )
+        expected *= size
+    return stride
 
 
 def _traits(

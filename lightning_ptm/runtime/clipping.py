@@ -95,10 +95,11 @@ class Clipping:
             return total_norm([norm for _, norm in norms], norm_type)
         power = torch.zeros((), dtype=torch.float64)
         infinite = norm_type == float("inf")
-        dtype = torch.float32
+        widest: torch.dtype | None = None
         for flat in flats:
             if flat.gradient.any:
                 dtype = _dtype(flat)
+                widest = dtype if widest is None else torch.promote_types(widest, dtype)
                 part = shard_power(
                     flat.states,
                     TensorGradient(flat.gradient.on_device()),
@@ -109,7 +110,7 @@ class Clipping:
                 ).cpu()
                 flat.gradient.done_reading()
                 power = torch.maximum(power, part) if infinite else power + part
-        return norm_of_power(self._communicator.all_reduce(power, maximum=infinite), norm_type, dtype)
+        return norm_of_power(self._communicator.all_reduce(power, maximum=infinite), norm_type, widest or torch.float32)
 
     def all_finite(self, optimizer: int) -> bool:
         """Whether no gradient of the optimizer, on any rank, is inf or NaN. Collective."""
@@ -132,7 +133,8 @@ class Clipping:
         present = flat.gradient.present()
         reader: GradientReader
         if flat.gradient.in_place:
-            reader = ParameterGradients([parameter.grad for parameter in flat.store.binding.parameters])
+            binding = flat.store.binding
+            reader = ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
         else:
             reader = TensorGradient(flat.gradient.on_device())
         norms = parameter_norms(flat.states, reader, present, norm_type=norm_type, dtype=_dtype(flat), unscale=unscale)

@@ -440,7 +440,7 @@ class FlatGradient:
     def source(self) -> GradientSource:
         """What the update reads, once `leaving` has left."""
         if self.in_place:
-            return ParameterGradients(self._in_grad())
+            return ParameterGradients(self.store.binding.in_orders(self._in_grad()))
         self._land()
         if self._pages is None or not self._filled:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
@@ -473,7 +473,7 @@ class FlatGradient:
         source = self.source()
         if self.in_place:
             copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
-            return ParameterGradients(copies), (), _nothing
+            return ParameterGradients(self.store.binding.in_orders(copies)), (), _nothing
         assert isinstance(source, ShardGradient) and self._supply is not None
         copy = self._supply.take(source.paged.numel, source.paged.dtype)
         transfer = self._allocator.copy(source.paged, copy)

@@ -279,7 +279,7 @@ class FirstValues:
 
     def _stand_in(self, parameter: nn.Parameter, device: str) -> nn.Parameter:
         if device != "meta":
-            return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
+            return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
         known = self._stand_ins.get(id(parameter))
         if known is None:
             known = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
@@ -305,7 +305,7 @@ def _unset(dtype: torch.dtype) -> float | int:
 
 def _real_storage(item: UnitParameter, *, given: bool) -> None:
     old = item.parameter
-    values = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+    values = torch.empty_like(old, device="cpu", requires_grad=False)
     if not given:
         values.fill_(float("nan"))  # I2
     try:

@@ -58,6 +58,7 @@ class Planner:
     def __init__(self, blueprint: Blueprint, communicator: Communicator) -> None:
         self._blueprint = blueprint
         self._communicator = communicator
+        self._layout = blueprint.whole_layout.digest() if communicator.world_size > 1 else ""
 
     def plan(self, mode: Mode, trace: Trace) -> Plan:
         """The plan for iterations like the traced one.
@@ -84,10 +85,10 @@ class Planner:
         communicator = self._communicator
         if communicator.world_size == 1:
             return
-        number = int(plan.digest()[:15], 16)
+        number = int(plan.digest()[:15], 16) ^ int(self._layout[:15], 16)
         pair = communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
         if pair[0] != -pair[1]:
             raise RankError(
-                f"rank {communicator.rank} has made another plan than other ranks; do all ranks build the same model with "
-                f"the same settings?"
+                f"rank {communicator.rank} has made another plan than other ranks, or lays its weights out in another way; "
+                f"do all ranks build the same model (names, shapes, memory formats) with the same settings?"
             )

@@ -127,8 +127,8 @@ class ParameterGradients:
     """The parameters' own gradients, when one rank holds the flat whole (world size 1): no shard is made.
 
     Args:
-        gradients: for each parameter of the flat, in order, its `.grad` (any shape) or None. A gradient that is not
-            contiguous is copied here, once.
+        gradients: for each parameter of the flat, in order, its `.grad` (any shape, elements in the order of the flat) or
+            None. A gradient that is not contiguous is copied here, once.
 
     Raises:
         UsageError: a gradient is sparse.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_ptm.update.gradient import GradientReader, Transform
 from lightning_ptm.update.states import FlatStates, Run, Segment
@@ -54,6 +55,9 @@ def total_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.T
     """The global norm (0-dim) of parameters' norms, as torch.nn.utils.get_total_norm combines them."""
     if not norms:
         return torch.tensor(0.0)
+    if len({norm.dtype for norm in norms}) > 1:  # torch takes them dtype by dtype, which decides how the sum rounds
+        groups = _group_tensors_by_device_and_dtype([list(norms)])
+        norms = [norm for (of_one_dtype,), _ in groups.values() for norm in of_one_dtype if norm is not None]
     first = norms[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
 
