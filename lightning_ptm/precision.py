@@ -5,7 +5,7 @@
 | `bf16-mixed` | bfloat16 | fp32 parameters and moments | as they are, forward under autocast |
 | `16-mixed` | float16, dynamic loss scale | fp32 parameters and moments | as they are, forward under autocast |
 | `bf16-true`, `16-true` | bfloat16, float16 | moments in that dtype | cast |
-| `32-true` | float32 | moments in float32 | as they are |
+| `32-true` | each in its own dtype | moments in that dtype | as they are |
 | `64-true` | float64 | moments in float64 | cast |
 
 Owns the loss scale. Knows dtypes; pages are the engine's.
@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -27,6 +28,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
@@ -112,19 +114,31 @@ class AngelPTMPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # Parameters are converted when they are laid into pages; buffers follow the true precisions only.
-        if not self.plan.mixed and self.plan.compute is not torch.float32:
-            for owner in module.modules():
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        owner._buffers[name] = buffer.to(self.plan.compute)
+        # Parameters are converted when they are laid into pages; all else becomes what Lightning's plugins make of it:
+        # `module.to(dtype)` in 16 bits, which takes complex buffers and metrics' states along, and `module.double()`.
+        dtype = self._default_dtype
+        if dtype is None:
+            return module
+        _update_properties(module, dtype=dtype)
+        halves = dtype is not torch.float64
+        for owner in module.modules():
+            if halves and isinstance(owner, Metric):
+                owner.to(dtype=dtype)
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and (buffer.is_floating_point() or (halves and buffer.is_complex())):
+                    owner._buffers[name] = buffer.to(dtype)
         return module
+
+    @property
+    def _default_dtype(self) -> torch.dtype | None:
+        """What all that is made while modules are built or run has by default; None: torch's own default."""
+        return None if self.plan.mixed or self.plan.compute is torch.float32 else self.plan.compute
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self.plan.mixed or self.plan.compute is torch.float32:
+        if self._default_dtype is None:
             return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.plan.compute)
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self._default_dtype)
 
     @override
     @contextmanager
@@ -135,16 +149,18 @@ class AngelPTMPrecision(Precision):
     def _dtypes(self) -> AbstractContextManager[Any]:
         if self.plan.mixed:
             return torch.autocast(self._device_type, dtype=self.plan.compute)
-        if self.plan.compute is torch.float32:
-            return nullcontext()
-        return _DtypeContextManager(self.plan.compute)
+        return self.tensor_init_context()
 
     def _products(self) -> AbstractContextManager[None]:
         return wide_products() if self.wide_products else nullcontext()
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return nullcontext() if self._default_dtype is None else _DtypeContextManager(self._default_dtype)
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.tensor_init_context()
 
     @override
     @contextmanager

@@ -255,7 +255,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setting_up = True
-        reset_seed()
+        if self.num_nodes * self.num_processes > 1:
+            reset_seed()  # as DDP; a single device goes on with the random numbers that there are
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -271,6 +272,10 @@ class AngelPTMStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._close_engine()
         self._reset_optimizers_and_schedulers()
+        if fitting and self._layer_sync is not None and self.world_size > 1:
+            self._layer_sync.apply(
+                self.lightning_module
+            )  # sync_batchnorm=True, as DDP: before anybody knows the modules
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
@@ -409,8 +414,9 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Parameters are converted and moved unit by unit when they are laid into pages.
-        with torch.device("meta") if empty_init else torch.device("cpu"):
+        # Parameters are moved unit by unit when they are laid into pages.
+        device = torch.device("meta") if empty_init else torch.device("cpu")
+        with device, self.precision_plugin.tensor_init_context():
             yield
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -583,8 +589,9 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         checkpoints.load_module_state(self._engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
         random_states = checkpoint.get(randomness.KEY, ())
-        fitting = self.lightning_module.trainer.state.fn is TrainerFn.FITTING
-        if fitting and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
+        # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
+        resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
+        if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
             randomness.restore(random_states[self.global_rank], self.root_device)
 
     @override
@@ -808,6 +815,10 @@ class AngelPTMStrategy(ParallelStrategy):
         self._setting_up, self._given_state = False, None
         self._close_engine()
         if self.lightning_module is not None:
+            trainer = self.lightning_module._trainer
+            fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
+            if fitted and self._layer_sync is not None and self.world_size > 1:
+                self._layer_sync.revert(self.lightning_module)
             for owner in self.lightning_module.modules():
                 for name, buffer in owner._buffers.items():
                     if buffer is not None and not buffer.is_meta:  # set-up may have failed before it had memory
