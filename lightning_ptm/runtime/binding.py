@@ -4,14 +4,15 @@ Owns the link between one flat's layout and the parameters that are views of it.
 
 I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, and
 closed (closed.py): reading or writing it raises at once. I2: one whose flat holds no precise values, or values that an update
-may be changing, is closed, too, while nothing computes with it. I3: shape and identity of a parameter never change; its dtype
-changes once, to the compute dtype.
+may be changing, is closed, too, while nothing computes with it. I3: shape, strides and identity of a parameter never change;
+its dtype changes once, to the compute dtype. I4: a flat holds a parameter's elements in the order of its memory, not of its
+shape: one that is transposed or channels_last stays so, since kernels are chosen, and fused updates round, by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class FlatBinding:
         self.dtype = dtype
         self.device = device
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
+        self._orders = [_order(slot.spec.shape, slot.spec.stride) for slot in layout.slots]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
         self.closes = closes
@@ -86,7 +88,24 @@ class FlatBinding:
     def view(self, full: Tensor, slot: int) -> Tensor:
         """The parameter of `slot` as a view of `full` (padded_numel,)."""
         place = self.layout.slots[slot]
+        if place.spec.stride is not None:
+            return full.as_strided(self._shapes[slot], place.spec.stride, full.storage_offset() + place.start)
         return full[place.start : place.start + place.numel].view(self._shapes[slot])
+
+    def in_order(self, slot: int, value: Tensor) -> Tensor:
+        """The elements of `value`, which has the shape of the parameter of `slot`, as they follow each other in the flat: a
+        view where they lie so, else a copy."""
+        order = self._orders[slot]
+        return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
+
+    def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As `in_order`, for gradients of all parameters."""
+        return [None if each is None else self._gradient(slot, each) for slot, each in enumerate(gradients)]
+
+    def _gradient(self, slot: int, gradient: Tensor) -> Tensor:
+        # What is of another kind or shape is refused, by whoever reads it.
+        whole = gradient.layout is torch.strided and tuple(gradient.shape) == self._shapes[slot]
+        return self.in_order(slot, gradient) if whole else gradient
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
@@ -252,3 +271,10 @@ class FlatBinding:
                 f"parameter {name} had shape {self._shapes[slot]} at set-up and has {tuple(self.parameters[slot].shape)} "
                 f"now; its pages do not fit it any more; change shapes before fit() starts, or build a new Trainer"
             )
+
+
+def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The dimensions of a tensor, that with the longest strides first; None where that is their own order."""
+    if stride is None:
+        return None
+    return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))

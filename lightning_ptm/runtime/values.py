@@ -395,6 +395,7 @@ class Values:
                         f"{trait.name} of {flat.store.layout.slots[slot].spec.name} has shape {tuple(value.shape)} in "
                         f"what is loaded, and the parameter {binding.shape(slot)}; it is of another model"
                     )
+            given = [None if each is None else binding.in_order(slot, each) for slot, each in enumerate(given)]
             paged = flat.states.slots[trait.name]
             pieces.fill(self._allocator, paged, flat.states.segments, given, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
@@ -623,6 +624,7 @@ class Values:
     def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
         home, segments = self._precise_home(flat), self.segments(flat)
+        given = [None if each is None else flat.binding.in_order(slot, each) for slot, each in enumerate(given)]
         pieces.fill(self._allocator, home, segments, given, seen=seen)
         if home is not flat.home:
             pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype, seen=seen)

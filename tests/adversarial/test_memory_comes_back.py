@@ -32,7 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lock-free": {"lock_free": True},
     "lock-free, three tiers": {**TIERS, "lock_free": True},
     "lock-free, held": {"lock_free": True, "max_staleness": 8, "hold_updates": True},
-    "no weights wanted": {**TIERS, "restore_weights": False},
 }
 
 
