@@ -259,7 +259,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     if not keep:
         return {}
     result = optimizer.state_dict()
-    result["state"] = {place: states[place] for place in sorted(states)}
+    result["state"] = {place: states[place] for place in sorted(states) if states[place]}
     return result
 
 
