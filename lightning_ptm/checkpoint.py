@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -259,6 +259,8 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     if not keep:
         return {}
     result = optimizer.state_dict()
+    # What the optimizer itself keeps is of parameters that this run does not train.
+    states = result["state"] | states
     result["state"] = {place: states[place] for place in sorted(states) if states[place]}
     return result
 
@@ -274,7 +276,6 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
         ConfigError: it was saved by an optimizer with other parameter groups, or whose settings keep states for which this
             run has no pages.
     """
-    engine.drain("load optimizer state")
     optimizer = plain_optimizer(optimizer)
     saved, ours = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:
@@ -282,24 +283,98 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
             f"the checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved]} parameters, "
             f"this run's of {[len(group['params']) for group in ours]}; configure the optimizer as it was saved"
         )
-    by_place = [p for group in ours for p in group["params"]]
-    places = [place for group in saved for place in group["params"]]
-    states = {id(by_place[i]): state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+    states = _states_in(state, optimizer)
     _check_kept(engine, optimizer, states, saved)
-    engine.values.load_optimizer_states(engine.updates.index_of(optimizer), states)
+    forget = _take_states(engine, optimizer, states)
     for group, loaded in zip(ours, saved, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
-    for parameter in by_place:
+    return forget
+
+
+def _states_in(state: Mapping[str, Any], optimizer: Optimizer) -> dict[int, Mapping[str, Any]]:
+    """A state dict's states by id of parameter."""
+    parameters = parameters_of(optimizer)
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    return {id(parameters[i]): state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+
+
+def follow_loaded_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[], None]:
+    """Takes into pages what the optimizer's own `load_state_dict` was given; its groups are loaded already. Collective.
+
+    Returns, raises: as `take_over_optimizer_state`.
+    """
+    return _take_states(engine, optimizer, _states_in(state, optimizer))
+
+
+def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[[], None] | None:
+    """Takes the states that an optimizer has when a run begins into pages: an earlier run's, or loaded by hand.
+
+    Where rank 0 alone has them, as a run leaves them, all ranks get them from there. Collective.
+
+    Returns:
+        As `load_optimizer_state`; None where there are no states.
+
+    Raises:
+        ConfigError: the run has no pages for one of them, or another shape.
+        UsageError: ranks have them, and rank 0 has none.
+    """
+    optimizer = plain_optimizer(optimizer)
+    parameters = parameters_of(optimizer)
+    here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
+    if engine.all_ranks(not here):
+        return None
+    if not engine.all_ranks(bool(here)):
+        here = engine.told(here)
+        if not here:
+            raise UsageError(
+                f"the {type(optimizer).__name__} has states on some ranks, and none on rank 0; load them on all ranks"
+            )
+    states = {id(parameters[place]): state for place, state in here.items()}
+    return _take_states(engine, optimizer, states)
+
+
+def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]:
+    """Writes states by id of parameter into pages and shows them; see `load_optimizer_state`."""
+    lacking = _lacking(engine, optimizer, states)
+    if lacking:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} was given {', '.join(lacking)} of earlier steps, for which this run has no "
+            f"pages, since its settings were others when the run began or are now; return a new optimizer with the settings "
+            f"of these states from configure_optimizers"
+        )
+    engine.drain("load optimizer state")
+    index = engine.updates.index_of(optimizer)
+    engine.values.load_optimizer_states(index, states)
+    paged = [p for _, flat in engine.updates.flats_of(index) for p in flat.store.binding.parameters]
+    for parameter in paged:
+        optimizer.state.pop(parameter, None)
+    for parameter in parameters_of(optimizer):
         if id(parameter) in states:
             optimizer.state[parameter] = dict(states[id(parameter)])
 
     def forget(*_: Any) -> None:
         hook.remove()
-        for parameter in by_place:
+        for parameter in paged:  # of others the optimizer itself keeps them, as ever
             optimizer.state.pop(parameter, None)
 
     hook = optimizer.register_step_post_hook(forget)
     return forget
+
+
+def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Names of element-wise states of a parameter for which the run has no pages."""
+    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
+        binding = flat.store.binding
+        for slot, parameter in enumerate(binding.parameters):
+            lacking = [
+                name
+                for name, value in states.get(id(parameter), {}).items()
+                if isinstance(value, Tensor) and value.numel() > 1 and tuple(value.shape) == binding.shape(slot)
+                if name not in flat.states.slots
+            ]
+            if lacking:
+                return lacking
+    return []
 
 
 def _check_kept(
@@ -314,25 +389,18 @@ def _check_kept(
     }
     if not differing:
         return
-    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
-        for parameter in flat.store.binding.parameters:
-            state = states.get(id(parameter), {})
-            lacking = [
-                name
-                for name, value in state.items()
-                if isinstance(value, Tensor) and value.dim() and name not in flat.states.slots
-            ]
-            if lacking:
-                raise ConfigError(
-                    f"the checkpoint's {type(optimizer).__name__} keeps {', '.join(lacking)}, and this run has no pages for "
-                    f"that: its settings were {', '.join(sorted(differing))}, with which training would go on; give these to "
-                    f"the optimizer in configure_optimizers"
-                )
+    lacking = _lacking(engine, optimizer, states)
+    if lacking:
+        raise ConfigError(
+            f"the checkpoint's {type(optimizer).__name__} keeps {', '.join(lacking)}, and this run has no pages for that: "
+            f"its settings were {', '.join(sorted(differing))}, with which training would go on; give these to the optimizer "
+            f"in configure_optimizers"
+        )
 
 
 def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
     """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
     optimizer = plain_optimizer(optimizer)
     for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer)):
-        if keep:
+        if keep and state:
             optimizer.state[parameter] = state

@@ -49,7 +49,8 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
     result = optimizer.state_dict()
-    result["state"] = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))
+    scalars = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))
+    result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
     return result
 
 

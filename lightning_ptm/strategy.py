@@ -137,8 +137,10 @@ class AngelPTMStrategy(ParallelStrategy):
         """A run has begun, and there are no pages yet."""
         self._given_state: Callable[[], None] | None = None
         """Loads the checkpoint's weights, which Lightning has given before there were pages for them."""
-        self._shown_states: list[Callable[[], None]] = []
-        """Take from optimizers' `state` what was loaded from a checkpoint, where no step has."""
+        self._shown_states: dict[Optimizer, Callable[[], None]] = {}
+        """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
+        self._spent: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose states have ended with their run, and that were given no others since."""
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
@@ -343,6 +345,12 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._given_state is not None:
             state, self._given_state = self._given_state, None
             state()
+        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
+            forget = checkpoints.take_over_optimizer_state(self._engine, optimizer)
+            if forget is not None:
+                self._shown_states[optimizer] = forget
+                self._spent.discard(optimizer)
+            self._watches.loads_of(optimizer, self._follow_loaded_state)
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self._engine)}")
         self.barrier()
 
@@ -423,6 +431,13 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
+            if optimizer in self._spent:
+                raise UsageError(
+                    f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
+                    f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
+                    f"optimizer from configure_optimizers"
+                )
         with self.engine.iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -462,7 +477,11 @@ class AngelPTMStrategy(ParallelStrategy):
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
         if self._engine is not None:
             raise UsageError(COPIED_IN_A_RUN)
-        return {**super().__getstate__(), "_began_with": None}
+        return {**super().__getstate__(), "_began_with": None, "_spent": list(self._spent)}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_spent": weakref.WeakSet(state["_spent"])})
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -611,9 +630,24 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._engine is None:
             super().load_optimizer_state_dict(checkpoint)
             self._ended = dataclasses.replace(self._ended, optimizer_states=True)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._shown_states.append(checkpoints.load_optimizer_state(self._engine, optimizer, state))
+        else:
+            self._forget_shown_states()
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                forget = checkpoints.load_optimizer_state(self._engine, optimizer, state)
+                self._shown_states[checkpoints.plain_optimizer(optimizer)] = forget
+        self._spent.difference_update(map(checkpoints.plain_optimizer, self.optimizers))
+
+    def _follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """A hook of the user's has called its `load_state_dict`."""
+        forget_earlier = self._shown_states.pop(optimizer, None)
+        if forget_earlier is not None:
+            forget_earlier()
+        self._shown_states[optimizer] = checkpoints.follow_loaded_state(self.engine, optimizer, state)
+        self._spent.discard(optimizer)
+
+    def _forget_shown_states(self) -> None:
+        while self._shown_states:
+            self._shown_states.popitem()[1]()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -831,8 +865,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def _close_engine(self) -> None:
-        while self._shown_states:
-            self._shown_states.pop()()
+        self._forget_shown_states()
         engine, self._engine = self._engine, None
         communicator, self._communicator = self._communicator, None
         if engine is None:
@@ -871,6 +904,9 @@ class AngelPTMStrategy(ParallelStrategy):
             raise
         finally:
             self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
+            if not self._ended.optimizer_states:
+                optimizers = enumerate(engine.updates.optimizers)
+                self._spent.update(each for index, each in optimizers if engine.values.has_optimizer_states(index))
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()

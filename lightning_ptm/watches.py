@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
@@ -56,6 +57,7 @@ class Watches:
         self._engine: Engine | None = engine
         self._replaced: list[tuple[Any, str]] = []
         """Objects, and names of methods that are ours."""
+        self._hooks: list[RemovableHandle] = []
         self._foreign: ForeignCollectives | None = None
 
     def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
@@ -71,6 +73,23 @@ class Watches:
 
         self._replace(optimizer, "zero_grad", zero_grad)
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
+
+    def loads_of(self, optimizer: Optimizer, load: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
+        """`load` is told what the optimizer's `load_state_dict` was given, which torch rounds to the parameters' dtype."""
+        given: dict[str, Any] = {}
+
+        def before(loading: Optimizer, state: dict[str, Any]) -> None:
+            if loading is optimizer:  # and not Lightning's wrapper of it, which then has states of its own
+                given.update(state)
+
+        def after(loading: Optimizer) -> None:
+            if loading is optimizer:
+                state = dict(given)
+                given.clear()
+                load(optimizer, state)
+
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(before))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(after))
 
     def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
         """Callbacks that average weights find them whole."""
@@ -133,6 +152,9 @@ class Watches:
         for owner, name in self._replaced:
             owner.__dict__.pop(name, None)
         self._replaced = []
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         setattr(owner, name, Replacement(owner, name, method))

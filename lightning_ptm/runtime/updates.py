@@ -72,12 +72,12 @@ class UpdateScheduler(abc.ABC):
 
     Args:
         flats: all trainable flats, by unit.
-        optimizers: the user's.
+        optimizers: the user's own.
     """
 
     def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
         self._flats = flats
-        self._optimizers = list(optimizers)
+        self.optimizers = list(optimizers)
         self._members = [_members(optimizer) for optimizer in optimizers]
         """Of each optimizer's groups, as the flats' states know them."""
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
@@ -89,7 +89,7 @@ class UpdateScheduler(abc.ABC):
     def index_of(self, optimizer: Optimizer) -> int:
         """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        for index, known in enumerate(self._optimizers):
+        for index, known in enumerate(self.optimizers):
             if known is inner:
                 return index
         raise ConfigError(
@@ -125,7 +125,7 @@ class UpdateScheduler(abc.ABC):
             return
         if armed.hyper is None:
             self.follow_groups(armed.optimizer)
-            armed.hyper = snapshot(self._optimizers[armed.optimizer], ready[0].states.traits)
+            armed.hyper = snapshot(self.optimizers[armed.optimizer], ready[0].states.traits)
         for flat in ready:
             self._update(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
@@ -156,7 +156,7 @@ class UpdateScheduler(abc.ABC):
                 flat.done_this_step = False
             elif flat.gradient.any:
                 if hyper is None:
-                    hyper = snapshot(self._optimizers[optimizer], flat.states.traits)
+                    hyper = snapshot(self.optimizers[optimizer], flat.states.traits)
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
                 clipped = flat.gradient.clips_here and transform.unscale is None
                 self._update(unit, flat, hyper, Transform() if clipped else transform)
@@ -166,7 +166,7 @@ class UpdateScheduler(abc.ABC):
 
     def follow_groups(self, optimizer: int) -> None:
         """Parameters that were moved between groups since the last step are updated with their new one (I3)."""
-        now = _members(self._optimizers[optimizer])
+        now = _members(self.optimizers[optimizer])
         before = self._members[optimizer]
         if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
             return
@@ -178,13 +178,13 @@ class UpdateScheduler(abc.ABC):
             if parameter.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
-                    f"{type(self._optimizers[optimizer]).__name__} during the run, and has no master states of that "
+                    f"{type(self.optimizers[optimizer]).__name__} during the run, and has no master states of that "
                     f"optimizer; end this fit and start another one with the groups as they are now"
                 )
         self._members[optimizer] = now
 
     def _check_unchanged(self, optimizer: int, hyper: HyperParameters) -> None:
-        groups = self._optimizers[optimizer].param_groups
+        groups = self.optimizers[optimizer].param_groups
         # The snapshot has settled these, or has advanced them in the user's groups.
         settled = {"params", "fused", *self.flats_of(optimizer)[0][1].states.traits.group_slots}
         changed = {
@@ -193,7 +193,7 @@ class UpdateScheduler(abc.ABC):
             for key, value in group.items()
             if key not in settled and key in used and not (value is used[key] or same_value(value, used[key]))
         }
-        if not all(map(_same_objects, self._members[optimizer], _members(self._optimizers[optimizer]))):
+        if not all(map(_same_objects, self._members[optimizer], _members(self.optimizers[optimizer]))):
             changed.add("params")
         if changed:
             raise UsageError(
@@ -211,7 +211,7 @@ class UpdateScheduler(abc.ABC):
                 check_every_gradient(flat.states, [False] * len(flat.states.groups))
         elif flats and flats[0].states.traits.group_slots:
             # A class counts steps that update nothing, too.
-            snapshot(self._optimizers[optimizer], flats[0].states.traits)
+            snapshot(self.optimizers[optimizer], flats[0].states.traits)
 
     @property
     def in_mid_step(self) -> bool:
@@ -236,7 +236,7 @@ class UpdateScheduler(abc.ABC):
         """What runs a flat's optimizer."""
         key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
         if key not in self._shadows:
-            self._shadows[key] = Shadow(self._optimizers[flat.optimizer], flat.states.traits)
+            self._shadows[key] = Shadow(self.optimizers[flat.optimizer], flat.states.traits)
         return self._shadows[key]
 
     # -- what differs -------------------------------------------------------------------------------------------------

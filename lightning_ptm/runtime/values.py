@@ -326,6 +326,12 @@ class Values:
                     found[places[id(parameter)]] = _copied(scalars)
         return {place: found[place] for place in sorted(found)}
 
+    def has_optimizer_states(self, optimizer: int) -> bool:
+        """Whether this rank's pages hold anything that an optimizer knows from earlier steps. Not collective."""
+        flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
+        known = [pair for each in map(_updated, flats) for pair in zip(each.scalars, each.slots, strict=True)]
+        return any(scalars is not None and bool(scalars or names) for scalars, names in known)
+
     def names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of every parameter, each once."""
         for store in self._stores:

@@ -27,6 +27,8 @@ from side_by_side import WIDTH, Desk, Program, Small, data, first_difference, jo
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from lightning_ptm.errors import ConfigError, UsageError
+
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -294,6 +296,96 @@ def a_closure_by_hand(desk: Desk) -> None:
 
     module = Model()
     desk.trainer().fit(module)
+    desk.weights(module)
+
+
+@program
+def the_same_optimizer_in_two_fits(desk: Desk) -> None:
+    """Lightning asks for it again, and it goes on with its moments."""
+    module = Small()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    module.configure_optimizers = lambda: optimizer
+    module.on_train_start = lambda: desk.note("states", optimizer.state_dict())
+    trainer = desk.trainer()
+    trainer.fit(module)
+    desk.note("between", optimizer.state_dict())
+    for epochs in (2, 4):  # a fit of no step first
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, val_dataloaders=None)
+        desk.weights(module)
+
+
+@program
+def the_same_optimizer_with_another_trainer_and_others_frozen(desk: Desk) -> None:
+    """What is frozen for a while keeps its moments."""
+    module = Certain()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
+    module.configure_optimizers = lambda: optimizer
+    for trains in (True, False, True):
+        module.stem.requires_grad_(trains)
+        desk.trainer(max_epochs=1, callbacks=[saves(desk, filename=f"{trains}-{{step}}")]).fit(module)
+        desk.note("states", optimizer.state_dict())
+        desk.weights(module)
+
+
+@program
+def states_that_training_starts_with(desk: Desk) -> None:
+    """Loaded by the user in a hook, where pages are there already."""
+    desk.trainer(max_epochs=1, callbacks=[saves(desk, filename="a")]).fit(Certain())
+
+    class Model(Certain):
+        def on_train_start(self) -> None:
+            states = torch.load(desk.folder / "a.ckpt", weights_only=False)["optimizer_states"][0]
+            self.optimizers().optimizer.load_state_dict(states)
+
+    module = Model()
+    desk.trainer(callbacks=[saves(desk, filename="b")]).fit(module)
+    desk.weights(module)
+
+
+@program
+def an_optimizer_of_a_loop_by_hand(desk: Desk) -> None:
+    """The user's own steps come first."""
+    module = Small()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, fused=True)
+    module.configure_optimizers = lambda: optimizer
+    for batch in data(8):
+        optimizer.zero_grad()
+        module(batch[0]).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    desk.trainer(max_epochs=1, callbacks=[saves(desk, every_n_train_steps=2, save_top_k=-1)]).fit(module)
+    desk.weights(module)
+
+
+@program
+def optimizer_states_loaded_by_hand(desk: Desk) -> None:
+    desk.trainer(max_epochs=1, callbacks=[saves(desk, filename="a")]).fit(Certain())
+
+    class Model(Certain):
+        def configure_optimizers(self) -> Any:
+            optimizer = type(self).optimizer(self.parameters())
+            optimizer.load_state_dict(torch.load(desk.folder / "a.ckpt", weights_only=False)["optimizer_states"][0])
+            return optimizer
+
+    module = Model()
+    desk.trainer(callbacks=[saves(desk, filename="b")]).fit(module)
+    desk.weights(module)
+    desk.goes_on = True
+    module = Model()  # the checkpoint's count, not those loaded by hand
+    desk.trainer(max_epochs=3).fit(module, ckpt_path=desk.folder / "b.ckpt")
+    desk.weights(module)
+
+
+@program
+def the_same_optimizer_and_a_checkpoint(desk: Desk) -> None:
+    """Its own states do not count where a checkpoint gives others."""
+    desk.goes_on = True
+    module = Certain()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    module.configure_optimizers = lambda: optimizer
+    desk.trainer(max_epochs=1, callbacks=[saves(desk, filename="a")]).fit(module)
+    desk.trainer(max_epochs=3).fit(module, ckpt_path=desk.folder / "a.ckpt")
     desk.weights(module)
 
 
@@ -728,7 +820,13 @@ def found_batch_size_and_learning_rate(desk: Desk) -> None:
 
 
 # Optimizer states outlive a run in RAM only.
-NEEDS_RAM = {"restoring_between_runs", "plugins_that_write", "remote_files"}
+NEEDS_RAM = {
+    "the_same_optimizer_in_two_fits",
+    "the_same_optimizer_with_another_trainer_and_others_frozen",
+    "restoring_between_runs",
+    "plugins_that_write",
+    "remote_files",
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -747,3 +845,33 @@ def test_everything_is_as_with_one_device(
         os.chdir(here)
     difference = first_difference(ours, theirs)
     assert not difference, difference
+
+
+def test_an_optimizer_whose_states_have_ended_is_refused(strategy_at: Callable[..., Any], tmp_path: Path) -> None:
+    """With one device it would go on with its moments; they lived on disk, and are gone."""
+    module = Small()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    desk = Desk(lambda: strategy_at("masters_on_disk"), tmp_path)
+    trainer = desk.trainer(max_epochs=1)
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+        trainer.fit(module)
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.01)  # type: ignore[method-assign]
+    trainer.fit(module)
+    assert trainer.global_step == 12
+
+
+def test_states_that_settings_have_no_pages_for_are_refused(strategy_at: Callable[..., Any], tmp_path: Path) -> None:
+    module = Small()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    trainer = Desk(lambda: strategy_at("ram"), tmp_path).trainer(max_epochs=1)
+    trainer.fit(module)
+    optimizer.param_groups[0]["momentum"] = 0
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(
+        ConfigError, match="the SGD was given momentum_buffer of earlier steps, for which this run has no pages"
+    ):
+        trainer.fit(module)
