@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_ptm.update.gradient import GradientReader, ShardGradient, TensorGradient
+from lightning_ptm.update.gradient import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, Progress
 from lightning_ptm.update.merged import FIRST_MOMENT, MergedStep
 from lightning_ptm.update.shadow import HyperParameters, RunViews
@@ -139,9 +139,7 @@ class Arithmetic:
             offset += run.numel
             slots = {name: chunk.slots[name].narrow(0, start, run.numel) for name in self._slot_names(chunk, run)}
             views.append(RunViews(run.group, parameter, gradient, slots, run.scalars))
-        job = chunk.progress.job
-        job.shadow.step(chunk.hyper, views)
-        self._correct(chunk, views)
+        self._optimize(chunk, views)
         if chunk.target is not None:
             for run, view in zip(runs, views, strict=True):
                 chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
@@ -170,13 +168,17 @@ class Arithmetic:
                 job.transform.apply_(gradient)
             state = dict(zip(names, next(slots), strict=True)) if names else {}
             views = [RunViews(run.group, parameter, gradient, state, run.scalars)]
-            job.shadow.step(chunk.hyper, views)
-            self._correct(chunk, views)
+            self._optimize(chunk, views)
             if targets is not None:
                 targets[index].copy_(parameter)
 
     @staticmethod
-    def _correct(chunk: _Chunk, views: Sequence[RunViews]) -> None:
+    def _optimize(chunk: _Chunk, views: Sequence[RunViews]) -> None:
+        """One call of the optimizer."""
+        job = chunk.progress.job
+        job.shadow.step(chunk.hyper, views)
+        if job.states.traits.writes_gradient and isinstance(job.gradient, ParameterGradients):
+            job.gradient.watch_on()
         for view in views if chunk.merged else ():
             view.slots[FIRST_MOMENT].lerp_(view.gradient, chunk.merged[view.group].correction)
 

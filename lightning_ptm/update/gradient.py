@@ -149,6 +149,11 @@ class ParameterGradients:
         """Somebody else has these tensors, too, and may change them before they are used: they are refused then."""
         self._versions = [0 if gradient is None else gradient._version for gradient in self._flat]
 
+    def watch_on(self) -> None:
+        """The optimizer itself has changed some of them, as its class does, and nobody else."""
+        if self._versions is not None:
+            self.watch()
+
     def present(self, flat: FlatLayout) -> Sequence[bool]:
         """For each parameter of the flat, whether it has a gradient.
 

@@ -18,6 +18,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from products import products_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -90,7 +91,12 @@ def plainly(saved: Saved, prompt: str, count: int, dtype: torch.dtype = torch.fl
     model.load_state_dict(saved.model.state_dict())
     model.to(dtype).eval()
     tokens = list(prompt.encode())
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+    mixed = dtype is torch.bfloat16
+    with (
+        products_of("bf16-mixed" if mixed else "32-true"),
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
         for _ in range(count):
             logits = model(torch.tensor([tokens[-SIZES["sequence_length"] :]]))
             tokens.append(int(logits[0, -1].argmax()))
