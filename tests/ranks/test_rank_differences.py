@@ -187,7 +187,14 @@ class Seen(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.at_steps: list[set[str]] = []
-        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.look(trainer.strategy.engine))
+        engine: Any = trainer.strategy.engine
+        step = engine.updates.step  # hooks of the optimizer come before its closure, and so before the backward pass
+
+        def looked_at(*args: Any, **kwargs: Any) -> None:
+            self.look(engine)
+            step(*args, **kwargs)
+
+        engine.updates.step = looked_at
 
     def look(self, engine: Any) -> None:
         updated = {unit for unit, flats in enumerate(engine.flats) if any(flat.done_this_step for flat in flats)}
