@@ -132,6 +132,7 @@ class PlainOptimizer:
         self.optimizer = optimizer
         self.clip: Callable[[list[Tensor]], object] | None = None
         self.steps = 0
+        self.in_pass = False
         self.pairs: list[tuple[nn.Parameter, Tensor]] = []
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
@@ -141,7 +142,22 @@ class PlainOptimizer:
                 master = parameter.detach().clone().requires_grad_()
                 self.pairs.append((parameter, master))
                 group["params"][place] = master
-                parameter.register_post_accumulate_grad_hook(partial(_add_to_master, master))
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self._arrived, master))
+
+    def _arrived(self, master: Tensor, parameter: Tensor) -> None:
+        if not self.in_pass:  # a pass of the module's own
+            _add_to_master(master, parameter)
+
+    def backward(self, loss: Tensor, others: Sequence[PlainOptimizer] = (), **options: Any) -> None:
+        """A backward pass; what several calls of a reentrant checkpoint add to a gradient is 16-bit, as in one graph."""
+        for each in (self, *others):
+            each.in_pass = True
+        loss.backward(**options)
+        for each in (self, *others):
+            each.in_pass = False
+            for parameter, master in each.pairs:
+                _add_to_master(master, parameter)
 
     def step(self) -> None:
         if self.clip is not None:
@@ -172,7 +188,8 @@ class PlainOptimizer:
 
 def _add_to_master(master: Tensor, parameter: Tensor) -> None:
     """A backward pass has computed a gradient: it is added to the master's."""
-    assert parameter.grad is not None
+    if parameter.grad is None or parameter is master:
+        return
     gradient = parameter.grad.to(master.dtype)
     master.grad = gradient if master.grad is None else master.grad + gradient
     parameter.grad = None
@@ -232,7 +249,7 @@ class PlainLoop:
                 if index % self.accumulate == 0:
                     plain[0].zero_grad()
                 if loss is not None:
-                    (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+                    plain[0].backward(loss / self.accumulate if self.accumulate > 1 else loss)
                 if (index + 1) % self.accumulate == 0 or index + 1 == len(batches.items):
                     self._step(plain[0], masters)
                     if schedule is not None:
@@ -296,7 +313,7 @@ def _unpacked(made: Any) -> tuple[list[Optimizer], Any]:
 def _by_hand(module: Any, plain: list[PlainOptimizer]) -> None:
     """Gives a module outside a Trainer what manual optimization calls."""
     module.optimizers = lambda: plain if len(plain) > 1 else plain[0]
-    module.manual_backward = lambda loss, **options: loss.backward(**options)
+    module.manual_backward = lambda loss, **options: plain[0].backward(loss, plain[1:], **options)
     module.toggle_optimizer = lambda optimizer: optimizer.toggle(plain, True)
     module.untoggle_optimizer = lambda optimizer: optimizer.toggle(plain, False)
 
