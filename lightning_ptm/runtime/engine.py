@@ -808,6 +808,9 @@ class Engine:
             steps.callback(self.executor.abandon)
             if self.offload is not None:
                 steps.callback(self.offload.close)
+            for flats in self.flats:
+                for flat in flats:
+                    steps.callback(flat.gradient.let_go)
             steps.callback(self.hooks.close)
             steps.callback(self._state_dicts.close)
             if self.expert_groups is not None:

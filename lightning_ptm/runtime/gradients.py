@@ -264,11 +264,18 @@ class FlatGradient:
         used = self._spent or (() if self.in_place and (self.clips_here or not clipped) else self.present())
         for slot, parameter in enumerate(self.store.binding.parameters):
             if slot in self._shown:
-                self._shown.pop(slot).retire(partial(self._refuse, slot, _USED))
+                self._used[slot] = self._shown.pop(slot)
+                self._used[slot].retire(partial(self._refuse, slot, _USED))
             elif used and used[slot]:
-                if slot not in self._used:
+                if slot not in self._used or self._used[slot].held is not None:  # those were an earlier step's
                     self._used[slot] = ShownGradient(parameter, partial(self._refuse, slot, _USED))
                 parameter.grad = self._used[slot]
+
+    def let_go(self) -> None:
+        """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, and None where it was in pages."""
+        for parameter in self.store.binding.parameters:
+            if isinstance(parameter.grad, ShownGradient):
+                parameter.grad = parameter.grad.held
 
     # -- what the run does ----------------------------------------------------------------------------------------------
 

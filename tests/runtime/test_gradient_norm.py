@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from plain_loop import Batches, Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from products import products_of
 from tiny_models import Stack
 from torch import Tensor, nn
 
@@ -28,7 +29,8 @@ class NormLoop(PlainLoop):
 
     def run(self, batches: Batches) -> Outcome:
         """Trains each time: a loop that was trained before has noted nothing."""
-        return self._trained(batches)
+        with products_of(self.precision):
+            return self.fresh(batches)
 
     def _clipping(self) -> Callable[[list[Tensor]], object]:
         bound = float("inf") if self.clip is None else self.clip
