@@ -3,17 +3,20 @@ closure.
 
 The class's `step` is called as anywhere, so hooks, schedulers, profilers and whatever else is wrapped around it see a step.
 torch's hooks around it are where the run comes in: the class is given a closure that runs the caller's and then the run's
-update, and finds no parameters of its own to update afterwards.
+update, and finds no parameters of its own to update afterwards. For a class that never calls its closure the update comes
+before its code.
 
-Owns two hooks of each optimizer until `close`, and its parameter groups while the class's own code runs after the update.
+Owns two hooks of each optimizer until `close`, and what its parameter groups hold while the class's own code runs after the
+update.
 I1: one update for one call of `step`, after its closure. I2: the groups are the user's own whenever a closure or a hook of
 somebody else runs.
 """
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -31,8 +34,6 @@ class _Call:
         self._update = update
 
         self.updated = False
-        self.inner_calls = 0
-        """Calls that the class's `step` makes to that of a base class, which torch puts the same hooks around."""
 
     def __call__(self) -> Any:
         if self.updated:
@@ -89,10 +90,12 @@ class _Step:
         self._optimizer = optimizer
         self._scaled = scaled
         self._arm = arm
-        self._takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+        self._ignores_closure = engine.ignores_closure(optimizer)
         self._call: _Call | None = None
-        self._groups: list[dict[str, Any]] | None = None
-        """The user's, while the class sees groups without parameters."""
+        self._frame: FrameType | None = None
+        """Of the call: torch's, around `step` and its hooks. Held no longer than the call, for its closure's sake."""
+        self._emptied: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The user's groups while the class sees them without parameters, each with what it holds."""
 
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before),
@@ -104,8 +107,7 @@ class _Step:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         given = dict(zip(("self", "closure"), args, strict=False)) | kwargs
         closure = given.get("closure")
-        if self._call is not None and (closure is self._call or self._call.updated):
-            self._call.inner_calls += 1
+        if self._is_inner(sys._getframe(1)):
             return None
         self.settle()  # what a call left that was cut short by an error which the caller has caught
         unknown = sorted({*kwargs} - {"closure"}) or [str(value) for value in args[2:]]
@@ -120,20 +122,37 @@ class _Step:
                 f"scale of precision='16-mixed'; call step of what self.optimizers() returns, which takes it off, or use "
                 f"precision='bf16-mixed'"
             )
+        if self._ignores_closure:
+            self._check_last()
+            self._call, self._frame = _Call(None, self._update), sys._getframe(1)
+            self._call.update()
+            return None
         if closure is not None:
             self._arm(optimizer, closure=closure)
-        self._call = _Call(closure, self._update)
-        if self._takes_closure:
-            return (optimizer,), {"closure": self._call}
-        self._call.update()
-        return None
+        self._call, self._frame = _Call(closure, self._update), sys._getframe(1)
+        return (optimizer,), {"closure": self._call}
+
+    def _is_inner(self, frame: FrameType) -> bool:
+        """Whether the class calls the `step` of a base class, which torch puts the same hooks around."""
+        if self._frame is None:
+            return False
+        outer = frame.f_back
+        while outer is not None and outer is not self._frame:
+            outer = outer.f_back
+        return outer is not None
+
+    def _check_last(self) -> None:
+        """Hooks behind this one would see a step that is taken already."""
+        if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:
+            name = type(self._optimizer).__name__
+            raise UsageError(
+                f"{name}.step never calls its closure, so angel_ptm updates pages before hooks of register_step_pre_hook "
+                f"that were registered during the run; register them in configure_optimizers, or let step call its closure"
+            )
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         call = self._call
-        if call is None:
-            return
-        if call.inner_calls:
-            call.inner_calls -= 1
+        if call is None or self._frame is not sys._getframe(1):
             return
         if not call.updated:
             call.update()
@@ -141,14 +160,17 @@ class _Step:
 
     def _update(self) -> None:
         self._engine.step(self._optimizer)
-        self._groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+        # In the groups themselves: the class may have taken the list of them before the closure.
+        for group in self._optimizer.param_groups:
+            self._emptied.append((group, dict(group)))
+            group["params"] = []
 
     def settle(self) -> None:
-        self._call = None
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            self._optimizer.param_groups = groups
+        self._call = self._frame = None
+        emptied, self._emptied = self._emptied, []
+        for group, values in emptied:
+            group.clear()  # the class may have advanced its numbers once more
+            group.update(values)
 
     def close(self) -> None:
         self.settle()

@@ -597,6 +597,11 @@ class Engine:
         """Whether the next step takes a loss scale off the gradients."""
         return self.clipping.unscales(self.updates.index_of(optimizer))
 
+    def ignores_closure(self, optimizer: Optimizer) -> bool:
+        """Whether its class's `step` never calls the closure that it is given."""
+        flats = self.updates.flats_of(self.updates.index_of(optimizer))
+        return any(flat.states.traits.ignores_closure for _, flat in flats)
+
     def step(self, optimizer: Optimizer) -> None:
         """One optimizer step with the gradients collected so far."""
         self._check_open()

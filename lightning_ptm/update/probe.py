@@ -276,6 +276,7 @@ class _Candidate:
             group_containers=containers,
             records=whole.records,
             closure=_insists_on_closure(self._optimizer),
+            ignores_closure=max(whole.calls) == 0,
             writes_gradient=whole.writes_gradient,
         )
 
@@ -285,6 +286,11 @@ class _Candidate:
                 f"{self._name}.step needs a closure that evaluates the model again, "
                 f"{'at other weights' if whole.moved_before_closure else f'{max(whole.calls)} times'} a step; pages are "
                 f"updated long after the forward pass; {_WORKS}"
+            )
+        if min(whole.calls) < max(whole.calls):
+            raise ConfigError(
+                f"{self._name}.step calls its closure in some steps only, and pages are updated behind it; call it once in "
+                f"every step; {_WORKS}"
             )
         if whole.strange_keys:
             raise _Lacks(f"it keeps {', '.join(whole.strange_keys)} in its state, for no parameter")

@@ -63,6 +63,7 @@ class OptimizerTraits:
         group_containers: keys of parameter groups that hold lists or dictionaries.
         records: attributes of the object that `step` changes; the update does not depend on them.
         closure: `step` insists on one.
+        ignores_closure: `step` never calls the one that it is given.
         writes_gradient: `step` uses the gradient as scratch.
         every_gradient: why every parameter needs a gradient in every step; empty: it does not.
     """
@@ -76,6 +77,7 @@ class OptimizerTraits:
     group_containers: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
     closure: bool = False
+    ignores_closure: bool = False
     writes_gradient: bool = False
     every_gradient: str = ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,7 +13,7 @@ import torch
 from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import ConfigError, UsageError
 
 
 class RawHandle(ByHand):
@@ -214,3 +216,156 @@ def test_arguments_that_a_step_cannot_take_are_refused(strategy_at: MakeStrategy
 
     with pytest.raises(UsageError, match=r"optimizer\.step was given grad_scaler"):
         run(Given, strategy_at("ram"))
+
+
+class NeverCalls(torch.optim.Optimizer):
+    """As one writes for manual optimization: the closure is there for the signature."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Advances(NeverCalls):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+class GroupsFirst(torch.optim.SGD):
+    """Takes its groups before it calls the closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+class PassesOn(torch.optim.SGD):
+    """Names no closure, and hands it on."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+class Wrapper(RawHandle):
+    """Manual optimization by Lightning's wrapper."""
+
+    def raw(self) -> Any:
+        return self.optimizers()
+
+
+def using(base: type[Judged], optimizer: type[torch.optim.Optimizer]) -> Callable[[], Judged]:
+    class Using(base):  # type: ignore[misc,valid-type]
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters())
+
+        def on_train_end(self) -> None:
+            self.note([(group["lr"], group.get("step")) for group in self.trainer.optimizers[0].param_groups])
+
+    return Using
+
+
+@pytest.mark.parametrize("base", [Wrapper, RawHandle])
+@pytest.mark.parametrize("optimizer", [NeverCalls, Advances, GroupsFirst, PassesOn])
+def test_a_hand_written_step_updates_once(
+    base: type[Judged], optimizer: type[torch.optim.Optimizer], strategy_at: MakeStrategy
+) -> None:
+    judge(using(base, optimizer), strategy_at("masters_on_disk"))
+
+
+def test_a_step_that_never_calls_its_closure_updates_once_on_every_home(tier: str, strategy_at: MakeStrategy) -> None:
+    judge(using(Wrapper, NeverCalls), strategy_at(tier))
+
+
+@pytest.mark.parametrize("base", [Judged, RawClosure])
+@pytest.mark.parametrize("optimizer", [GroupsFirst, PassesOn])
+def test_a_hand_written_step_calls_the_closure_that_it_was_given(
+    base: type[Judged], optimizer: type[torch.optim.Optimizer], strategy_at: MakeStrategy
+) -> None:
+    judge(using(base, optimizer), strategy_at("masters_on_disk"))
+
+
+def test_hooks_behind_the_update_of_a_class_that_never_calls_its_closure_are_refused(strategy_at: MakeStrategy) -> None:
+    class Hooked(using(RawHandle, NeverCalls)):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            self.raw().register_step_pre_hook(lambda *_: None)
+
+    with pytest.raises(
+        UsageError, match=r"NeverCalls\.step never calls its closure, .* register them in configure_optim"
+    ):
+        run(Hooked, strategy_at("ram"))
+
+
+def test_a_closure_that_is_called_in_some_steps_only_is_refused(strategy_at: MakeStrategy) -> None:
+    class Sometimes(NeverCalls):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.count = getattr(self, "count", 0) + 1
+            if closure is not None and self.count % 2:
+                closure()
+            super().step()
+
+    with pytest.raises(ConfigError, match=r"Sometimes\.step calls its closure in some steps only"):
+        run(using(RawHandle, Sometimes), strategy_at("ram"))
+
+
+class Late(torch.optim.SGD):
+    """Fails behind its update where the test says so; pages are updated by copies, which do not."""
+
+    failing: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self is Late.failing:
+            raise KeyError("behind the update")
+        return result
+
+
+class AfterALateError(RawHandle):
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        Late.failing = self.trainer.optimizers[0] if index == 0 else None
+        try:
+            super().training_step(batch, index)
+        except KeyError:
+            self.note("caught")
+        self.note(len(self.trainer.optimizers[0].param_groups))
+
+
+def test_a_step_keeps_its_closure_no_longer_than_it_lasts(strategy_at: MakeStrategy) -> None:
+    class Kept(RawHandle):
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            def closure() -> None:
+                self.manual_backward(self.loss(batch))
+
+            kept = weakref.ref(closure)
+            gc.disable()
+            try:
+                self.raw().step(closure)  # type: ignore[arg-type]
+                del closure
+                self.note(kept() is None)
+            finally:
+                gc.enable()
+
+    judge(Kept, strategy_at("ram"))
+
+
+@pytest.mark.parametrize("base", [AfterALateError, type("Wrapped", (AfterALateError,), {"raw": Wrapper.raw})])
+def test_an_error_behind_the_update_leaves_the_next_step_whole(base: type[Judged], strategy_at: MakeStrategy) -> None:
+    judge(using(base, Late), strategy_at("ram"))
