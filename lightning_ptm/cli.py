@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,7 +100,9 @@ class Parser(LightningArgumentParser):
             except Exception as error:
                 raise _OwnError(error) from error
 
-        super().add_instantiator(passing, *args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, to Lightning: it is Lightning that calls it
+            super().add_instantiator(passing, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Ends the process with status 2 and the mistake on standard error."""

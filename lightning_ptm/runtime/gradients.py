@@ -573,10 +573,11 @@ class FlatGradient:
         binding = self.store.binding
         for slot, parameter in enumerate(binding.parameters):
             sum_ = self._whole[slot]
+            grad = None if isinstance(parameter.grad, ShownGradient) else parameter.grad  # of a step before
             if sum_ is not None:
-                binding.view(full, slot).copy_(sum_ if parameter.grad is None else sum_.add_(parameter.grad))
-            elif parameter.grad is not None:
-                binding.view(full, slot).copy_(parameter.grad)
+                binding.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
+            elif grad is not None:
+                binding.view(full, slot).copy_(grad)
 
     @property
     def _adds_on_device(self) -> bool:
