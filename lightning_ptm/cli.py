@@ -101,7 +101,7 @@ class Parser(LightningArgumentParser):
                 raise _OwnError(error) from error
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, to Lightning: it is Lightning that calls it
+            warnings.simplefilter("ignore", DeprecationWarning)  # jsonargparse's, to Lightning: that calls it
             super().add_instantiator(passing, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -135,8 +135,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._steps: OptimizerSteps | None = None
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
-        self._given_state: Callable[[], None] | None = None
-        """Loads the checkpoint's weights, which Lightning has given before there were pages for them."""
+        self._given_state: Callable[[], Callable[[], None]] | None = None
+        """Makes what loads the weights of a checkpoint, which Lightning has given before there were pages for them."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
         self._spent: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -273,6 +273,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._close_engine()
+        load = None if self._given_state is None else self._given_state()
+        self._given_state = None
         self._reset_optimizers_and_schedulers()
         if fitting and self._layer_sync is not None and self.world_size > 1:
             self._layer_sync.apply(
@@ -342,9 +344,8 @@ class AngelPTMStrategy(ParallelStrategy):
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
         self._setting_up = False
-        if self._given_state is not None:
-            state, self._given_state = self._given_state, None
-            state()
+        if load is not None:
+            load()
         for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
             forget = checkpoints.take_over_optimizer_state(self._engine, optimizer)
             if forget is not None:
@@ -598,7 +599,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self._setting_up:
-            self._given_state = partial(self.load_model_state_dict, checkpoint, strict)
+            versions = {name: tensor._version for name, tensor in _parameters_and_buffers(self.lightning_module)}
+            self._given_state = partial(self._load_given_state, checkpoint, strict, versions)
             return
         self._saves.finish()
         if self._engine is None:  # between runs the parameters are ordinary ones
@@ -612,6 +614,25 @@ class AngelPTMStrategy(ParallelStrategy):
         resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
             randomness.restore(random_states[self.global_rank], self.root_device)
+
+    def _load_given_state(
+        self, checkpoint: Mapping[str, Any], strict: bool, versions: Mapping[str, int]
+    ) -> Callable[[], None]:
+        """Before there are pages: what is to be loaded into them. What has been written into the module since it was given
+        (by a hook that loads other weights: an average's callback) has the last word, as where weights are loaded at once.
+
+        Args:
+            versions: of parameters and buffers, when the state was given.
+        """
+        assert self.lightning_module is not None
+        written = {
+            name: tensor.detach().clone()
+            for name, tensor in _parameters_and_buffers(self.lightning_module)
+            if name in versions and tensor._version != versions[name] and not tensor.is_meta
+        }
+        written = {name: value for name, value in written.items() if name in checkpoint["state_dict"]}
+        state = {**checkpoint["state_dict"], **written} if written else checkpoint["state_dict"]
+        return partial(self.load_model_state_dict, {**checkpoint, "state_dict": state}, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -914,6 +935,11 @@ class AngelPTMStrategy(ParallelStrategy):
             self._saves.forget()
         if unsaved is not None:
             raise unsaved
+
+
+def _parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def register() -> None:

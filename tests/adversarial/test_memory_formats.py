@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeStrategy
+from judged import MakeStrategy
 from torch import Tensor, nn
 from twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeStrategy
+from judged import MakeStrategy
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors

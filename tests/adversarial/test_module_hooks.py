@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeStrategy
+from judged import MakeStrategy
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm

@@ -14,7 +14,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from conftest import MakeStrategy
+from judged import MakeStrategy
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
