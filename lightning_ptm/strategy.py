@@ -82,6 +82,7 @@ from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.watches import (
     Watches,
+    refuse_stochastic_averaging,
     warn_of_gradients_in_pages,
     warn_of_recomputing_uncompiled,
     warn_of_wide_products_uncompiled,
@@ -339,6 +340,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._wide_products:
             warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:
+            refuse_stochastic_averaging(trainer, self._engine)
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch._dynamo import OptimizedModule
@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
@@ -169,6 +170,22 @@ def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precisio
             f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
             f"trainer.strategy.gradient_norm(optimizer) for the norm"
+        )
+
+
+def refuse_stochastic_averaging(trainer: Trainer, engine: Engine) -> None:
+    """Its last epoch leaves backward passes out and steps all the same, which differs from a single device where gradients
+    wait in pages.
+
+    Raises:
+        ConfigError: they do, and the Trainer has the callback.
+    """
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if averages and engine.blueprint.lock_free is None and not engine.gradients_in_place:
+        raise ConfigError(
+            "StochasticWeightAveraging ends with an epoch without backward passes, behind which weights would not be a "
+            "single device's where gradients are kept in pages; use EMAWeightAveraging or WeightAveraging, or leave "
+            "parameter_home and device_memory at 'auto' on one rank"
         )
 
 
