@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_ptm import ConfigError
+from lightning_ptm.half_products import SLOW, _slowdown_here
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_causal_lm.py"
 STEPS = 3
@@ -241,4 +242,6 @@ def test_memory_of_adapters(example: Any, tmp_path: Path) -> None:
     peak = Peak()
     example.main(options(tmp_path / "model", 4, "bf16-mixed", "--page-size", "1MiB", "--batch-size", "1"), [peak])
     print(peak.more, numel)
-    assert 2 * numel < peak.more < 2 * numel + (64 << 20) < 5 * numel
+    # A CPU without 16-bit arithmetic computes products in fp32: copies of what is multiplied come and go.
+    copies = (16 << 20) if _slowdown_here(torch.bfloat16) >= SLOW else 0
+    assert 2 * numel < peak.more < 2 * numel + (64 << 20) + copies < 6 * numel
