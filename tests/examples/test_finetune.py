@@ -244,4 +244,4 @@ def test_memory_of_adapters(example: Any, tmp_path: Path) -> None:
     print(peak.more, numel)
     # A CPU without 16-bit arithmetic computes products in fp32: copies of what is multiplied come and go.
     copies = (16 << 20) if _slowdown_here(torch.bfloat16) >= SLOW else 0
-    assert 2 * numel < peak.more < 2 * numel + (64 << 20) + copies < 6 * numel
+    assert 2 * numel < peak.more < 2 * numel + (64 << 20) + copies < (6 if copies else 5) * numel
