@@ -375,9 +375,7 @@ def test_gradient_norm(strategy_at, tier) -> None:
     theirs = norms_plainly()
     assert_same(ours["state"], theirs["state"])
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-5, atol=0)
-    assert any("NormReader" in str(each.message) for each in caught) == (
-        tier in ("all_on_disk", "three_tiers", "lock_free_three_tiers")
-    )
+    assert not any("NormReader" in str(each.message) for each in caught)  # only ranks, each with its part, cannot read .grad
 
 
 class Unfreeze(cb.BaseFinetuning):
