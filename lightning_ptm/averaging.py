@@ -1,7 +1,7 @@
 """Lightning's weight averaging callbacks, for which the weights are gathered while they copy them.
 
-They read and write parameters by hand, which are closed between
-steps (runtime/closed.py). Knows the callbacks' methods; pages are the strategy's.
+They read and write parameters by hand, which are closed between steps (runtime/closed.py). Knows the callbacks' methods;
+pages are the strategy's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ Gathered = Callable[..., AbstractContextManager[None]]
 """`AngelPTMStrategy.gathered`."""
 
 
-def gather_for_averaging(callbacks: Iterable[Callback], gathered: Gathered) -> Iterator[tuple[Any, str]]:
-    """Wraps what copies weights in those of `callbacks` that average them; yields (object, name of its wrapped method).
+def gather_for_averaging(
+    callbacks: Iterable[Callback], gathered: Gathered
+) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What is to take the place of methods that copy weights, in those of `callbacks` that average them: (object, name of
+    its method, another one around it).
 
-    Call it after the callbacks' `setup`. Deleting the attribute of that name from the object undoes it.
+    Call it after the callbacks' `setup`.
     """
     for callback in callbacks:
         reading: list[tuple[Any, str]] = []
@@ -33,8 +36,7 @@ def gather_for_averaging(callbacks: Iterable[Callback], gathered: Gathered) -> I
             reading = [(callback, "update_parameters")]
             writing = [(callback, "transfer_weights")]
         for owner, name in (*reading, *writing):
-            setattr(owner, name, _wrapped(getattr(owner, name), gathered, write=(owner, name) in writing))
-            yield owner, name
+            yield owner, name, _wrapped(getattr(owner, name), gathered, write=(owner, name) in writing)
 
 
 def _wrapped(method: Callable[..., Any], gathered: Gathered, *, write: bool) -> Callable[..., Any]:

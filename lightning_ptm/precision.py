@@ -23,6 +23,7 @@ from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeC
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -249,8 +250,10 @@ class AngelPTMPrecision(Precision):
 
     @staticmethod
     def forgets_gradients(model: LightningModule) -> bool:
-        """Whether Lightning surely forgets gradients between two steps."""
-        return model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
+        """Whether Lightning surely forgets gradients between two steps; stochastic averaging ends with a step that finds
+        those of the last one."""
+        averages = any(isinstance(each, StochasticWeightAveraging) for each in model.trainer.callbacks)  # type: ignore[attr-defined]
+        return model.automatic_optimization and not averages and not _overrides(model, "optimizer_zero_grad")
 
     @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.watches import (
     Watches,
-    refuse_stochastic_averaging,
     warn_of_gradients_in_pages,
     warn_of_recomputing_uncompiled,
     warn_of_wide_products_uncompiled,
@@ -340,7 +339,6 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._wide_products:
             warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:
-            refuse_stochastic_averaging(trainer, self._engine)
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
@@ -764,7 +762,8 @@ class AngelPTMStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if not self._is_sharded(path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            with self._setting_up_together() if self._setting_up else nullcontext():
+                return super().load_checkpoint(checkpoint_path, weights_only)
         # Who does not train needs no optimizer states: with Adam, two thirds of the bytes.
         assert self.lightning_module is not None
         if self._engine is None and not self._setting_up:
@@ -785,13 +784,16 @@ class AngelPTMStrategy(ParallelStrategy):
                 progress=self._progress_for(trainer),
             )
 
-        if self._engine is not None:
-            with self._engine.together():
-                return load()
-        communicator = self._make_communicator(Events())  # pages and theirs are yet to come
+        with self._engine.together() if self._engine is not None else self._setting_up_together():
+            return load()
+
+    @contextmanager
+    def _setting_up_together(self) -> Iterator[None]:
+        """What the block raises on one rank raises on all of them, before the run has a communicator. Collective."""
+        communicator = self._make_communicator(Events())
         try:
             with together(communicator):
-                return load()
+                yield
         finally:
             communicator.close()
 

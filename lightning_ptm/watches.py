@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch._dynamo import OptimizedModule
@@ -23,10 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
+
+_NOTHING = object()
 
 
 class Replacement:
@@ -56,8 +57,8 @@ class Watches:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
-        self._replaced: list[tuple[Any, str]] = []
-        """Objects, and names of methods that are ours."""
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        """Objects, names of methods that are ours, these, and what the objects themselves had there."""
         self._hooks: list[RemovableHandle] = []
         self._foreign: ForeignCollectives | None = None
 
@@ -94,7 +95,8 @@ class Watches:
 
     def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
         """Callbacks that average weights find them whole."""
-        self._replaced += gather_for_averaging(trainer.callbacks, gathered)  # type: ignore[attr-defined]
+        for owner, name, method in gather_for_averaging(trainer.callbacks, gathered):  # type: ignore[attr-defined]
+            self._replace(owner, name, method)
 
     def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
         """Callbacks that link to a checkpoint call `link` instead."""
@@ -150,16 +152,24 @@ class Watches:
         self._engine = None
         if self._foreign is not None:
             self._foreign.close()
-        for owner, name in self._replaced:
-            owner.__dict__.pop(name, None)
+        for owner, name, ours, before in reversed(self._replaced):
+            if (
+                owner.__dict__.get(name) is not ours
+            ):  # somebody has put another one around it, which now calls the owner's
+                continue
+            if before is _NOTHING:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = before
         self._replaced = []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
-        setattr(owner, name, Replacement(owner, name, method))
-        self._replaced.append((owner, name))
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        ours = Replacement(owner, name, method)
+        self._replaced.append((owner, name, ours, owner.__dict__.get(name, _NOTHING)))
+        setattr(owner, name, ours)
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
@@ -170,22 +180,6 @@ def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precisio
             f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
             f"trainer.strategy.gradient_norm(optimizer) for the norm"
-        )
-
-
-def refuse_stochastic_averaging(trainer: Trainer, engine: Engine) -> None:
-    """Its last epoch leaves backward passes out and steps all the same, which differs from a single device where gradients
-    wait in pages.
-
-    Raises:
-        ConfigError: they do, and the Trainer has the callback.
-    """
-    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if averages and engine.blueprint.lock_free is None and not engine.gradients_in_place:
-        raise ConfigError(
-            "StochasticWeightAveraging ends with an epoch without backward passes, behind which weights would not be a "
-            "single device's where gradients are kept in pages; use EMAWeightAveraging or WeightAveraging, or leave "
-            "parameter_home and device_memory at 'auto' on one rank"
         )
 
 

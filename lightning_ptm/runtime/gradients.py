@@ -96,6 +96,8 @@ class FlatGradient:
         """By slot, what `.grad` is as long as the user leaves it alone."""
         self._used: dict[int, ShownGradient] = {}
         """By slot, what `.grad` is behind a step that has used it up."""
+        self._retired = False
+        """Whether a step has left there what is used up."""
         self._spent: Sequence[bool] = ()
         """For each parameter, whether a step has used its gradient up; empty: none has."""
         self.clipped_later = False
@@ -141,16 +143,40 @@ class FlatGradient:
                 parameter.grad = grad.clone()
 
     def hide(self) -> None:
-        """A backward pass begins, which adds to `.grad`."""
+        """A backward pass begins, which adds to `.grad`.
+
+        Raises:
+            UsageError: it would add to what a step has used up.
+        """
+        self._check_forgotten()
         if self._shown:
             self._follow_user(stay=False)
+
+    def _check_forgotten(self) -> None:
+        """What a step has left in `.grad` may be let go of by any means, and by none of them used again."""
+        if not self._retired:
+            return
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            if parameter.grad is not None and parameter.grad is self._used.get(slot):
+                raise UsageError(
+                    f"the gradient of {self.store.layout.slots[slot].spec.name} was used by a step and not forgotten before "
+                    f"the next backward pass or step, which would go on from it, and it is kept no longer; call zero_grad of "
+                    f"the optimizer, set accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, "
+                    f"with which gradients are kept until then"
+                )
+        self.settle()
+        self._retired = False
+        self._filled = False
+        self._spent = ()
+        self._present = [False] * len(self._present)
 
     def follow(self) -> None:
         """The pages are about to be used: they get what the user has done to `.grad`, or has put there by hand.
 
         Raises:
-            UsageError: several ranks hold the gradient.
+            UsageError: several ranks hold the gradient; or a step has used it up.
         """
+        self._check_forgotten()
         if self.in_place:
             return
         if self._shown:
@@ -270,6 +296,9 @@ class FlatGradient:
                 if slot not in self._used or self._used[slot].held is not None:  # those were an earlier step's
                     self._used[slot] = ShownGradient(parameter, partial(self._refuse, slot, _USED))
                 parameter.grad = self._used[slot]
+            else:
+                continue
+            self._retired = True
 
     def let_go(self) -> None:
         """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, and None where it was in pages."""
@@ -316,9 +345,9 @@ class FlatGradient:
         Args:
             present: which parameters have a gradient on any rank; by default those that have one here.
         """
+        self.hide()
         if self.in_place:
             return
-        self.hide()
         here = self.here()
         present = here if present is None else present
         if not any(present):
@@ -539,7 +568,7 @@ class FlatGradient:
         """All gradients that there are become zero; those in `.grad` are the caller's to overwrite."""
         self.before_change()
         if not self.in_place and self._filled:
-            self.hide()
+            self._follow_user(stay=False)
             with self._changing() as values:
                 values.zero_()
 
@@ -562,6 +591,7 @@ class FlatGradient:
         """Forgets all gradients (zero_grad, or the update has used them)."""
         self.settle()
         self._drop()
+        self._retired = False
         self._spent = ()
         self.clipped_later = False
         self._filled = False

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from judged import ByHand, Judged, MakeStrategy, judge, run
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
+
+from lightning_ptm import UsageError
 
 
 class Small(Judged):
@@ -67,6 +70,43 @@ class Clipped(ByHand):
 
 def test_clipped_gradients_stay_clipped(tier: str, strategy_at: MakeStrategy) -> None:
     judge(Clipped, strategy_at(tier))
+
+
+class SumsMoreInMidEpoch(Callback):
+    """Lightning forgets gradients at every fourth batch from then on, which is not the first one behind the last step."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        if index == 5:
+            trainer.accumulate_grad_batches = 4
+
+
+class SumsMoreBehindZeros(SumsMoreInMidEpoch):
+    """As Lightning does before it validates."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, index)
+        if index == 5:
+            module.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_what_a_step_has_used_is_added_to_or_the_run_ends(
+    tier: str, clip: float | None, strategy_at: MakeStrategy
+) -> None:
+    options = {"callbacks": [SumsMoreInMidEpoch()], "limit_train_batches": 10, "gradient_clip_val": clip}
+    if tier == "ram" or (tier, clip) == ("masters_on_disk", 0.01):  # gradients outlive their update
+        judge(Judged, strategy_at(tier), **options)
+    else:
+        with pytest.raises(UsageError, match=r"was used by a step and not forgotten .* override optimizer_zero_grad"):
+            run(Judged, strategy_at(tier), **options)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_what_a_step_has_used_is_forgotten_with_the_modules(
+    tier: str, clip: float | None, strategy_at: MakeStrategy
+) -> None:
+    options = {"callbacks": [SumsMoreBehindZeros()], "limit_train_batches": 10, "gradient_clip_val": clip}
+    judge(Judged, strategy_at(tier), **options)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "bf16-true"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,3 +275,38 @@ def test_an_error_of_one_rank_alone(hooks: list[str], disk: Path) -> None:
         cases.append(Ending(LooksInside, (("passed",), ("passed",)), hook))
         cases.append(Ending(RaisesWhileOthersEdit, (("RankError",), (ENOUGH,)), hook))
     assert_endings(cases, 2, disk)
+
+
+# -- what one rank alone cannot read --------------------------------------------------------------------------------------
+
+
+def resumed_from_a_copy(folder: Path) -> list[str]:
+    """Fit, then resume with a copy of the checkpoint for each machine, rank 1's of which is damaged."""
+    training, rank = Training(Tower, batches=2), int(os.environ["RANK"])
+    data, told = loader(tokens(training, 2), 2), []
+    for kind in ("full", "sharded"):
+        strategy = make_strategy(folder, "ram", state_dict_type=kind)
+        trainer = make_trainer(training, strategy, 2)
+        trainer.fit(training.build(), data)
+        trainer.save_checkpoint(folder / kind)
+        copy = folder / f"{kind}{rank}"
+        file = (folder / kind / "lightning.pt", copy / "lightning.pt") if kind == "sharded" else (folder / kind, copy)
+        if kind == "sharded":
+            shutil.copytree(folder / kind, copy)
+        else:
+            shutil.copy(folder / kind, copy)
+        if rank:
+            file[1].write_bytes(file[0].read_bytes()[:100])
+        for resume in (trainer, make_trainer(training, make_strategy(folder, "ram"), 2)):
+            try:
+                resume.fit(training.build(), data, ckpt_path=str(copy))
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_ends_the_run_on_all(tmp_path: Path) -> None:
+    other, damaged = run_ranks(resumed_from_a_copy, 2, tmp_path, limit_s=120.0)
+    assert len(other) == len(damaged) == 4
+    assert all(each.startswith("CheckpointError: rank 1: ") for each in other), other
+    assert all(each.startswith("CheckpointError: ") and "rank" not in each for each in damaged), damaged
