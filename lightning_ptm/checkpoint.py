@@ -259,6 +259,8 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     if not keep:
         return {}
     result = optimizer.state_dict()
+    if not order:  # Lightning's stand-in where configure_optimizers returns none
+        return result
     # What the optimizer itself keeps is of parameters that this run does not train.
     states = result["state"] | states
     result["state"] = {place: states[place] for place in sorted(states) if states[place]}
@@ -277,6 +279,9 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
             run has no pages.
     """
     optimizer = plain_optimizer(optimizer)
+    if not parameters_of(optimizer):  # Lightning's stand-in where configure_optimizers returns none
+        optimizer.load_state_dict(dict(state))
+        return lambda: None
     saved, ours = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:
         raise ConfigError(

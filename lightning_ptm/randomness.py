@@ -1,20 +1,33 @@
 """The random numbers of a run: the state of every generator that training draws from, in a checkpoint and back.
 
 Lightning's own checkpoints do not have it; without it, a run that goes on draws other dropout masks and another order of
-the data than one that never stopped.
+the data than one that never stopped. They are filed in `loops`, with how far the run has come: hooks and other Trainers find
+the checkpoint's own keys to be Lightning's.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 KEY = "random_states"
-"""In a checkpoint: the states of each rank, in order."""
+"""The states of each rank, in order."""
+
+
+def filed(checkpoint: dict[str, Any], states: Sequence[Any]) -> dict[str, Any]:
+    """The checkpoint with them; the one that is given may be hooks' own. Where a hook has taken the loops out, nothing can
+    go on from there."""
+    loops = checkpoint.get("loops")
+    return {**checkpoint, "loops": {**loops, KEY: states}} if loops else checkpoint
+
+
+def found(checkpoint: Mapping[str, Any]) -> Sequence[Any]:
+    """Of a checkpoint; empty where it has none."""
+    return (checkpoint.get("loops") or {}).get(KEY) or checkpoint.get(KEY) or ()  # the latter in earlier versions
 
 
 def states(device: torch.device) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     optimizer = plain_optimizer(optimizer)
     result = optimizer.state_dict()
     scalars = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))
-    result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
+    if scalars:  # Lightning's stand-in, where configure_optimizers returns none, has no states
+        result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
     return result
 
 
@@ -96,7 +97,7 @@ def load(
     if optimizers and index.optimizers:
         slots = [(file.kind, files[file.name]) for file in index.files if file.kind != PARAMETERS]
         for state, known in zip(checkpoint["optimizer_states"], index.optimizers, strict=True):
-            _add_slots(state["state"], known, slots)
+            _add_slots(state.get("state", {}), known, slots)
     return checkpoint
 
 

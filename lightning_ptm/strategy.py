@@ -609,7 +609,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, weights=True, torn=False)
             return
         checkpoints.load_module_state(self._engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
-        random_states = checkpoint.get(randomness.KEY, ())
+        random_states = randomness.found(checkpoint)
         # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
         resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
@@ -690,7 +690,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if "optimizer_states" in checkpoint:
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
             tell = self.broadcast if self._engine is None else self._engine.told
-            checkpoint[randomness.KEY] = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
+            states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
+            checkpoint = randomness.filed(checkpoint, states)
         if self.settings.state_dict_type == "full":
 
             def save() -> None:

@@ -1,0 +1,72 @@
+"""What Lightning promises of any Trainer, in places where a strategy could get in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from judged import MakeStrategy
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+def trainer_of(strategy: Any, folder: Path, **wanted: Any) -> L.Trainer:
+    options: dict[str, Any] = {
+        "default_root_dir": folder,
+        "max_epochs": 1,
+        "limit_train_batches": 2,
+        "limit_val_batches": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**options, **wanted})
+
+
+class KeysSeen(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+        self.saved: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen.append(sorted(checkpoint))
+
+
+def test_a_checkpoint_has_the_keys_of_lightning(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
+    def keys(strategy: Any, folder: Path) -> list[list[str]]:
+        model = KeysSeen()
+        trainer = trainer_of(strategy, folder)
+        trainer.fit(model)
+        path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        trainer_of("auto" if strategy == "auto" else strategy_at(tier), folder / "2", max_epochs=2).fit(
+            model, ckpt_path=path
+        )
+        KeysSeen.load_from_checkpoint(path)
+        return [*map(sorted, model.saved), *model.seen, sorted(torch.load(path, weights_only=False))]
+
+    assert keys(strategy_at(tier), tmp_path / "ours") == keys("auto", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_run_without_an_optimizer_is_saved_and_goes_on(
+    strategy_at: MakeStrategy, tier: str, tmp_path: Path, kind: str
+) -> None:
+    class Untrained(BoringModel):
+        def configure_optimizers(self) -> None:
+            return None
+
+    trainer = trainer_of(strategy_at(tier, state_dict_type=kind), tmp_path)
+    with pytest.warns(UserWarning, match="will run with no optimizer"):
+        trainer.fit(Untrained())
+    path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert trainer.strategy.load_checkpoint(path, weights_only=False)["optimizer_states"] == [{}]
+    again = trainer_of(strategy_at(tier), tmp_path / "again", max_epochs=2)
+    with pytest.warns(UserWarning, match="will run with no optimizer"):
+        again.fit(Untrained(), ckpt_path=path)
+    assert again.current_epoch == 2
