@@ -79,7 +79,13 @@ class CheckedFolder:
         if not isinstance(dictionary.get("state_dict", {}), Mapping):
             raise CheckpointError(f"{path} is damaged: its state_dict is none; use an earlier checkpoint")
         well = isinstance(saved, (list, tuple)) and len(saved) == len(self.index.optimizers)
-        if self.index.optimizers and not (well and all(map(_is_state, saved))):
+        # Of one without parameters nothing is needed: Lightning's stand-in for none says nothing at all.
+        needed = (
+            [state for state, known in zip(saved, self.index.optimizers, strict=True) if known.parameters]
+            if well
+            else ()
+        )
+        if self.index.optimizers and not (well and all(map(_is_state, needed))):
             raise CheckpointError(
                 f"{path} has not the states of the {len(self.index.optimizers)} optimizers that {INDEX} beside it names; it "
                 f"is damaged, or on_save_checkpoint has changed them: use an earlier checkpoint"
