@@ -259,7 +259,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     if not keep:
         return {}
     result = optimizer.state_dict()
-    if not order:  # Lightning's stand-in where configure_optimizers returns none
+    if engine.steps_itself(optimizer) or not order:  # or Lightning's stand-in for none
         return result
     # What the optimizer itself keeps is of parameters that this run does not train.
     states = result["state"] | states
@@ -279,7 +279,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
             run has no pages.
     """
     optimizer = plain_optimizer(optimizer)
-    if not parameters_of(optimizer):  # Lightning's stand-in where configure_optimizers returns none
+    if engine.steps_itself(optimizer) or not parameters_of(optimizer):  # or Lightning's stand-in for none
         optimizer.load_state_dict(dict(state))
         return lambda: None
     saved, ours = state["param_groups"], optimizer.param_groups

@@ -62,6 +62,7 @@ class StepEngine(Protocol):
 
     def backward(self) -> AbstractContextManager[None]: ...
     def arm(self, optimizer: Optimizer) -> None: ...
+    def steps_itself(self, optimizer: Optimizer) -> bool: ...
     def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool: ...
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None: ...
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None: ...
@@ -206,10 +207,16 @@ class AngelPTMPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._running().steps_itself(optimizer):
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
         self._running().clip_by_norm(optimizer, float(clip_val), self.loss_scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._running().steps_itself(optimizer):
+            super().clip_grad_by_value(optimizer, clip_val)
+            return
         self._running().clip_by_value(optimizer, float(clip_val), self.loss_scale)
 
     @override

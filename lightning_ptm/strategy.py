@@ -325,9 +325,11 @@ class AngelPTMStrategy(ParallelStrategy):
             wide_products=self._wide_products,
         )
         self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
+        plain = [checkpoints.plain_optimizer(optimizer) for optimizer in self.optimizers]
+        paged = [optimizer for optimizer in plain if not self._engine.steps_itself(optimizer)]
         self._steps = OptimizerSteps(
             self._engine,
-            [checkpoints.plain_optimizer(optimizer) for optimizer in self.optimizers],
+            paged,
             scaled=self.precision_plugin.loss_scale is not None,
             arm=partial(self.precision_plugin.arm, model=self.lightning_module),
         )
@@ -346,13 +348,16 @@ class AngelPTMStrategy(ParallelStrategy):
         self._setting_up = False
         if load is not None:
             load()
-        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
+        for optimizer in paged:
             forget = checkpoints.take_over_optimizer_state(self._engine, optimizer)
             if forget is not None:
                 self._shown_states[optimizer] = forget
                 self._spent.discard(optimizer)
             self._watches.loads_of(optimizer, self._follow_loaded_state)
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self._engine)}")
+        themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
+        if themselves:
+            rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
         self.barrier()
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:

@@ -350,7 +350,7 @@ def test_a_home_on_disk_without_a_path_goes_to_the_trainers_folder(tmp_path: Pat
     ],
 )
 def test_optimizers_that_are_not_element_wise(optimizer: Callable[[Any], Any], message: str) -> None:
-    assert re.search(message, refused(small(), Stack(optimizer), ConfigError), re.DOTALL)
+    assert re.search(message, refused(small(master_home="disk"), Stack(optimizer), ConfigError), re.DOTALL)
 
 
 def test_a_parameter_in_two_optimizers() -> None:
@@ -359,7 +359,7 @@ def test_a_parameter_in_two_optimizers() -> None:
 
     module = Stack(two)
     module.automatic_optimization = False
-    message = refused(small(), module, ConfigError)
+    message = refused(small(master_home="disk"), module, ConfigError)
     assert "a parameter of shape (256, 64) is in two optimizers or parameter groups" in message
     assert "leave it in one" in message
 

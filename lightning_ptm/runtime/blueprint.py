@@ -30,6 +30,7 @@ from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.pieces import BUFFERS
+from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -131,6 +132,7 @@ class Blueprint:
         experts: which units are experts that ranks divide; None where all ranks hold all units.
         absent: units that this rank does not hold: they have no flats in `layout`.
         whole_layout: with the flats of all units; the same on all ranks.
+        selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
     """
 
     units: tuple[Unit, ...]
@@ -159,6 +161,7 @@ class Blueprint:
     experts: DividedExperts | None
     absent: frozenset[int]
     whole_layout: ModelLayout
+    selfstepping: frozenset[int]
 
     @property
     def by_need(self) -> Collection[int]:
@@ -255,7 +258,15 @@ def decide(
     if settings.activations == "host":
         _check_device_of_its_own(machine)
     units, experts = _units(request, world_size)
-    specs = _specs(units, request)
+    unified = machine.device_type == "cpu" and settings.device_bytes is None
+    lock_free = settings.lock_free and bool(request.optimizers)
+    wishes = _wishes(settings, unified, lock_free=lock_free)
+    known: Traits = {}
+    unpaged = {}
+    if unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
+        dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
+        unpaged = reasons(request.optimizers, dtype_of, request.device, known)
+    specs = _specs(units, request, unpaged)
     absent: frozenset[int] = frozenset()
     shared_by = dict.fromkeys(experts.members, experts.split.sharing) if experts is not None else {}
     lay_out = partial(build_layout, page_size=settings.page_bytes, world_size=world_size, shared_by=shared_by)
@@ -264,7 +275,6 @@ def decide(
         absent = experts.absent(rank)
         layout = lay_out([UnitSpec(spec.name, ()) if at in absent else spec for at, spec in enumerate(specs)])
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
-    lock_free = settings.lock_free and bool(request.optimizers)
     master_dtypes = tuple(
         _master_dtype(dtype, mixed=request.mixed, always=lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)
@@ -272,14 +282,12 @@ def decide(
     gradient_dtypes = tuple(
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
-    traits = _traits(request, layout, dtypes, master_dtypes)
+    traits = _traits(request, layout, dtypes, master_dtypes, known)
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    unified = machine.device_type == "cpu" and settings.device_bytes is None
     trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
-    wishes = _wishes(settings, unified, lock_free=lock_free)
     disk = bool(settings.disk_paths)
     if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
         raise ConfigError(
@@ -318,6 +326,8 @@ def decide(
         keep = placement is not None
     if placement is None:
         placement = place_with(keep_gradients=keep)
+    if unpaged and not _is_all_in_ram(placement):
+        raise next(iter(unpaged.values()))
     pools = _pool_bytes(placement, layout, unified, staging)
     if not pools[Tier.DISK]:
         chunks = 1  # a disk that nothing lives on: the pools have no room for more
@@ -363,6 +373,7 @@ def decide(
         experts=experts,
         absent=absent,
         whole_layout=whole_layout,
+        selfstepping=frozenset(unpaged),
     )
 
 
@@ -402,20 +413,30 @@ def _all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:
         placement = place_with(keep_gradients=True)
     except CapacityError:
         return None
+    return placement if _is_all_in_ram(placement) else None
+
+
+def _is_all_in_ram(placement: Placement) -> bool:
+    """Of a placement whose device tier is RAM."""
     homes = {tier for home in placement.homes for tier in (home.parameter, home.gradient, home.master)}
-    return placement if homes == {Tier.DEVICE} else None
+    return homes == {Tier.DEVICE}
 
 
-def _specs(units: Sequence[Unit], request: Request) -> list[UnitSpec]:
+def _may_be_unpaged(settings: Settings, wishes: Wishes) -> bool:
+    """Whether updates may be outside of pages: nothing but their homes in RAM is asked of model states."""
+    in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
+    return in_ram and not settings.lock_free and settings.state_dict_type == "full"
+
+
+def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) -> list[UnitSpec]:
     group_of: dict[int, tuple[int, int]] = {}
     for index, known in enumerate(request.optimizers):
+        if index in unpaged:
+            continue
         for number, settings in enumerate(known.param_groups):
             for parameter in settings["params"]:
                 if id(parameter) in group_of:
-                    raise ConfigError(
-                        f"a parameter of shape {tuple(parameter.shape)} is in two optimizers or parameter groups; its "
-                        f"pages can have one update only; leave it in one"
-                    )
+                    raise in_two(parameter)
                 group_of[id(parameter)] = (index, number)
     keep_fp32 = {
         id(parameter)
@@ -493,8 +514,8 @@ def _traits(
     layout: ModelLayout,
     dtypes: Sequence[torch.dtype],
     master_dtypes: Sequence[torch.dtype | None],
+    known: Traits,
 ) -> tuple[OptimizerTraits | None, ...]:
-    known: dict[tuple[int, torch.dtype], OptimizerTraits] = {}
     found: list[OptimizerTraits | None] = []
     for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True):
         if not flat.trainable:

@@ -56,7 +56,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, Update
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.runtime.whereabouts import whereabouts
 from lightning_ptm.terms import Operation, Phase, Tier
-from lightning_ptm.update import LossScale, Updater
+from lightning_ptm.update import LossScale, Updater, total_norm
 
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
@@ -572,6 +572,8 @@ class Engine:
 
     def arm(self, optimizer: Optimizer) -> None:
         """The next backward pass may update units as they end."""
+        if self.steps_itself(optimizer):
+            return
         self.reduction.begin_step()
         self.updates.arm(optimizer)
 
@@ -596,6 +598,10 @@ class Engine:
     def unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the next step takes a loss scale off the gradients."""
         return self.clipping.unscales(self.updates.index_of(optimizer))
+
+    def steps_itself(self, optimizer: Optimizer) -> bool:
+        """Whether its own step updates its parameters, which are whole, and its states are its own."""
+        return self.updates.index_of(optimizer) in self.blueprint.selfstepping
 
     def ignores_closure(self, optimizer: Optimizer) -> bool:
         """Whether its class's `step` never calls the closure that it is given."""
@@ -665,6 +671,9 @@ class Engine:
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
+        if self.steps_itself(optimizer):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            return total_norm([torch.linalg.vector_norm(each, norm_type) for each in gradients], norm_type)
         self._collect_postponed(_STEP_ENDS - 2)
         self._follow(self.updates.index_of(optimizer))
         return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)

@@ -39,7 +39,8 @@ from lightning_ptm.update.trial import (
 
 _WORKS = (
     "what works: optimizers that treat each element on its own, as Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, "
-    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do"
+    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; or any, with everything in RAM, on one rank and in "
+    "a true precision"
 )
 _MOST_KINDS = 6
 """Of shapes that are tried for a group, the most frequent first."""
