@@ -1,8 +1,8 @@
 """The random numbers of a run: the state of every generator that training draws from, in a checkpoint and back.
 
 Lightning's own checkpoints do not have it; without it, a run that goes on draws other dropout masks and another order of
-the data than one that never stopped. They are filed in `loops`, with how far the run has come: hooks and other Trainers find
-the checkpoint's own keys to be Lightning's.
+the data than one that never stopped. A file has them beside Lightning's own keys;
+hooks that are shown a checkpoint find Lightning's own alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ KEY = "random_states"
 """The states of each rank, in order."""
 
 
-def filed(checkpoint: dict[str, Any], states: Sequence[Any]) -> dict[str, Any]:
-    """The checkpoint with them; the one that is given may be hooks' own. Where a hook has taken the loops out, nothing can
-    go on from there."""
-    loops = checkpoint.get("loops")
-    return {**checkpoint, "loops": {**loops, KEY: states}} if loops else checkpoint
+def filed(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
+    """What is written in place of `checkpoint`, which hooks have been shown, and may keep."""
+    return {**checkpoint, KEY: states}
+
+
+def set_aside(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Takes them out of what was read, and of the sight of hooks, to where `found` finds them."""
+    states = checkpoint.pop(KEY, None)
+    if states is not None and isinstance(checkpoint.get("loops"), dict):
+        checkpoint["loops"][KEY] = states
+    return checkpoint
 
 
 def found(checkpoint: Mapping[str, Any]) -> Sequence[Any]:
-    """Of a checkpoint; empty where it has none."""
-    return (checkpoint.get("loops") or {}).get(KEY) or checkpoint.get(KEY) or ()  # the latter in earlier versions
+    """Of a checkpoint, as it is in a file or as it was read; empty where it has none."""
+    return checkpoint.get(KEY) or (checkpoint.get("loops") or {}).get(KEY) or ()
 
 
 def states(device: torch.device) -> dict[str, Any]:

@@ -692,7 +692,8 @@ class AngelPTMStrategy(ParallelStrategy):
             rank_zero_warn(f"no checkpoint {filepath} is written: {self._unsaved}")
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        if "optimizer_states" in checkpoint:
+        begun = self._engine is not None or self._began_with is not None
+        if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
             ours, ranks = randomness.states(self.root_device), range(self.world_size)
             tell = self.broadcast if self._engine is None else self._engine.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
@@ -766,6 +767,9 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return randomness.set_aside(self._read_checkpoint(checkpoint_path, weights_only))
+
+    def _read_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if not self._is_sharded(path):
             with self._setting_up_together() if self._setting_up else nullcontext():

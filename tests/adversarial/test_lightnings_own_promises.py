@@ -11,6 +11,8 @@ import torch
 from judged import MakeStrategy
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_ptm.randomness import KEY
+
 
 def trainer_of(strategy: Any, folder: Path, **wanted: Any) -> L.Trainer:
     options: dict[str, Any] = {
@@ -38,7 +40,7 @@ class KeysSeen(BoringModel):
         self.seen.append(sorted(checkpoint))
 
 
-def test_a_checkpoint_has_the_keys_of_lightning(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
+def test_hooks_are_shown_the_keys_of_lightning(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
     def keys(strategy: Any, folder: Path) -> list[list[str]]:
         model = KeysSeen()
         trainer = trainer_of(strategy, folder)
@@ -47,8 +49,12 @@ def test_a_checkpoint_has_the_keys_of_lightning(strategy_at: MakeStrategy, tier:
         trainer_of("auto" if strategy == "auto" else strategy_at(tier), folder / "2", max_epochs=2).fit(
             model, ckpt_path=path
         )
-        KeysSeen.load_from_checkpoint(path)
-        return [*map(sorted, model.saved), *model.seen, sorted(torch.load(path, weights_only=False))]
+        unused = trainer_of(strategy, folder) if strategy == "auto" else trainer_of(strategy_at(tier), folder)
+        unused.strategy.connect(model)
+        unused.save_checkpoint(folder / "unused.ckpt")
+        KeysSeen.load_from_checkpoint(folder / "unused.ckpt")
+        in_file = torch.load(path, weights_only=False)
+        return [*map(sorted, model.saved), *model.seen, sorted({*in_file} - {KEY}), sorted(in_file["loops"])]
 
     assert keys(strategy_at(tier), tmp_path / "ours") == keys("auto", tmp_path / "plain")
 
