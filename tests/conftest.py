@@ -7,6 +7,7 @@ behind fails.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from lightning.fabric.utilities import registry
+
 from lightning_ptm import AngelPTMStrategy
+
+# Every Trainer looks through all installed packages for callbacks, which takes longer than many a small fit.
+registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
 
 TIERS: dict[str, dict[str, Any]] = {
     "ram": {},
@@ -102,6 +108,15 @@ def nothing_left_behind() -> Iterator[None]:
     assert {thread.name for thread in _threads() - threads} == set(), "threads were left behind"
     assert _deleted_open_files() - deleted == set(), "unlinked files were left open"
     assert changed == variables, "environment variables were changed"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `quick_tiers`, other tiers are slow."""
+    for item in items:
+        quick, case = item.get_closest_marker("quick_tiers"), getattr(item, "callspec", None)
+        if quick is not None and case is not None and case.params.get("tier", quick.args[0]) not in quick.args:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

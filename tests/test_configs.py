@@ -67,7 +67,9 @@ SHORT = {
 """Learning rate, steps, bytes of a window, windows of a batch, and what else is made smaller."""
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", ["gpt.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("t5.yaml", "t5_moe.yaml"))]
+)
 def test_a_small_config_soon_knows_more_than_how_often_bytes_occur(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +95,21 @@ def test_a_small_config_soon_knows_more_than_how_often_bytes_occur(
     assert metrics["val_loss"] < run.datamodule.unigram_loss - 0.1
     if "moe" in name:
         assert metrics["moe/load_entropy"] > 0.4
+
+
+@pytest.mark.parametrize("name", ["t5.yaml", "t5_moe.yaml"])
+def test_a_t5_config_trains_validates_and_saves(name: str, tmp_path: Path) -> None:
+    steps = ("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1")
+    run = fit(
+        name,
+        tmp_path,
+        *steps,
+        "--data.init_args.batch_size=4",
+        f"--data.init_args.path={sysconfig.get_path('stdlib')}/asyncio",
+    )
+    assert run.trainer.global_step == 2
+    assert run.trainer.callback_metrics["val_loss"].isfinite()
+    assert len(list(tmp_path.glob("*/version_0/checkpoints/*.ckpt"))) == 1
 
 
 LOCK_FREE = {

@@ -189,6 +189,7 @@ def with_options_plainly(name: str) -> dict[str, Any]:
     return with_options("auto", name)
 
 
+@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_and_callbacks(strategy_at, tier, name) -> None:
     assert_same(with_options(strategy_at(tier), name), with_options_plainly(name))
@@ -200,6 +201,7 @@ def not_averaged() -> dict[str, Tensor]:
     return fitted(AngelPTMStrategy(page_size="64KiB", poison=True), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("averaging", [cb.WeightAveraging, lambda: cb.EMAWeightAveraging(decay=0.9)])
 def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging) -> None:
     callback = averaging()
@@ -213,6 +215,7 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
     assert any((p.bfloat16().float() != p).any() for p in callback._average_model.parameters())
 
 
+@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_moving_average_is_resumed(strategy_at, tier, precision, tmp_path) -> None:
     def run(checkpoint: Path | None = None) -> dict[str, Any]:
@@ -247,6 +250,7 @@ def saved_and_resumed_plainly() -> Any:
         return saved_and_resumed("auto", "auto", Path(folder))[:-1]
 
 
+@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize(("saved_here", "resumed_here"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_move_between_strategies(strategy_at, tier, tmp_path, saved_here, resumed_here) -> None:
     here = [strategy_at(tier) if ours else "auto" for ours in (saved_here, resumed_here)]
@@ -327,6 +331,7 @@ def tuned_plainly() -> Any:
     return tuned("auto")
 
 
+@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 def test_tuner(strategy_at, tier) -> None:
     assert_same(tuned(strategy_at(tier)), tuned_plainly())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -113,5 +114,12 @@ def assert_alike(ours: Judged, judge: Judged) -> None:
 
 
 def judge(build: Callable[[], Judged], strategy: AngelPTMStrategy, **options: Any) -> None:
-    """Train with both and compare."""
-    assert_alike(run(build, strategy, **options), run(build, None, **options))
+    """Train with both and compare. The judge trains once for all tests of the same module with the same plain options."""
+    plain = tuple(sorted(options.items()))
+    once = isinstance(build, type) and all(isinstance(value, str | int | float | None) for value in options.values())
+    assert_alike(run(build, strategy, **options), _of_the_judge(build, plain) if once else run(build, None, **options))
+
+
+@cache
+def _of_the_judge(build: Callable[[], Judged], options: tuple[tuple[str, Any], ...]) -> Judged:
+    return run(build, None, **dict(options))
