@@ -166,11 +166,6 @@ class Saving:
                 self._clean_up()
                 raise
 
-    @property
-    def in_progress(self) -> bool:
-        """Whether it is not in place yet. Of use on rank 0 only: the others do not know."""
-        return self._draft is not None
-
     def afterwards(self, removes: Path | None, act: Callable[[], None]) -> None:
         """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only.
 

@@ -31,7 +31,6 @@ from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
 
 _CODES = {Operation.GATHER: 1, Operation.REDUCE: 2}
-_OPERATIONS = {code: operation for operation, code in _CODES.items()}
 _BOUNDARY = 0
 _MEETING = 3
 _GATHERING = 4

@@ -1,5 +1,5 @@
 """Lock-free updates as compute sees them: gradients go, newer parameters come, and neither waits for the disk
-(section 4.3 of the paper, mended as design.md section 7 says).
+(section 4.3 of the paper, mended: see ARCHITECTURE.md).
 
 Owns how many gradients each flat has produced, and which flats have been read in the micro-batch in progress. The buffers
 are the buffering thread's (update/buffering.py).

@@ -1,4 +1,4 @@
-"""The update: the user's optimizer, run page by page where the master states live (design.md section 7)."""
+"""The update: the user's optimizer, run page by page where the master states live."""
 
 from lightning_ptm.update.gradient import (
     GradientReader,

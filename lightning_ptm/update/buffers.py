@@ -1,5 +1,5 @@
 """Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute
-(section 4.3 and Algorithm 2 of the paper, mended as design.md section 7 says).
+(section 4.3 and Algorithm 2 of the paper, mended: see ARCHITECTURE.md).
 
 Passive, and driven by one thread (buffering.py; by hand in tests). Only a `VersionSlot` has two sides.
 I1: exactly once. A contribution is in one place: waiting, taken by one job, or counted as applied. A job takes what waits

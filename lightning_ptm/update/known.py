@@ -1,4 +1,4 @@
-"""What torch's own optimizers keep: they need no trial (design.md section 7).
+"""What torch's own optimizers keep: they need no trial.
 
 Knows their classes and settings; runs nothing, so whatever counts or replaces their `step` sees the steps of the training
 alone. `tests/update/test_known_optimizers.py` holds each entry against a trial.

@@ -1,4 +1,4 @@
-"""A private copy of an optimizer: its object, its class and the plain data that their code writes (design.md section 7).
+"""A private copy of an optimizer: its object, its class and the plain data that their code writes.
 
 Trials and updates page by page call `step` far more often than the user's training does. What a class counts, caches or
 records about its steps must not be the user's then. Owns nothing of the user's and changes nothing of it; knows Python's

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and whether its update may be run page by page (design.md section 7).
+"""What an optimizer keeps, and whether its update may be run page by page.
 
 torch's own classes are known (known.py). Of every other class it is found out by trial (trial.py), so third-party optimizers
 pass or fail by what they do; one that fails is refused with the property that it lacks. The user's optimizer is only read.

@@ -1,4 +1,4 @@
-"""The shadow: an instance of the user's own optimizer class that is run over views of pages (design.md section 7).
+"""The shadow: an instance of the user's own optimizer class that is run over views of pages.
 
 Owns one private copy of the user's optimizer (private.py). Knows views and scalars; never pages, flats, chunks or threads.
 I1: the user's optimizer, its groups, its class and the class's module are only read, and its `state` stays empty; what

@@ -57,10 +57,6 @@ class StagingPool:
         """Return a buffer that no transfer touches."""
         self._free.setdefault((buffer.tier, buffer.dtype), []).append(buffer)
 
-    def owned_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffers in self._owned.values() for buffer in buffers)
-
     def close(self) -> None:
         """Release every buffer. Idempotent."""
         owned, self._owned, self._free = self._owned, {}, {}

@@ -1,4 +1,4 @@
-"""Master states of one flat shard: which pages hold what, and which scalars each parameter has (design.md sections 2, 7).
+"""Master states of one flat shard: which pages hold what, and which scalars each parameter has.
 
 Owns the scalars of the flat's parameters; names, but does not move, the paged tensors of the master parameter and of
 every slot. Knows a flat's layout and nothing of steps in flight.

@@ -1,4 +1,4 @@
-"""What the probe learns about an optimizer class: plain facts, no behaviour (design.md section 7).
+"""What the probe learns about an optimizer class: plain facts, no behaviour.
 
 Knows torch dtypes and nothing of pages, flats or threads.
 I1: a slot is element-wise: its tensor has the shape of its parameter, and element i depends on element i alone.

@@ -1,4 +1,4 @@
-"""The trial of an optimizer: is its update the same page by page? (design.md section 7)
+"""The trial of an optimizer: is its update the same page by page?
 
 A private copy of the user's optimizer is run on a few numbers the way the user would run it (`run_whole`: parameters of the
 user's kinds of shapes, all groups, one object, a closure) and the way pages are updated (`run_in_pieces`: 1-D stretches of

@@ -1,4 +1,4 @@
-"""The cases of design.md section 4: whatever a module does in its forward, losses and weights are a plain loop's.
+"""Modules of many shapes: whatever a module does in its forward, losses and weights are a plain loop's.
 
 Each case is a module; each runs with model states in RAM, on disk and over three tiers, with and without recomputation
 (five of the combinations, so that every tier and both settings come with every case).
