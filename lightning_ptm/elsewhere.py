@@ -90,22 +90,28 @@ class _AfterImport(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._act = act
+        self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec that others find, its loader calling `act` behind."""
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            self._act(module)
+            if self in sys.meta_path:  # others may only have looked whether it is there
+                sys.meta_path.remove(self)
+                self._act(module)
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
