@@ -33,6 +33,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -277,9 +278,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._given_state = None
         self._reset_optimizers_and_schedulers()
         if fitting and self._layer_sync is not None and self.world_size > 1:
-            self._layer_sync.apply(
-                self.lightning_module
-            )  # sync_batchnorm=True, as DDP: before anybody knows the modules
+            self._synchronize_batch_norms(self.lightning_module, self._layer_sync)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
@@ -359,6 +358,19 @@ class AngelPTMStrategy(ParallelStrategy):
         if themselves:
             rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
         self.barrier()
+
+    def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
+        """As DDP: before anybody knows the modules.
+
+        Raises:
+            ConfigError: there are some, on a CPU.
+        """
+        layer_sync.apply(module)
+        if self.root_device.type == "cpu" and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+            raise ConfigError(
+                "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
+                "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
+            )
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:
         """What a run of `trainer` asks for, once its optimizers are there; allocates nothing."""

@@ -1,0 +1,56 @@
+"""`sync_batchnorm=True` with ranks on CPUs ends before anything is trained, as under DDP: torch synchronizes on GPUs only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_harness import run_ranks
+from rank_training import make_strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Normed(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.norm(self.first(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def told(strategy: Any) -> tuple[str, str, bool]:
+    """The error, the norm's class behind it, and whether the weights are as they were."""
+    module = Normed()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, sync_batchnorm=True, enable_checkpointing=False, **quiet
+    )
+    text = ""
+    try:
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    unchanged = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    return text, type(module.norm).__name__, unchanged
+
+
+def both(folder: Path) -> list[tuple[str, str, bool]]:
+    return [told(DDPStrategy()), told(make_strategy(folder, "ram"))]
+
+
+def test_it_is_refused_as_under_ddp(tmp_path: Path) -> None:
+    for theirs, ours in run_ranks(both, 2, tmp_path, limit_s=120.0):
+        assert theirs[0] == "ValueError: SyncBatchNorm layers only work with GPU modules"
+        assert ours[0].startswith("ConfigError: sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only")
+        assert ours[1] != "SyncBatchNorm"
+        assert ours[2]
