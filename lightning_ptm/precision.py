@@ -88,6 +88,9 @@ class AngelPTMPrecision(Precision):
         self._engine: StepEngine | None = None
         self._device_type = "cpu"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_engine": None}  # a copy is in no run
+
     @classmethod
     def replacing(cls, plugin: Precision) -> AngelPTMPrecision:
         """The plugin that does under angel_ptm what `plugin` does elsewhere."""

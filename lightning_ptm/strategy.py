@@ -484,6 +484,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._steps is not None:
             self._steps.settle()
         if self._engine is not None:
@@ -493,9 +494,23 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        if self._engine is not None:
+        state = {**super().__getstate__(), "_began_with": None, "_spent": list(self._spent)}
+        engine = self._engine
+        if engine is None:
+            return state
+        if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
-        return {**super().__getstate__(), "_began_with": None, "_spent": list(self._spent)}
+        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
+        spent = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
+        of_the_run = ("_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
+        return {
+            **state,
+            **dict.fromkeys(of_the_run),
+            "_shown_states": {},
+            "_saves": Saves(self.settings.failed_save),
+            "_ended": afterwards.Ended(weights=True, optimizer_states=not spent),
+            "_spent": [*state["_spent"], *spent],
+        }
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

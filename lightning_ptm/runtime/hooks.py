@@ -141,12 +141,16 @@ class Hooks:
         self._watches = [_Watch() for _ in units]
         self._in_pass = False
         self._wrapped = False
+        self.copyable = all(store.readable for store in stores) and not recompute and offload is None
+        """Whether a copy of a module may be made: its parameters can be read at any time, and calls need nothing of ours."""
         for unit in units:
             self._attach(unit, unit.index in recompute)
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
-        raise UsageError(COPIED_IN_A_RUN)
+        if not self.copyable:
+            raise UsageError(COPIED_IN_A_RUN)
+        return _OfACopy, ()
 
     def close(self) -> None:
         """Takes every hook off; the modules are as they were."""
@@ -466,3 +470,16 @@ class Hooks:
         self._in_pass = False
         self._executor.computation_ends(Phase.BACKWARD)
         self._listener.backward_ended()
+
+
+class _OfACopy(Hooks):
+    """What a copy of a module has in their place: its calls are what they were, and nobody hears of them."""
+
+    def __init__(self) -> None:
+        self.copyable = True
+
+    def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        return None
+
+    def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from judged import MakeStrategy
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy
 
 from lightning_ptm.randomness import KEY
 
@@ -76,3 +77,17 @@ def test_a_run_without_an_optimizer_is_saved_and_goes_on(
     with pytest.warns(UserWarning, match="will run with no optimizer"):
         again.fit(Untrained(), ckpt_path=path)
     assert again.current_epoch == 2
+
+
+def test_an_exception_is_told_to_every_base_of_the_strategy(
+    strategy_at: MakeStrategy, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(BoringModel):
+        def on_train_start(self) -> None:
+            raise ValueError("as asked")
+
+    told: list[BaseException] = []
+    monkeypatch.setattr(Strategy, "on_exception", lambda self, exception: told.append(exception))
+    with pytest.raises(ValueError, match="as asked") as caught:
+        trainer_of(strategy_at(tier), tmp_path).fit(Fails())
+    assert told == [caught.value]

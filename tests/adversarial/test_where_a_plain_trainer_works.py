@@ -333,6 +333,9 @@ class Copying(Net):
         super().__init__()
         self.act = [act]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "act": []}  # which pickle cannot take
+
     def on_train_batch_end(self, *args: Any) -> None:
         self.act[0](self.trainer)
 
@@ -347,20 +350,64 @@ COPIES: dict[str, Callable[[L.Trainer], object]] = {
 }
 
 
-def test_copies_in_a_run_are_refused(strategy_at: Any, tier: str, tmp_path: Path) -> None:
-    refused: list[str] = []
+def test_copies_in_a_run_are_refused_but_in_ram(strategy_at: Any, tier: str, tmp_path: Path) -> None:
+    tried: list[str] = []
 
     def act(trainer: L.Trainer) -> None:
         for name, made in COPIES.items():
+            if tier == "ram":
+                made(trainer)
+                tried.append(name)
+                continue
             with pytest.raises(UsageError, match=r"cannot be copied or pickled while a run is in progress"):
                 made(trainer)
-            refused.append(name)
+            tried.append(name)
 
     saving = ModelCheckpoint(tmp_path)
     module = Copying(act)
     trainer_with(strategy_at(tier), callbacks=[saving], enable_checkpointing=True).fit(module, batches())
-    assert len(refused) == 3 * len(COPIES)
+    assert len(tried) == 3 * len(COPIES)
     assert_same(weights_of(module), weights_of(fitted(Net, "auto")))
+
+
+def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any) -> None:
+    def trained(strategy: Any, copied: bool) -> tuple[Net, dict[str, Tensor]]:
+        found: dict[str, Tensor] = {}
+
+        def act(trainer: L.Trainer) -> None:
+            twin = copy.deepcopy(trainer) if copied else trainer
+            module = twin.lightning_module
+            at = f"step {trainer.global_step}: "
+            found.update({at + name: value.clone() for name, value in module.state_dict().items()})
+            batch = next(iter(batches()))[0]
+            loss = module(batch).sum()  # type: ignore[operator]
+            found[at + "loss"] = loss.detach()
+            if copied:
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.zero_()  # nobody else's
+
+        module = Copying(act)
+        trainer_with(strategy).fit(module, batches())
+        return module, found
+
+    module, found = trained(strategy_at("ram"), copied=True)
+    theirs, expected = trained("auto", copied=False)
+    assert_same(weights_of(module), weights_of(theirs))
+    assert_same(found, expected)
+
+
+def test_a_copied_trainer_does_not_train_on_without_what_its_optimizer_has_learnt(strategy_at: Any) -> None:
+    twins: list[L.Trainer] = []
+    trainer_with(strategy_at("ram")).fit(Copying(lambda trainer: twins.append(copy.deepcopy(trainer))), batches())
+    twin = twins[-1]
+    module, optimizer = Net(), twin.optimizers[0]
+    optimizer.param_groups[0]["params"] = list(module.parameters())
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    twin.fit_loop.max_epochs = 5
+    with pytest.raises(UsageError, match="have ended with an earlier run"):
+        twin.fit(module, batches())
 
 
 def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
