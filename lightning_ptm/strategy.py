@@ -167,6 +167,28 @@ class AngelPTMStrategy(ParallelStrategy):
         Lightning would put one that shuffles in its place, whatever the loader says."""
         return self.num_nodes * self.num_processes > 1
 
+    # One rank is rank 0 whatever the cluster says of this process, as with one device.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self.is_distributed else 1
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -242,10 +264,12 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         ranks = self.num_processes * self.num_nodes
         # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
-        if ranks == 1 or self.cluster_environment.creates_processes_externally:
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
             return
         if _IS_INTERACTIVE:
             raise ConfigError(
@@ -258,13 +282,14 @@ class AngelPTMStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setting_up = True
-        if self.num_nodes * self.num_processes > 1:
-            reset_seed()  # as DDP; a single device goes on with the random numbers that there are
+        if not self.is_distributed:
+            return  # a single device leaves the random numbers and the cluster as they are
+        reset_seed()  # as DDP
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
-        if self.world_size > 1 and not _distributed_is_initialized():
+        if not _distributed_is_initialized():
             backend = _get_default_process_group_backend_for_device(self.root_device)
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
 
@@ -633,7 +658,11 @@ class AngelPTMStrategy(ParallelStrategy):
         if self._setting_up:
             versions = {name: tensor._version for name, tensor in _parameters_and_buffers(self.lightning_module)}
             self._given_state = partial(self._load_given_state, checkpoint, strict, versions)
-            return
+        else:
+            self._load_model_state_dict(checkpoint, strict)
+
+    def _load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        assert self.lightning_module is not None
         self._saves.finish()
         if self._engine is None:  # between runs the parameters are ordinary ones
             afterwards.give_storage(self.lightning_module)
@@ -664,7 +693,7 @@ class AngelPTMStrategy(ParallelStrategy):
         }
         written = {name: value for name, value in written.items() if name in checkpoint["state_dict"]}
         state = {**checkpoint["state_dict"], **written} if written else checkpoint["state_dict"]
-        return partial(self.load_model_state_dict, {**checkpoint, "state_dict": state}, strict)
+        return partial(self._load_model_state_dict, {**checkpoint, "state_dict": state}, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -685,7 +714,8 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         else:
             self._forget_shown_states()
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            # As Lightning: a checkpoint may have fewer, or none.
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
                 forget = checkpoints.load_optimizer_state(self._engine, optimizer, state)
                 self._shown_states[checkpoints.plain_optimizer(optimizer)] = forget
         self._spent.difference_update(map(checkpoints.plain_optimizer, self.optimizers))
@@ -729,7 +759,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
             def save() -> None:
                 with self._together():
-                    super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+                    super(AngelPTMStrategy, self).save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
             self._saves.save(filepath, save)
             return
@@ -920,8 +950,10 @@ class AngelPTMStrategy(ParallelStrategy):
                     if buffer is not None and not buffer.is_meta:  # set-up may have failed before it had memory
                         owner._buffers[name] = buffer.cpu()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
+        assert self.accelerator is not None
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
