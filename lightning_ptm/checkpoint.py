@@ -9,7 +9,7 @@ function is collective.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import IO, Any, cast
@@ -169,7 +169,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
             for name, item in module.state_dict(keep_vars=True).items()
             if name not in named or isinstance(item, torch.nn.Parameter)
         }
-    parameters = {id(parameter) for _, parameter in module.named_parameters()}
+    parameters = {id(parameter) for _, parameter in engine.values.names()}
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
     # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
@@ -178,7 +178,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     for name in state:
         if name in named and id(named[name]) in parameters:
             rest[name] = torch.empty_like(named[name], device="meta")
-    with _frozen_copies(module):
+    with _frozen_copies(module, parameters):
         result = module.load_state_dict(rest, strict=strict)
     missing = {id(named[name]) for name in result.missing_keys if name in named}
     for name, item in named.items():
@@ -227,16 +227,18 @@ def _copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
 
 
 class _frozen_copies:
-    """Inside, `load_state_dict` of the module copies buffers and leaves parameters alone."""
+    """Inside, `load_state_dict` of the module leaves the parameters in `paged`, by id, alone."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, paged: Collection[int]) -> None:
         self._module = module
+        self._paged = paged
         self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
 
     def __enter__(self) -> None:
         for owner in self._module.modules():
             for name, parameter in owner._parameters.items():
-                if parameter is not None:
+                if id(parameter) in self._paged:
+                    assert parameter is not None
                     self._taken.append((owner, name, parameter))
                     owner._parameters[name] = torch.nn.Parameter(
                         torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False

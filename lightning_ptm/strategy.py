@@ -83,6 +83,7 @@ from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.watches import (
     Watches,
+    rearranges_parameters,
     warn_of_gradients_in_pages,
     warn_of_recomputing_uncompiled,
     warn_of_wide_products_uncompiled,
@@ -307,6 +308,28 @@ class AngelPTMStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
+        self._build(trainer)
+        self._setting_up = False
+        if load is not None:
+            load()
+        assert self._watches is not None
+        for optimizer in self._paged_optimizers():
+            forget = checkpoints.take_over_optimizer_state(self.engine, optimizer)
+            if forget is not None:
+                self._shown_states[optimizer] = forget
+                self._spent.discard(optimizer)
+            self._watches.loads_of(optimizer, self._follow_loaded_state)
+        self._tell_where_states_are()
+        self.barrier()
+
+    def _build(self, trainer: Trainer, *, anew: bool = False) -> None:
+        """Pages, and what watches over them.
+
+        Args:
+            anew: in mid-run: parameters have been rearranged.
+        """
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
         events = Events()
         progress = self._progress_for(trainer)
         if isinstance(self.checkpoint_io, checkpoints.FileCheckpointIO):
@@ -322,6 +345,8 @@ class AngelPTMStrategy(ParallelStrategy):
             compute = self.precision_plugin.plan.compute
             self._wide_products = chosen_wide_products(settings, compute, self._communicator, self.root_device)
         request = self.request(trainer, settings)
+        if anew:
+            request = dataclasses.replace(request, rearranges=True)
         make_folders(settings.disk_paths)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
         self._engine = Engine(
@@ -348,9 +373,9 @@ class AngelPTMStrategy(ParallelStrategy):
             update_in_backward=blueprint.update_in_backward,
             wide_products=self._wide_products,
         )
-        self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers anew
-        plain = [checkpoints.plain_optimizer(optimizer) for optimizer in self.optimizers]
-        paged = [optimizer for optimizer in plain if not self._engine.steps_itself(optimizer)]
+        if not anew:
+            self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
+        paged = self._paged_optimizers()
         self._steps = OptimizerSteps(
             self._engine,
             paged,
@@ -369,20 +394,29 @@ class AngelPTMStrategy(ParallelStrategy):
             self._watches.links(trainer, self._link_checkpoint)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
-        self._setting_up = False
-        if load is not None:
-            load()
-        for optimizer in paged:
-            forget = checkpoints.take_over_optimizer_state(self._engine, optimizer)
-            if forget is not None:
-                self._shown_states[optimizer] = forget
-                self._spent.discard(optimizer)
-            self._watches.loads_of(optimizer, self._follow_loaded_state)
-        rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self._engine)}")
+
+    def _paged_optimizers(self) -> list[Optimizer]:
+        plain = map(checkpoints.plain_optimizer, self.optimizers)
+        return [optimizer for optimizer in plain if not self.engine.steps_itself(optimizer)]
+
+    def _tell_where_states_are(self) -> None:
+        if self.engine.blueprint.outside:
+            rank_zero_info(f"{self.strategy_name} leaves model states in RAM as they are: parameters are rearranged")
+            return
+        rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self.engine)}")
+        paged = self._paged_optimizers()
+        plain = map(checkpoints.plain_optimizer, self.optimizers)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
         if themselves:
             rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
-        self.barrier()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._engine is not None and self._engine.outgrown():
+            assert self.lightning_module is not None
+            self._close_engine()
+            self._build(self.lightning_module.trainer, anew=True)
+            self._tell_where_states_are()
 
     def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
         """As DDP: before anybody knows the modules.
@@ -412,6 +446,7 @@ class AngelPTMStrategy(ParallelStrategy):
             keep_gradients=fitting and self._keeps_gradients(trainer),
             gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
             sums_gradients=fitting and self._sums_gradients(trainer),
+            rearranges=fitting and rearranges_parameters(trainer),
         )
 
     def _progress_for(self, trainer: Trainer) -> Progress:

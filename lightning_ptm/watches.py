@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch._dynamo import OptimizedModule
@@ -170,6 +170,11 @@ class Watches:
         ours = Replacement(owner, name, method)
         self._replaced.append((owner, name, ours, owner.__dict__.get(name, _NOTHING)))
         setattr(owner, name, ours)
+
+
+def rearranges_parameters(trainer: Trainer) -> bool:
+    """Whether a callback will unfreeze parameters, or give them other data, during the run."""
+    return any(isinstance(callback, (BaseFinetuning, ModelPruning)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

@@ -317,7 +317,8 @@ def test_a_parameter_that_changes_shape(strategy_at: Any) -> None:
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
     """It would go on as if nothing had been written."""
     with pytest.raises(UsageError) as caught:
-        trainer_with(strategy_at("ram"), precision="32-true").fit(built(at(2, _replace)), batches())
+        sharded = strategy_at("ram", state_dict_type="sharded")  # which writes pages
+        trainer_with(sharded, precision="32-true").fit(built(at(2, _replace)), batches())
     assert "the data of parameter blocks.1.up.weight was replaced" in str(caught.value)
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)
 

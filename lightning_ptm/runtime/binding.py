@@ -73,6 +73,8 @@ class FlatBinding:
         self._versions: list[int] = []
         self._used = not closes
         self._written: str | None = None
+        self._theirs: dict[int, Tensor] = {}
+        """What `replaced` has told, while the parameters are lent."""
         self._ended = False
         self.lent = False
         """Whether the parameters are in the user's hands, with storage that is not ours."""
@@ -113,9 +115,11 @@ class FlatBinding:
         with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
             for slot, parameter in enumerate(self.parameters):
                 self._check_shape(slot)
-                parameter.data = self.view(full, slot)
+                theirs = self._theirs.get(slot)
+                parameter.data = self.view(full, slot) if theirs is None else theirs
             self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
+        self._theirs = {}
         self.lent = False
         self._change_kinds()
 
@@ -186,15 +190,15 @@ class FlatBinding:
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
                 f"and not in pages; end the block before"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in range(len(self.parameters)):
+                self._check_parameter(slot)
         self._note_writes()
         if self._written is not None:
             raise UsageError(
                 f"the data of parameter {self._written} was written to, and the precise values know nothing of it, so the "
                 f"new values would be lost; edit parameters inside `with strategy.gathered(module):`"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            for slot in range(len(self.parameters)):
-                self._check_parameter(slot)
 
     @property
     def written(self) -> str | None:
@@ -206,23 +210,47 @@ class FlatBinding:
         if self._is_copy and self._base is not None and not self.lent:
             with torch._C.DisableTorchFunctionSubclass():
                 for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
-                    if parameter._version != version:
+                    if parameter._version != version or self._is_replaced(slot):
                         self._written = self._written or self.layout.slots[slot].spec.name
 
     def _check_parameter(self, slot: int) -> None:
         self._check_shape(slot)
-        parameter, place = self.parameters[slot], self.layout.slots[slot]
-        ours = self._nan if self._base is None else self._base[place.start :]
-        replaced = place.numel and parameter.data_ptr() != ours.data_ptr()
-        if replaced:
+        if self._is_replaced(slot):
             raise UsageError(
-                f"the data of parameter {place.spec.name} was replaced, and its pages know nothing of it, so the new values "
-                f"would be lost; edit parameters inside `with strategy.gathered(module):`"
+                f"the data of parameter {self.layout.slots[slot].spec.name} was replaced, and its pages know nothing of it, "
+                f"so the new values would be lost; edit parameters inside `with strategy.gathered(module):`"
             )
+
+    def _is_replaced(self, slot: int) -> bool:
+        place = self.layout.slots[slot]
+        ours = self._nan if self._base is None else self._base[place.start :]
+        return place.numel > 0 and self.parameters[slot].data_ptr() != ours.data_ptr()
+
+    def replaced(self) -> dict[int, Tensor]:
+        """By slot, what the user has put in the place of our data (`parameter.data = ...`): the values of these parameters.
+
+        Raises:
+            UsageError: a shape differs, or the parameters are copies, so that the precise values are others.
+        """
+        if self.lent:
+            return self._theirs
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {slot: each.data for slot, each in enumerate(self.parameters) if self._is_replaced(slot)}
+        for slot in found:
+            if self._is_copy:
+                self._check_parameter(slot)
+            self._check_shape(slot)
+        return found
+
+    def edited(self, whole: Tensor) -> None:
+        """What the user has put in the place of our data gets other values, of `whole` (padded_numel,)."""
+        for slot, theirs in self.replaced().items():
+            theirs.copy_(self.view(whole, slot))
 
     def lend(self, values: Iterable[Tensor]) -> None:
         """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
         self._note_writes()
+        self._theirs = self.replaced()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, value in zip(self.parameters, values, strict=True):
                 parameter.data = value

@@ -27,6 +27,7 @@ from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.pieces import BUFFERS
@@ -133,6 +134,8 @@ class Blueprint:
         absent: units that this rank does not hold: they have no flats in `layout`.
         whole_layout: with the flats of all units; the same on all ranks.
         selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
+        outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
+        may_be_outside: the run could do so.
     """
 
     units: tuple[Unit, ...]
@@ -162,6 +165,8 @@ class Blueprint:
     absent: frozenset[int]
     whole_layout: ModelLayout
     selfstepping: frozenset[int]
+    outside: bool
+    may_be_outside: bool
 
     @property
     def by_need(self) -> Collection[int]:
@@ -207,6 +212,7 @@ class Request:
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
         sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
         device: where optimizers are tried.
+        rearranges: parameters will be unfrozen, put into other groups, or given other data during the run.
     """
 
     module: nn.Module
@@ -218,6 +224,7 @@ class Request:
     keep_gradients: bool
     gradients_stay: bool
     sums_gradients: bool
+    rearranges: bool = False
 
 
 def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
@@ -254,6 +261,22 @@ def decide(
         ConfigError: a dtype, an optimizer or a setting that cannot work.
         CapacityError: no placement fits the budgets.
     """
+    drawn = _decide(request, machine, world_size, agree, rank)
+    may_be = _may_be_outside(request, drawn, world_size)
+    if request.rearranges and may_be:
+        drawn = _decide(request, machine, world_size, agree, rank, outside=True)
+    return dataclasses.replace(drawn, may_be_outside=may_be)
+
+
+def _decide(
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget],
+    rank: int,
+    *,
+    outside: bool = False,
+) -> Blueprint:
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
@@ -262,10 +285,13 @@ def decide(
     lock_free = settings.lock_free and bool(request.optimizers)
     wishes = _wishes(settings, unified, lock_free=lock_free)
     known: Traits = {}
-    unpaged = {}
-    if unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
+    unpaged: dict[int, ConfigError | None] = {}
+    if outside:
+        units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
+        unpaged = dict.fromkeys(range(len(request.optimizers)))
+    elif unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
-        unpaged = reasons(request.optimizers, dtype_of, request.device, known)
+        unpaged |= reasons(request.optimizers, dtype_of, request.device, known)
     specs = _specs(units, request, unpaged)
     absent: frozenset[int] = frozenset()
     shared_by = dict.fromkeys(experts.members, experts.split.sharing) if experts is not None else {}
@@ -326,8 +352,10 @@ def decide(
         keep = placement is not None
     if placement is None:
         placement = place_with(keep_gradients=keep)
-    if unpaged and not _is_all_in_ram(placement):
-        raise next(iter(unpaged.values()))
+    if not _is_all_in_ram(placement):
+        for reason in unpaged.values():
+            if reason is not None:
+                raise reason
     pools = _pool_bytes(placement, layout, unified, staging)
     if not pools[Tier.DISK]:
         chunks = 1  # a disk that nothing lives on: the pools have no room for more
@@ -374,6 +402,25 @@ def decide(
         absent=absent,
         whole_layout=whole_layout,
         selfstepping=frozenset(unpaged),
+        outside=outside,
+        may_be_outside=outside,
+    )
+
+
+def _may_be_outside(request: Request, drawn: Blueprint, world_size: int) -> bool:
+    """Whether a run can do without pages, of which nothing is asked but that all of them are in RAM."""
+    wishes = _wishes(request.settings, drawn.unified, lock_free=drawn.lock_free is not None)
+    parameters = [item.parameter for unit in drawn.units for item in unit.parameters]
+    return (
+        drawn.unified
+        and world_size == 1
+        and not request.mixed
+        and request.compute is torch.float32  # nothing is converted
+        and request.settings.weights is None
+        and request.settings.restore_weights
+        and _may_be_unpaged(request.settings, wishes)
+        and _is_all_in_ram(drawn.placement)
+        and not any(each.is_meta or isinstance(each, ClosedParameter) for each in parameters)
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from hashlib import blake2b
@@ -611,8 +611,9 @@ class Engine:
     def step(self, optimizer: Optimizer) -> None:
         """One optimizer step with the gradients collected so far."""
         self._check_open()
-        self._collect_postponed(_STEP_ENDS)
         index = self.updates.index_of(optimizer)
+        self._check_rearranged(optimizer, index)
+        self._collect_postponed(_STEP_ENDS)
         self._follow(index)
         transform = self.clipping.take(index)
         self.updates.step(index, transform)
@@ -622,6 +623,27 @@ class Engine:
         self.executor.updates_begin()
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
+
+    def _check_rearranged(self, optimizer: Optimizer, index: int) -> None:
+        """Nothing of what `outgrown` finds between two batches has happened since: this step would miss it."""
+        if any(item.parameter.requires_grad for item in self._frozen):
+            self._check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+        if self.blueprint.may_be_outside:
+            for _, flat in self.updates.flats_of(index):
+                if flat.store.binding.replaced():
+                    flat.store.binding.check()
+
+    def outgrown(self) -> bool:
+        """Whether parameters were unfrozen, put into groups that they had not been in, or given other data, so that pages do
+        not fit the run any more, which could do without."""
+        if not self.blueprint.may_be_outside or not self.gradients_in_place:
+            return False
+        paged = (index for index in range(len(self._optimizers)) if index not in self.blueprint.selfstepping)
+        return (
+            any(item.parameter.requires_grad for item in self._frozen)
+            or any(map(self.updates.outgrown, paged))
+            or any(flat.binding.replaced() for store in self.stores for flat in store.flats)
+        )
 
     def _follow(self, optimizer: int) -> None:
         """What the user has done to `.grad` of an optimizer's parameters counts."""
@@ -830,12 +852,13 @@ class Engine:
             if self.expert_groups is not None:
                 steps.callback(self.expert_groups.close)
 
-    def _check_frozen(self) -> None:
+    def _check_frozen(self, among: Collection[int] | None = None) -> None:
         for item in self._frozen:
-            if item.parameter.requires_grad:
+            if item.parameter.requires_grad and (among is None or id(item.parameter) in among):
                 raise UsageError(
                     f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
-                    f"master states, so it would not be trained; end this fit and start another one with it unfrozen"
+                    f"master states, so it would not be trained; unfreeze it between two batches, with everything in RAM on "
+                    f"one rank, or end this fit and start another one with it unfrozen"
                 )
 
     def _check_open(self) -> None:

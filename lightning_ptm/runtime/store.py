@@ -100,6 +100,8 @@ class FlatStore:
         Args:
             changed: the new values of home, (padded_numel,); None: they are as they were.
         """
+        if changed is not None:
+            self.binding.edited(changed)
         if self.resident:
             self.bind_resident()
         elif self.state is FullState.LIVE:

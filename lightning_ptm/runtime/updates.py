@@ -183,6 +183,14 @@ class UpdateScheduler(abc.ABC):
                 )
         self._members[optimizer] = now
 
+    def outgrown(self, optimizer: int) -> bool:
+        """Whether an optimizer has other groups than when the run began, or parameters in them that it had not."""
+        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
+        if len(before) != len(now) or all(map(_same_objects, before, now)):
+            return len(before) != len(now)
+        known = {id(parameter) for members in before for parameter in members}
+        return any(id(parameter) not in known for members in now for parameter in members)
+
     def _check_unchanged(self, optimizer: int, hyper: HyperParameters) -> None:
         groups = self.optimizers[optimizer].param_groups
         # The snapshot has settled these, or has advanced them in the user's groups.

@@ -232,7 +232,10 @@ class Values:
         wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
         for original in originals:
             wide = wide if original is None else torch.promote_types(wide, original.dtype)
-        whole = whole.to(wide)
+        replaced = flat.binding.replaced()
+        whole = whole.to(wide, copy=bool(replaced))
+        for slot, value in replaced.items():
+            flat.binding.view(whole, slot).copy_(value)
         for slot, original in enumerate(originals):
             if original is not None:
                 flat.binding.view(whole, slot).copy_(original)
@@ -365,6 +368,9 @@ class Values:
                 if flat is None:
                     continue
                 self._fill(flat, given, seen)
+                for slot, theirs in binding.replaced().items():
+                    if (value := given[slot]) is not None:
+                        theirs.copy_(value)
                 for parameter, value in zip(binding.parameters, given, strict=True):
                     original = self._originals.get(id(parameter))
                     if original is not None and value is not None:
@@ -513,7 +519,15 @@ class Values:
             for binding, _ in _all_flats(store)
             for slot, parameter in enumerate(binding.parameters)
         }
+        theirs = {
+            id(binding.parameters[slot])
+            for store in self._stores
+            for binding, _ in _all_flats(store)
+            for slot in binding.replaced()
+        }
         for _, parameter, value in self.parameters():
+            if id(parameter) in theirs:
+                continue  # the user's own storage stays, as anywhere
             binding, slot = slots[id(parameter)]
             binding.restore(slot, value.clone() if id(parameter) not in self._originals else value)
         for binding, _ in slots.values():

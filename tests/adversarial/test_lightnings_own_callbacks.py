@@ -8,9 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, batches, run, trainer
+from judged import Judged, MakeStrategy, batches, judge, run, trainer
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+
+from lightning_ptm.errors import UsageError
 
 
 def test_one_rank_asks_the_cluster_nothing(strategy_at: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +73,181 @@ def test_weights_are_loaded_by_one_call(strategy_at: MakeStrategy, tmp_path: Pat
     with mock.patch.object(of.strategy, "load_model_state_dict", wraps=of.strategy.load_model_state_dict) as load:
         getattr(of, entry)(Validated(), batches(), ckpt_path=tmp_path / "some.ckpt")
     load.assert_called_once()
+
+
+class Replacing(Judged):
+    """Gives a parameter other data behind a step, as pruning does where it is made permanent."""
+
+    def replace(self) -> None:
+        self.head.weight.data = self.head.weight.data * (self.head.weight.data > 0)
+
+
+def test_data_that_is_replaced_at_the_end_stays(strategy_at: MakeStrategy) -> None:
+    class AtTheEnd(Replacing):
+        def on_train_end(self) -> None:
+            self.replace()
+            self.note(self.trainer.strategy.lightning_module_state_dict()["head.weight"])
+
+    judge(AtTheEnd, strategy_at("ram"))
+
+
+def test_replaced_data_is_what_is_saved(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    class Saving(Replacing):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 3:
+                self.replace()
+                self.trainer.save_checkpoint(tmp_path / "some.ckpt")
+                self.note(torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]["head.weight"])
+
+    judge(Saving, strategy_at("ram"))
+
+
+@pytest.mark.parametrize("lottery", [False, True])
+@pytest.mark.parametrize("permanent", [False, True])
+def test_pruning_at_the_end_of_training(strategy_at: MakeStrategy, permanent: bool, lottery: bool) -> None:
+    def weights(strategy: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = Judged()
+        pruning = ModelPruning(
+            "l1_unstructured",
+            [(module.head, "weight")],
+            use_lottery_ticket_hypothesis=lottery,
+            make_pruning_permanent=permanent,
+        )
+        trainer(strategy, callbacks=[pruning]).fit(module, batches())
+        return dict(module.state_dict())
+
+    ours, theirs = weights(strategy_at("ram")), weights(None)
+    assert ours.keys() == theirs.keys() and ("head.weight" in ours) is permanent
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_pruning_in_mid_run(strategy_at: MakeStrategy) -> None:
+    """The masks stay with the weights, and a rewound parameter shares its storage with what it was rewound to."""
+
+    def weights(strategy: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = Judged()
+        names = ["weight", "bias"]
+        pruning = ModelPruning(
+            "l1_unstructured", parameter_names=names, amount=0.2, use_lottery_ticket_hypothesis=lambda e: e == 1
+        )
+        trainer(strategy, callbacks=[pruning], max_epochs=5).fit(module, batches())
+        return dict(module.state_dict())
+
+    ours, theirs = weights(strategy_at("ram")), weights(None)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+class Unfreezing(Judged):
+    """Unfreezes by hand what its optimizer has had all the time, or gets now."""
+
+    added = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        chosen = (each for each in self.parameters() if each.requires_grad or not self.added)
+        made = torch.optim.AdamW(chosen, lr=1e-2, fused=True)
+        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)}
+
+    def unfreeze(self) -> None:
+        self.blocks[0].requires_grad_(True)
+        if self.added:
+            self.optimizers().add_param_group({"params": list(self.blocks[0].parameters()), "lr": 1e-3})
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+
+class Adding(Unfreezing):
+    added = True
+
+
+class ByHandAdding(Adding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class Exchanging(Judged):
+    """Gives parameters an average's data for a while, and then their own again."""
+
+    def on_train_epoch_start(self) -> None:
+        self.own = self.head.weight.data
+        self.head.weight.data = self.own * 0.5
+        self.note(self.trainer.strategy.lightning_module_state_dict()["head.weight"])
+
+    def on_train_epoch_end(self) -> None:
+        self.note(self.head.weight)
+        self.head.weight.data = self.own
+
+
+@pytest.mark.parametrize("build", [Unfreezing, Adding, ByHandAdding, Exchanging])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_what_is_trained_changes_between_batches(
+    strategy_at: MakeStrategy, build: type[Judged], options: dict[str, Any]
+) -> None:
+    if build is ByHandAdding and options:
+        pytest.skip("is not for manual optimization")
+    judge(build, strategy_at("ram"), max_epochs=3, **options)
+
+
+def test_finetuning_goes_on_from_a_checkpoint(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    class Backbone(Judged):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.blocks
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam((each for each in self.parameters() if each.requires_grad), lr=1e-2, fused=True)
+
+    def weights(strategy: MakeStrategy | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        for epochs in (2, 4):
+            module = Backbone()
+            of = trainer(
+                None if strategy is None else strategy("ram"),
+                max_epochs=epochs,
+                callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)],
+            )
+            of.fit(module, batches(), ckpt_path=tmp_path / "some.ckpt" if epochs == 4 else None)
+            of.save_checkpoint(tmp_path / "some.ckpt")
+        return dict(module.state_dict())
+
+    ours, theirs = weights(strategy_at), weights(None)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_unfreezing_in_the_middle_of_a_step_is_refused(strategy_at: MakeStrategy) -> None:
+    class Late(Unfreezing):
+        def on_train_epoch_start(self) -> None:
+            pass
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> Any:
+            self.unfreeze()
+            return self.loss(batch)
+
+    with pytest.raises(UsageError, match=r"parameter blocks.0.* was frozen when its pages were laid out"):
+        run(Late, strategy_at("ram"))
+
+
+def test_data_that_is_replaced_in_the_middle_of_a_step_is_refused(strategy_at: MakeStrategy) -> None:
+    class Late(Replacing):
+        def training_step(self, batch: list[torch.Tensor], index: int) -> Any:
+            self.replace()
+            return self.loss(batch)
+
+    with pytest.raises(UsageError, match=r"the data of parameter head.weight was replaced"):
+        run(Late, strategy_at("ram"))
