@@ -404,11 +404,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize(
+    "tier", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
+)
 def test_what_pages_cannot_follow_is_refused(strategy_at, tier, message) -> None:
-    if tier == "ram":
-        assert_same(
-            fitted(strategy_at(tier), callbacks=[REFUSED[message]()]), fitted("auto", callbacks=[REFUSED[message]()])
-        )
-        return
     with pytest.raises(UsageError, match=message):
         fitted(strategy_at(tier), callbacks=[REFUSED[message]()])
