@@ -85,6 +85,9 @@ class AngelPTMPrecision(Precision):
         self.update_in_backward = True
         self.wide_products = False
         """Whether products of 16-bit tensors are computed in fp32 (half_products.py)."""
+        self.over = False
+        """A run has ended, and parameters and optimizers are ordinary ones again: whoever calls Lightning's loops himself
+        steps with them as anywhere."""
         self._engine: StepEngine | None = None
         self._device_type = "cpu"
 
@@ -113,6 +116,7 @@ class AngelPTMPrecision(Precision):
     ) -> None:
         """Connects the plugin to the engine of this run, or to none."""
         self.wide_products = wide_products
+        self.over = False
         self._engine = engine
         self._device_type = device_type
         self.update_in_backward = update_in_backward
@@ -183,13 +187,15 @@ class AngelPTMPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        with self._running().backward(), self._products():
+        with nullcontext() if self.over else self._running().backward(), self._products():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        if self.over:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         engine = self._running()
         self.arm(optimizer, model, closure)
         if self.loss_scale is None:
@@ -210,14 +216,14 @@ class AngelPTMPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self._running().steps_itself(optimizer):
+        if self.over or self._running().steps_itself(optimizer):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
         self._running().clip_by_norm(optimizer, float(clip_val), self.loss_scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self._running().steps_itself(optimizer):
+        if self.over or self._running().steps_itself(optimizer):
             super().clip_grad_by_value(optimizer, clip_val)
             return
         self._running().clip_by_value(optimizer, float(clip_val), self.loss_scale)

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -516,22 +516,26 @@ class AngelPTMStrategy(ParallelStrategy):
                     f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
                     f"optimizer from configure_optimizers"
                 )
-        with self.engine.iteration(Mode.TRAIN):
+        with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
+
+    def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
+        """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
+        return nullcontext() if self._engine is None and self.precision_plugin.over else self.engine.iteration(mode)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.iteration(Mode.FORWARD):
+        with self._iteration(Mode.FORWARD):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.iteration(Mode.FORWARD):
+        with self._iteration(Mode.FORWARD):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.iteration(Mode.FORWARD):
+        with self._iteration(Mode.FORWARD):
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -1024,6 +1028,7 @@ class AngelPTMStrategy(ParallelStrategy):
             wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
             if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
                 self._ended = dataclasses.replace(self._ended, weights=True)
+                self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
                 if restore.optimizer_states(engine, self.optimizers, keep=self.is_global_zero):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         except Exception as error:

@@ -11,7 +11,9 @@ import torch
 from judged import MakeStrategy
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_ptm.errors import UsageError
 from lightning_ptm.randomness import KEY
 
 
@@ -91,3 +93,43 @@ def test_an_exception_is_told_to_every_base_of_the_strategy(
     with pytest.raises(ValueError, match="as asked") as caught:
         trainer_of(strategy_at(tier), tmp_path).fit(Fails())
     assert told == [caught.value]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}])
+def test_loops_by_hand_after_a_run_train_on(strategy_at: MakeStrategy, tmp_path: Path, options: dict[str, Any]) -> None:
+    class Learns(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1, fused=True)
+
+    def trained(strategy: Any, folder: Path) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Learns()
+        trainer = trainer_of(strategy, folder, **{"precision": "32-true", **options})
+        trainer.fit(model)
+        trainer.state.stage = RunningStage.TRAINING
+        batch = next(iter(model.train_dataloader()))
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        outputs = [
+            loop.run(trainer.optimizers[0], at, {"batch": batch, "batch_idx": at})["loss"]  # type: ignore[call-overload]
+            for at in range(3)
+        ]
+        return [*outputs, *(value.detach() for value in model.parameters())]
+
+    ours, theirs = trained(strategy_at("ram"), tmp_path / "ours"), trained("auto", tmp_path / "plain")
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_loops_by_hand_after_a_run_need_what_the_optimizer_has_learnt(
+    strategy_at: MakeStrategy, tmp_path: Path
+) -> None:
+    class Learns(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    model = Learns()
+    trainer = trainer_of(strategy_at("masters_on_disk"), tmp_path)
+    trainer.fit(model)
+    trainer.state.stage = RunningStage.TRAINING
+    kwargs = {"batch": next(iter(model.train_dataloader())), "batch_idx": 0}
+    with pytest.raises(UsageError, match="have ended with an earlier run"):
+        trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, kwargs)  # type: ignore[arg-type]
