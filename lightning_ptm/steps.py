@@ -3,8 +3,8 @@ closure.
 
 The class's `step` is called as anywhere, so hooks, schedulers, profilers and whatever else is wrapped around it see a step.
 torch's hooks around it are where the run comes in: the class is given a closure that runs the caller's and then the run's
-update, and finds no parameters of its own to update afterwards. For a class that never calls its closure the update comes
-before its code.
+update, and finds no parameters of its own to update afterwards. For a class that never calls its closure, or has looked up
+its parameters before, the update comes before its code.
 
 Owns two hooks of each optimizer until `close`, and what its parameter groups hold while the class's own code runs after the
 update.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -90,7 +91,9 @@ class _Step:
         self._optimizer = optimizer
         self._scaled = scaled
         self._arm = arm
-        self._ignores_closure = engine.ignores_closure(optimizer)
+        traits = engine.traits_of(optimizer)
+        self._ignores_closure = any(each.ignores_closure for each in traits)
+        self._holds_parameters = any(each.holds_parameters for each in traits)
         self._call: _Call | None = None
         self._frame: FrameType | None = None
         """Of the call: torch's, around `step` and its hooks. Held no longer than the call, for its closure's sake."""
@@ -127,10 +130,16 @@ class _Step:
             self._call, self._frame = _Call(None, self._update), sys._getframe(1)
             self._call.update()
             return None
+        if self._holds_parameters:
+            self._check_last()
         if closure is not None:
             self._arm(optimizer, closure=closure)
         self._call, self._frame = _Call(closure, self._update), sys._getframe(1)
-        return (optimizer,), {"closure": self._call}
+        if not self._holds_parameters:
+            return (optimizer,), {"closure": self._call}
+        with torch.enable_grad():
+            result = self._call()
+        return (optimizer,), {"closure": None if closure is None else lambda: result}
 
     def _is_inner(self, frame: FrameType) -> bool:
         """Whether the class calls the `step` of a base class, which torch puts the same hooks around."""
@@ -146,8 +155,9 @@ class _Step:
         if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:
             name = type(self._optimizer).__name__
             raise UsageError(
-                f"{name}.step never calls its closure, so angel_ptm updates pages before hooks of register_step_pre_hook "
-                f"that were registered during the run; register them in configure_optimizers, or let step call its closure"
+                f"{name}.step {'never calls' if self._ignores_closure else 'looks up its parameters before it calls'} its "
+                f"closure, so angel_ptm updates pages before hooks of register_step_pre_hook that were registered during "
+                f"the run; register them in configure_optimizers, or let step call its closure first"
             )
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -56,7 +56,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, Update
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.runtime.whereabouts import whereabouts
 from lightning_ptm.terms import Operation, Phase, Tier
-from lightning_ptm.update import LossScale, Updater, total_norm
+from lightning_ptm.update import LossScale, OptimizerTraits, Updater, total_norm
 
 _STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
@@ -603,10 +603,9 @@ class Engine:
         """Whether its own step updates its parameters, which are whole, and its states are its own."""
         return self.updates.index_of(optimizer) in self.blueprint.selfstepping
 
-    def ignores_closure(self, optimizer: Optimizer) -> bool:
-        """Whether its class's `step` never calls the closure that it is given."""
-        flats = self.updates.flats_of(self.updates.index_of(optimizer))
-        return any(flat.states.traits.ignores_closure for _, flat in flats)
+    def traits_of(self, optimizer: Optimizer) -> list[OptimizerTraits]:
+        """What is known of its class, by the kinds of parameters that it updates."""
+        return [flat.states.traits for _, flat in self.updates.flats_of(self.updates.index_of(optimizer))]
 
     def step(self, optimizer: Optimizer) -> None:
         """One optimizer step with the gradients collected so far."""

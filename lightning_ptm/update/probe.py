@@ -32,6 +32,7 @@ from lightning_ptm.update.trial import (
     Specimen,
     Trial,
     Whole,
+    holds_parameters,
     run_in_pieces,
     run_whole,
     strange_keys,
@@ -278,6 +279,7 @@ class _Candidate:
             records=whole.records,
             closure=_insists_on_closure(self._optimizer),
             ignores_closure=max(whole.calls) == 0,
+            holds_parameters=holds_parameters(self._optimizer, whole, self._initial),
             writes_gradient=whole.writes_gradient,
         )
 

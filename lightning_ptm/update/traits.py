@@ -64,6 +64,7 @@ class OptimizerTraits:
         records: attributes of the object that `step` changes; the update does not depend on them.
         closure: `step` insists on one.
         ignores_closure: `step` never calls the one that it is given.
+        holds_parameters: `step` has looked up what to update before it calls its closure.
         writes_gradient: `step` uses the gradient as scratch.
         every_gradient: why every parameter needs a gradient in every step; empty: it does not.
     """
@@ -78,6 +79,7 @@ class OptimizerTraits:
     records: tuple[str, ...] = ()
     closure: bool = False
     ignores_closure: bool = False
+    holds_parameters: bool = False
     writes_gradient: bool = False
     every_gradient: str = ""
 

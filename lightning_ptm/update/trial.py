@@ -10,6 +10,7 @@ Knows the user's optimizer as something to copy; writes into nothing of it (priv
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -193,6 +194,33 @@ def run_whole(
     found.strange_keys = strange_keys(used)
     found.records, found.outside = tuple(sorted(changed)), tuple(sorted(changed_outside))
     return found
+
+
+def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bool:
+    """Whether `step` goes on with parameters that its groups held before its closure: groups that are emptied in there come
+    too late for it."""
+    private = PrivateOptimizer(optimizer)
+    parameters = [
+        torch.nn.Parameter(start.reshape(specimen.shape).clone())
+        for specimen, start in zip(whole.trial.specimens, whole.starts, strict=True)
+    ]
+    for parameter, specimen in zip(parameters, whole.trial.specimens, strict=True):
+        parameter.__dict__.update(specimen.attributes)
+    used = _run_object(private, initial, _groups(whole.trial, parameters, 0))
+    for group in used.param_groups:
+        group.update(whole.trial.at_step(0, 1))
+
+    def closure() -> torch.Tensor:
+        for parameter, gradient in zip(parameters, whole.gradients[0], strict=True):
+            parameter.grad = gradient.clone()
+        for group in used.param_groups:
+            group["params"] = []
+        return torch.tensor(_LOSS)
+
+    with contextlib.suppress(Exception):  # with nothing to update it may raise, behind the update
+        undecorated_step(private.cls)(used, closure=closure)
+    pairs = zip(parameters, whole.starts, strict=True)
+    return not all(same_value(parameter.detach().flatten(), start.flatten()) for parameter, start in pairs)
 
 
 def _run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:

@@ -258,6 +258,37 @@ class GroupsFirst(torch.optim.SGD):
         return loss
 
 
+class Flattens(torch.optim.Optimizer):
+    """Looks up all parameters before its closure."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for parameter, group in pairs:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+class DecaysWhatItHeld(torch.optim.SGD):
+    """The list itself, and with something done to it behind the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        held = self.param_groups[0]["params"]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in held:
+                parameter.mul_(0.9)
+        return loss
+
+
 class PassesOn(torch.optim.SGD):
     """Names no closure, and hands it on."""
 
@@ -295,6 +326,18 @@ def test_a_step_that_never_calls_its_closure_updates_once_on_every_home(tier: st
     judge(using(Wrapper, NeverCalls), strategy_at(tier))
 
 
+@pytest.mark.parametrize(("base", "clip"), [(Judged, None), (Judged, 0.01), (RawHandle, None), (RawClosure, None)])
+@pytest.mark.parametrize("optimizer", [Flattens, DecaysWhatItHeld])
+def test_a_step_that_has_looked_up_its_parameters_updates_once_on_every_home(
+    base: type[Judged],
+    clip: float | None,
+    optimizer: type[torch.optim.Optimizer],
+    tier: str,
+    strategy_at: MakeStrategy,
+) -> None:
+    judge(using(base, optimizer), strategy_at(tier), gradient_clip_val=clip)
+
+
 @pytest.mark.parametrize("base", [Judged, RawClosure])
 @pytest.mark.parametrize("optimizer", [GroupsFirst, PassesOn])
 def test_a_hand_written_step_calls_the_closure_that_it_was_given(
@@ -303,14 +346,18 @@ def test_a_hand_written_step_calls_the_closure_that_it_was_given(
     judge(using(base, optimizer), strategy_at("masters_on_disk"))
 
 
-def test_hooks_behind_the_update_of_a_class_that_never_calls_its_closure_are_refused(strategy_at: MakeStrategy) -> None:
-    class Hooked(using(RawHandle, NeverCalls)):  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [(NeverCalls, "never calls its closure"), (Flattens, "looks up its parameters before it calls its closure")],
+)
+def test_hooks_behind_the_update_of_a_class_are_refused(
+    optimizer: type[torch.optim.Optimizer], reason: str, strategy_at: MakeStrategy
+) -> None:
+    class Hooked(using(RawHandle, optimizer)):  # type: ignore[misc]
         def on_train_start(self) -> None:
             self.raw().register_step_pre_hook(lambda *_: None)
 
-    with pytest.raises(
-        UsageError, match=r"NeverCalls\.step never calls its closure, .* register them in configure_optim"
-    ):
+    with pytest.raises(UsageError, match=rf"\.step {reason}, .* register them in configure_optim"):
         run(Hooked, strategy_at("ram"))
 
 
