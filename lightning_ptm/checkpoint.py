@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
+from lightning_ptm.paged_states import guard, opened
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -263,7 +264,8 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
             states[order[id(parameter)]] = state
     if not keep:
         return {}
-    result = optimizer.state_dict()
+    with opened(optimizer):
+        result = optimizer.state_dict()
     if engine.steps_itself(optimizer) or not order:  # or Lightning's stand-in for none
         return result
     # What the optimizer itself keeps is of parameters that this run does not train.
@@ -330,7 +332,8 @@ def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[
     """
     optimizer = plain_optimizer(optimizer)
     parameters = parameters_of(optimizer)
-    here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
+    with opened(optimizer):
+        here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
     if engine.all_ranks(not here):
         return None
     if not engine.all_ranks(bool(here)):
@@ -355,17 +358,20 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
     engine.drain("load optimizer state")
     index = engine.updates.index_of(optimizer)
     engine.values.load_optimizer_states(index, states)
-    paged = [p for _, flat in engine.updates.flats_of(index) for p in flat.store.binding.parameters]
-    for parameter in paged:
-        optimizer.state.pop(parameter, None)
-    for parameter in parameters_of(optimizer):
-        if id(parameter) in states:
-            optimizer.state[parameter] = dict(states[id(parameter)])
+    paged = engine.updates.parameters_of(index)
+    guard(optimizer, paged)
+    with opened(optimizer):
+        for parameter in paged:
+            optimizer.state.pop(parameter, None)
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in states:
+                optimizer.state[parameter] = dict(states[id(parameter)])
 
     def forget(*_: Any) -> None:
         hook.remove()
-        for parameter in paged:  # of others the optimizer itself keeps them, as ever
-            optimizer.state.pop(parameter, None)
+        with opened(optimizer):
+            for parameter in paged:  # of others the optimizer itself keeps them, as ever
+                optimizer.state.pop(parameter, None)
 
     hook = optimizer.register_step_post_hook(forget)
     return forget

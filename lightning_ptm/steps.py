@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.paged_states import check_guarded
 from lightning_ptm.runtime.engine import Engine
 
 
@@ -112,6 +113,7 @@ class _Step:
         closure = given.get("closure")
         if self._is_inner(sys._getframe(1)):
             return None
+        check_guarded(optimizer)
         self.settle()  # what a call left that was cut short by an error which the caller has caught
         unknown = sorted({*kwargs} - {"closure"}) or [str(value) for value in args[2:]]
         if unknown:

@@ -54,6 +54,7 @@ from lightning_ptm.half_products import chosen_wide_products
 from lightning_ptm.interruption import TORN, Interruption
 from lightning_ptm.memory import FileOps, make_folders
 from lightning_ptm.page_size import chosen_page_bytes
+from lightning_ptm.paged_states import guard, unguard
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
@@ -373,9 +374,11 @@ class AngelPTMStrategy(ParallelStrategy):
             update_in_backward=blueprint.update_in_backward,
             wide_products=self._wide_products,
         )
+        paged = self._paged_optimizers()
+        for optimizer in paged:
+            guard(optimizer, self._engine.updates.parameters_of(self._engine.updates.index_of(optimizer)))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
-        paged = self._paged_optimizers()
         self._steps = OptimizerSteps(
             self._engine,
             paged,
@@ -385,6 +388,11 @@ class AngelPTMStrategy(ParallelStrategy):
         self._watches = Watches(self._engine)
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
+            self._watches.state_dict_of(
+                checkpoints.plain_optimizer(optimizer),
+                wrapper,
+                partial(checkpoints.optimizer_state, self._engine, keep=True),
+            )
         if isinstance(self._communicator, ProcessGroupCommunicator):
             self._watches.ranks(trainer, self._communicator, self._meet, self._gather_for)
         if self._wide_products:
@@ -999,6 +1007,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _close_engine(self) -> None:
         self._forget_shown_states()
+        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
+            unguard(optimizer)
         engine, self._engine = self._engine, None
         communicator, self._communicator = self._communicator, None
         if engine is None:

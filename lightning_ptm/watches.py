@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
+from lightning_ptm.paged_states import is_opened
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
@@ -92,6 +93,22 @@ class Watches:
 
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(before))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(after))
+
+    def state_dict_of(
+        self, optimizer: Optimizer, wrapper: LightningOptimizer, whole: Callable[[Optimizer], dict[str, Any]]
+    ) -> None:
+        """Its `state_dict`, by either of its handles, holds what is in pages, too. Collective.
+
+        Args:
+            whole: makes it; asks the optimizer for what is in no pages.
+        """
+        original = optimizer.state_dict
+
+        def state_dict() -> dict[str, Any]:
+            return original() if self._engine is None or is_opened(optimizer) else whole(optimizer)
+
+        self._replace(optimizer, "state_dict", state_dict)
+        self._replace(wrapper, "state_dict", state_dict)
 
     def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
         """Callbacks that average weights find them whole."""

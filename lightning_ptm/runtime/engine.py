@@ -616,9 +616,10 @@ class Engine:
         self._follow(index)
         transform = self.clipping.take(index)
         self.updates.step(index, transform)
-        if not self.blueprint.gradients_stay:
-            for _, flat in self.updates.flats_of(index):
-                flat.gradient.retire(clipped=not transform.is_identity)
+        for _, flat in self.updates.flats_of(index):
+            scratch = flat.states.traits.writes_gradient
+            if scratch or not self.blueprint.gradients_stay:
+                flat.gradient.retire(clipped=not transform.is_identity, scratch=scratch)
         self.executor.updates_begin()
         if self._inside:
             self.executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root

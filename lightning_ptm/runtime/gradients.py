@@ -280,14 +280,16 @@ class FlatGradient:
             self._drop()
             self.show()
 
-    def retire(self, *, clipped: bool) -> None:
+    def retire(self, *, clipped: bool, scratch: bool = False) -> None:
         """A step has used the gradient, which Lightning forgets next. What is left of it is no plain loop's: it is gone, or
         was clipped on its way to the update.
 
         Args:
             clipped: the update has done something to it.
+            scratch: so has the optimizer's class, to a copy.
         """
-        used = self._spent or (() if self.in_place and (self.clips_here or not clipped) else self.present())
+        untouched = self.in_place and not scratch and (self.clips_here or not clipped)
+        used = self._spent or (() if untouched else self.present())
         for slot, parameter in enumerate(self.store.binding.parameters):
             if slot in self._shown:
                 self._used[slot] = self._shown.pop(slot)

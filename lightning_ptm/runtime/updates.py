@@ -96,6 +96,10 @@ class UpdateScheduler(abc.ABC):
             f"{type(inner).__name__} was not returned by configure_optimizers, so it has no pages; return it from there"
         )
 
+    def parameters_of(self, optimizer: int) -> list[torch.nn.Parameter]:
+        """Those that an optimizer updates in pages."""
+        return [parameter for _, flat in self.flats_of(optimizer) for parameter in flat.store.binding.parameters]
+
     def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
         """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
         return [

@@ -1,0 +1,174 @@
+"""`state` of an optimizer during a run. Its tensors are in pages, so a plain one would say in silence that there are none,
+and swallow what is written to it: this one says what to do instead.
+
+Owns `optimizer.state` from `guard` to `unguard`. What is shown in it (states that were loaded, until the first step) can be
+read, and states of parameters that have no pages are the user's as ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import UsageError
+
+_READ = (
+    "take optimizer.state_dict() or trainer.strategy.optimizer_state(optimizer), on all ranks, which fetch them, or read "
+    "optimizer.state after fit"
+)
+_WRITE = (
+    "change them in a state_dict() of the optimizer and give that to its load_state_dict, or edit optimizer.state between "
+    "two fits"
+)
+
+
+class PagedStates(defaultdict[Any, Any]):
+    """See the file's contract.
+
+    Args:
+        paged: parameters whose states are in pages.
+    """
+
+    def __init__(self, optimizer: Optimizer, paged: Iterable[Tensor]) -> None:
+        super().__init__(dict, optimizer.state)
+        self._name = type(optimizer).__name__
+        self._paged = {id(parameter) for parameter in paged}
+        self.is_open = False
+        """Whether the run itself is at work on it."""
+
+    def _refuse(self, done: str, remedy: str) -> NoReturn:
+        raise UsageError(f"state of {self._name} was {done} during a run, where it is in pages: {remedy}")
+
+    def _check_read(self, *keys: Any) -> None:
+        if not self.is_open and any(id(key) in self._paged and not dict.__contains__(self, key) for key in keys):
+            self._refuse("read", _READ)
+
+    def _check_all_read(self) -> None:
+        if not self.is_open and not self._paged <= {id(key) for key in dict.keys(self)}:
+            self._refuse("read", _READ)
+
+    def _check_written(self, *keys: Any) -> None:
+        if not self.is_open and any(id(key) in self._paged for key in keys):
+            self._refuse("written to", _WRITE)
+
+    def __missing__(self, key: Any) -> Any:
+        self._check_read(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check_read(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check_all_read()
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._check_read(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        self._check_all_read()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._check_all_read()
+        return super().values()
+
+    def items(self) -> Any:
+        self._check_all_read()
+        return super().items()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check_written(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._check_written(key)
+        super().__delitem__(key)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._check_written(key)
+        return super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check_written(key)
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        self._check_cleared()
+        return super().popitem()
+
+    def clear(self) -> None:
+        self._check_cleared()
+        super().clear()
+
+    def update(self, *others: Any, **named: Any) -> None:
+        self._check_written(*dict(*others))
+        super().update(*others, **named)
+
+    def _check_cleared(self) -> None:
+        if not self.is_open and self._paged:
+            self._refuse("written to", _WRITE)
+
+    def plain(self) -> defaultdict[Any, Any]:
+        """What it shows, as torch's optimizers keep it."""
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        found.update(dict.items(self))
+        return found
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(dict.items(self)))
+
+    def __deepcopy__(self, known: Any) -> defaultdict[Any, Any]:
+        """Of a private copy of the optimizer, which begins without states."""
+        return defaultdict(dict)
+
+
+def guard(optimizer: Optimizer, paged: Iterable[Tensor]) -> None:
+    """A run begins, or the optimizer has got a plain `state` again (its load_state_dict makes one)."""
+    if not isinstance(optimizer.state, PagedStates):
+        optimizer.state = PagedStates(optimizer, paged)
+
+
+def unguard(optimizer: Optimizer) -> None:
+    """The run is over."""
+    if isinstance(optimizer.state, PagedStates):
+        optimizer.state = optimizer.state.plain()
+
+
+def check_guarded(optimizer: Optimizer) -> None:
+    """Before a step.
+
+    Raises:
+        UsageError: `state` was replaced since.
+    """
+    if not isinstance(optimizer.state, PagedStates):
+        raise UsageError(
+            f"state of {type(optimizer).__name__} was replaced during a run, where it is in pages: {_WRITE}"
+        )
+
+
+def is_opened(optimizer: Optimizer) -> bool:
+    """Whether the run itself is at work on its `state`, or has nothing in pages of it."""
+    return not isinstance(optimizer.state, PagedStates) or optimizer.state.is_open
+
+
+@contextmanager
+def opened(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the run reads and writes it."""
+    if is_opened(optimizer):
+        yield
+        return
+    state = optimizer.state
+    assert isinstance(state, PagedStates)
+    state.is_open = True
+    try:
+        yield
+    finally:
+        state.is_open = False
