@@ -178,8 +178,11 @@ class FlatBinding:
             f"compute with them by calling the module that they belong to, or choose other units=[...]"
         )
 
-    def check(self) -> None:
+    def check(self, *, computes_only: bool = False) -> None:
         """Refuses parameters that somebody else has given other storage (I1) or written to: the values would be lost.
+
+        Args:
+            computes_only: no update follows, so that other storage of the same shape does no harm.
 
         Raises:
             UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
@@ -192,7 +195,10 @@ class FlatBinding:
             )
         with torch._C.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)):
-                self._check_parameter(slot)
+                if computes_only:
+                    self._check_shape(slot)
+                else:
+                    self._check_parameter(slot)
         self._note_writes()
         if self._written is not None:
             raise UsageError(

@@ -350,9 +350,10 @@ class Engine:
         self._iteration += 1
         self._since += 1
         self._backwards = 0
+        computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for store in self.stores:
             for flat in store.flats:
-                flat.binding.check()
+                flat.binding.check(computes_only=computes_only)
             for binding in store.absent:
                 binding.check()
         self.values.check_known()

@@ -194,7 +194,27 @@ class Exchanging(Judged):
         self.head.weight.data = self.own
 
 
-@pytest.mark.parametrize("build", [Unfreezing, Adding, ByHandAdding, Exchanging])
+class Validating(Judged):
+    """Evaluates with an average's data in the place of its own."""
+
+    def val_dataloader(self) -> Any:
+        return batches(2)
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.loss(batch)
+
+    def on_validation_start(self) -> None:
+        self.own = [each.data for each in self.parameters()]
+        for each in self.parameters():
+            each.data = each.data * 0.5
+
+    def on_validation_end(self) -> None:
+        self.note(self.trainer.strategy.lightning_module_state_dict()["head.weight"])
+        for each, own in zip(self.parameters(), self.own, strict=True):
+            each.data = own
+
+
+@pytest.mark.parametrize("build", [Unfreezing, Adding, ByHandAdding, Exchanging, Validating])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 def test_what_is_trained_changes_between_batches(
     strategy_at: MakeStrategy, build: type[Judged], options: dict[str, Any]
