@@ -19,6 +19,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -181,7 +182,9 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
             rest[name] = torch.empty_like(named[name], device="meta")
     with _frozen_copies(module, parameters):
         result = module.load_state_dict(rest, strict=strict)
-    missing = {id(named[name]) for name in result.missing_keys if name in named}
+    # An override of the user's may return anything, such as nothing.
+    missing_keys = result.missing_keys if isinstance(result, _IncompatibleKeys) else named.keys() - state.keys()
+    missing = {id(named[name]) for name in missing_keys if name in named}
     for name, item in named.items():
         if id(item) in parameters and id(item) not in by_id and id(item) not in missing:
             raise ConfigError(

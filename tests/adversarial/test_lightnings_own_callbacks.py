@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, batches, judge, run, trainer
+from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
@@ -271,3 +271,20 @@ def test_data_that_is_replaced_in_the_middle_of_a_step_is_refused(strategy_at: M
 
     with pytest.raises(UsageError, match=r"the data of parameter head.weight was replaced"):
         run(Late, strategy_at("ram"))
+
+
+def test_an_override_of_load_state_dict_may_return_nothing(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    class Silent(Judged):
+        def load_state_dict(self, state: Any, strict: bool = True) -> None:  # type: ignore[override]
+            self.note(strict)
+            super().load_state_dict(state, strict)
+
+    def weights(strategy: MakeStrategy | None) -> Judged:
+        torch.manual_seed(0)
+        for epochs in (1, 2):
+            of, module = trainer(None if strategy is None else strategy("ram"), max_epochs=epochs), Silent()
+            of.fit(module, batches(), ckpt_path=tmp_path / "some.ckpt" if epochs == 2 else None)
+            of.save_checkpoint(tmp_path / "some.ckpt")
+        return module
+
+    assert_alike(weights(strategy_at), weights(None))
