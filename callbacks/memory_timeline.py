@@ -94,6 +94,8 @@ class MemoryTimeline(Recorder, OutsideFit):
         if strategy is None or not ticks:
             return
         self.curves = _curves(strategy, ticks)
+        if not self.curves:
+            return  # a run without pages
         self._write(trainer, ticks)
         boards = boards_of(trainer)
         group = own_name(trainer, self, "memory_timeline")

@@ -12,7 +12,9 @@ from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trai
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+from lightning.pytorch.loggers import CSVLogger
 
+from callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, PageTracer, PlanPrinter
 from lightning_ptm.errors import UsageError
 
 
@@ -288,3 +290,17 @@ def test_an_override_of_load_state_dict_may_return_nothing(strategy_at: MakeStra
         return module
 
     assert_alike(weights(strategy_at), weights(None))
+
+
+def test_monitors_of_pages_meet_a_run_without(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    class Backbone(Judged):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.blocks
+
+    monitors = [each() for each in (GradNormMonitor, MemoryTimeline, PageMonitor, PageTracer, PlanPrinter)]
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    options = {"default_root_dir": tmp_path, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    of = trainer(strategy_at("ram"), callbacks=[*monitors, finetuning], max_epochs=2, **options)
+    of.fit(Backbone(), batches())
+    assert of.state.finished
