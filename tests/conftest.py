@@ -58,8 +58,6 @@ _OTHERS_THREADS = (
     "QueueFeederThread",
     "child-process-observer",
 )
-_OTHERS_WRITER = "_AsyncWriterThread"
-"""Of TensorBoard: old versions of Lightning leave it to itself where set-up fails."""
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 # What Lightning's launcher sets for every parallel strategy and never takes back; its own tests allow the same.
 _OTHERS_VARIABLES |= {
@@ -78,7 +76,8 @@ def _threads() -> set[threading.Thread]:
     return {
         thread
         for thread in threading.enumerate()
-        if not thread.name.startswith(_OTHERS_THREADS) and type(thread).__name__ != _OTHERS_WRITER
+        if not thread.name.startswith(_OTHERS_THREADS)
+        and type(thread).__name__ != "TMonitor"  # an old tqdm names it not
     }
 
 
