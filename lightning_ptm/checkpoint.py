@@ -8,9 +8,11 @@ function is collective.
 
 from __future__ import annotations
 
+import inspect
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -154,6 +156,31 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return module.state_dict()
 
 
+def takes_keywords(module: torch.nn.Module) -> bool:
+    """Whether the module's `state_dict` can be asked for the parameters themselves; an override of the user's, as there are
+    with `strict_loading=False`, may take no arguments."""
+    try:
+        inspect.signature(type(module).state_dict).bind(module, keep_vars=True)
+    except TypeError:
+        return False
+    return True
+
+
+def parameters_by_name(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's state dict with the parameters themselves.
+
+    Raises:
+        UsageError: it cannot be asked for them.
+    """
+    if not takes_keywords(module):
+        raise UsageError(
+            f"{type(module).__name__}.state_dict takes no keywords, and sharded checkpoints ask it for the parameters "
+            f"themselves; write `def state_dict(self, *args, **kwargs)` and hand them on to super().state_dict, or save with "
+            f"state_dict_type='full'"
+        )
+    return module.state_dict(keep_vars=True)
+
+
 def load_module_state(engine: Engine, module: LightningModule, state: Mapping[str, Any], *, strict: bool) -> None:
     """Writes a state dict into pages and buffers.
 
@@ -165,10 +192,11 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     engine.executor.release_all()
     # As a part of the module names its parameters itself, and otherwise as it would say, but for hooks that change values.
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    names_of = module.state_dict if takes_keywords(module) else partial(torch.nn.Module.state_dict, module)
     with engine.values.lent(None):
         named |= {
             name: item
-            for name, item in module.state_dict(keep_vars=True).items()
+            for name, item in names_of(keep_vars=True).items()
             if name not in named or isinstance(item, torch.nn.Parameter)
         }
     parameters = {id(parameter) for _, parameter in engine.values.names()}

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoint import parameters_of, plain_optimizer
+from lightning_ptm.checkpoint import parameters_by_name, parameters_of, plain_optimizer
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
@@ -504,7 +504,7 @@ def index_of(
         world_size: ranks that write.
         page_size: of the run.
     """
-    state = module.state_dict(keep_vars=True)
+    state = parameters_by_name(module)
     return Index(
         step=int(checkpoint.get("global_step", 0)),
         world_size=world_size,

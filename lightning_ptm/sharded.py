@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoint import FileCheckpointIO, parameters_of, plain_optimizer, read_file
+from lightning_ptm.checkpoint import FileCheckpointIO, parameters_by_name, parameters_of, plain_optimizer, read_file
+from lightning_ptm.paged_states import opened
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
@@ -38,7 +39,7 @@ def module_remainder(engine: Engine, module: LightningModule) -> dict[str, Any]:
 def without_parameters(module: LightningModule) -> dict[str, Any]:
     """The same of a module that is in no run."""
     parameters = {id(parameter) for parameter in module.parameters()}
-    state = module.state_dict(keep_vars=True)
+    state = parameters_by_name(module)
     for name in [name for name, item in state.items() if isinstance(item, Tensor) and id(item) in parameters]:
         del state[name]
     return {name: item.detach() if isinstance(item, Tensor) else item for name, item in state.items()}
@@ -48,7 +49,8 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict without element-wise state: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
-    result = optimizer.state_dict()
+    with opened(optimizer):
+        result = optimizer.state_dict()
     scalars = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))
     if scalars:  # Lightning's stand-in, where configure_optimizers returns none, has no states
         result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
