@@ -142,6 +142,7 @@ def test_quiet(strategy_at, quiet: str, tmp_path: Path, monkeypatch: pytest.Monk
     strategy.progress = Progress() if quiet == "short" else AT_ONCE
     if quiet == "rank":
         trainer = make_trainer(strategy, enable_progress_bar=True)
+        strategy.parallel_devices = [torch.device("cpu")] * 2
         for rank, shown in (("0", True), ("1", False)):
             monkeypatch.setenv("RANK", rank)
             strategy.cluster_environment = TorchElasticEnvironment()
