@@ -448,6 +448,10 @@ def _check_kept(
 def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
     """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
     optimizer = plain_optimizer(optimizer)
+    found: dict[int, dict[str, Any]] = {}
     for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer)):
         if keep and state:
-            optimizer.state[parameter] = state
+            found[id(parameter)] = state
+    for parameter in parameters_of(optimizer):  # in this order, as a plain optimizer has them
+        if id(parameter) in found:
+            optimizer.state[parameter] = found[id(parameter)]

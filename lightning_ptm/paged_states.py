@@ -7,8 +7,9 @@ read, and states of parameters that have no pages are the user's as ever.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -31,29 +32,34 @@ class PagedStates(defaultdict[Any, Any]):
     """See the file's contract.
 
     Args:
-        paged: parameters whose states are in pages.
+        name: of the optimizer's class.
+        shown: what can be read.
+        paged: parameters whose states are in pages; None: all others, of a copy.
     """
 
-    def __init__(self, optimizer: Optimizer, paged: Iterable[Tensor]) -> None:
-        super().__init__(dict, optimizer.state)
-        self._name = type(optimizer).__name__
-        self._paged = {id(parameter) for parameter in paged}
+    def __init__(self, name: str, shown: Mapping[Any, Any], paged: Iterable[Tensor] | None) -> None:
+        super().__init__(dict, shown)
+        self._name = name
+        self._paged = None if paged is None else {id(parameter) for parameter in paged}
         self.is_open = False
         """Whether the run itself is at work on it."""
 
     def _refuse(self, done: str, remedy: str) -> NoReturn:
         raise UsageError(f"state of {self._name} was {done} during a run, where it is in pages: {remedy}")
 
+    def _is_paged(self, key: Any) -> bool:
+        return self._paged is None or id(key) in self._paged
+
     def _check_read(self, *keys: Any) -> None:
-        if not self.is_open and any(id(key) in self._paged and not dict.__contains__(self, key) for key in keys):
+        if not self.is_open and any(self._is_paged(key) and not dict.__contains__(self, key) for key in keys):
             self._refuse("read", _READ)
 
     def _check_all_read(self) -> None:
-        if not self.is_open and not self._paged <= {id(key) for key in dict.keys(self)}:
+        if not self.is_open and (self._paged is None or not self._paged <= {id(key) for key in dict.keys(self)}):
             self._refuse("read", _READ)
 
     def _check_written(self, *keys: Any) -> None:
-        if not self.is_open and any(id(key) in self._paged for key in keys):
+        if not self.is_open and any(map(self._is_paged, keys)):
             self._refuse("written to", _WRITE)
 
     def __missing__(self, key: Any) -> Any:
@@ -67,6 +73,33 @@ class PagedStates(defaultdict[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         self._check_all_read()
         return super().__iter__()
+
+    def __reversed__(self) -> Iterator[Any]:
+        self._check_all_read()
+        return super().__reversed__()
+
+    def __len__(self) -> int:
+        self._check_all_read()
+        return super().__len__()
+
+    def __eq__(self, other: object) -> bool:
+        self._check_all_read()
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<state of {self._name}, in pages>"
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._check_read(key)
@@ -113,8 +146,14 @@ class PagedStates(defaultdict[Any, Any]):
         super().update(*others, **named)
 
     def _check_cleared(self) -> None:
-        if not self.is_open and self._paged:
+        if not self.is_open and (self._paged is None or self._paged):
             self._refuse("written to", _WRITE)
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        self._check_all_read()
+        return self.plain()
+
+    __copy__ = copy  # type: ignore[assignment]
 
     def plain(self) -> defaultdict[Any, Any]:
         """What it shows, as torch's optimizers keep it."""
@@ -122,24 +161,27 @@ class PagedStates(defaultdict[Any, Any]):
         found.update(dict.items(self))
         return found
 
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(dict.items(self)))
+    # A copy of the optimizer has no pages: what it lacks is an error there, too.
 
-    def __deepcopy__(self, known: Any) -> defaultdict[Any, Any]:
-        """Of a private copy of the optimizer, which begins without states."""
-        return defaultdict(dict)
+    def __reduce__(self) -> Any:
+        return PagedStates, (self._name, dict(dict.items(self)), None)
+
+    def __deepcopy__(self, known: Any) -> PagedStates:
+        return PagedStates(self._name, copy.deepcopy(dict(dict.items(self)), known), None)
 
 
 def guard(optimizer: Optimizer, paged: Iterable[Tensor]) -> None:
     """A run begins, or the optimizer has got a plain `state` again (its load_state_dict makes one)."""
     if not isinstance(optimizer.state, PagedStates):
-        optimizer.state = PagedStates(optimizer, paged)
+        optimizer.state = PagedStates(type(optimizer).__name__, optimizer.state, paged)
 
 
-def unguard(optimizer: Optimizer) -> None:
-    """The run is over."""
-    if isinstance(optimizer.state, PagedStates):
-        optimizer.state = optimizer.state.plain()
+def unguard(optimizer: Optimizer) -> bool:
+    """The run is over; returns False where the user has put another `state` in its place since, which then counts."""
+    if not isinstance(optimizer.state, PagedStates):
+        return False
+    optimizer.state = optimizer.state.plain()
+    return True
 
 
 def check_guarded(optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch.optim import Optimizer
 
@@ -76,11 +76,11 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     return True
 
 
-def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], *, keep: bool) -> bool:
+def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], kept: Collection[Optimizer]) -> bool:
     """Puts the optimizers' states back, so that `save_checkpoint` after `fit` saves all that it saves with any strategy.
 
     Args:
-        keep: on this rank.
+        kept: those that get them on this rank; fetching is collective.
 
     Returns:
         Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed.
@@ -92,5 +92,5 @@ def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], *, keep: b
     if not engine.all_ranks(not engine.optimizer_state_bytes(Tier.DISK) and needed <= free_host_bytes()):
         return False
     for optimizer in optimizers:
-        give_back_optimizer_state(engine, optimizer, keep=keep)
+        give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)
     return True

@@ -35,7 +35,9 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 # Schedulers and Lightning wrap these on the instance; the wrappers point back at the user's object.
-_OF_THE_RUN = frozenset((*_HOOKS, "state", "param_groups", "step", "zero_grad", "_step_count", "_opt_called"))
+_OF_THE_RUN = frozenset(
+    (*_HOOKS, "state", "param_groups", "step", "zero_grad", "state_dict", "_step_count", "_opt_called")
+)
 _NOT_OF_A_NAMESPACE = frozenset(("__dict__", "__weakref__", "_abc_impl", "__abstractmethods__", "__init_subclass__"))
 _MOST_ITEMS = 4096
 """Larger containers and tensors are tables, which are read; they are shared."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.paged_states import PagedStates
@@ -48,6 +51,10 @@ def assign(module: Momentum, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[module.head.weight] = {"momentum_buffer": torch.zeros_like(module.head.weight)}
 
 
+def in_place_or(module: Momentum, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state |= {module.head.weight: {}}
+
+
 WRITES: dict[str, Deed] = {
     "clear": lambda module, optimizer: optimizer.state.clear(),
     "assign": assign,
@@ -55,6 +62,7 @@ WRITES: dict[str, Deed] = {
     "setdefault": lambda module, optimizer: optimizer.state.setdefault(module.head.weight, {}),
     "update": lambda module, optimizer: optimizer.state.update({module.head.weight: {}}),
     "replace": replace,
+    "or": in_place_or,
 }
 READS: dict[str, Deed] = {
     "item": lambda module, optimizer: optimizer.state[module.head.weight]["momentum_buffer"],
@@ -64,6 +72,16 @@ READS: dict[str, Deed] = {
     "values": lambda module, optimizer: list(optimizer.state.values()),
     "keys": lambda module, optimizer: list(optimizer.state),
     "in": lambda module, optimizer: module.head.weight in optimizer.state,
+    "len": lambda module, optimizer: len(optimizer.state),
+    "bool": lambda module, optimizer: bool(optimizer.state),
+    "equal": lambda module, optimizer: optimizer.state == {},
+    "or": lambda module, optimizer: optimizer.state | {},
+    "copy": lambda module, optimizer: optimizer.state.copy(),
+    "copy.copy": lambda module, optimizer: copy.copy(optimizer.state),
+    "deepcopy": lambda module, optimizer: copy.deepcopy(optimizer).state_dict(),
+    "pickle": lambda module, optimizer: pickle.loads(pickle.dumps(optimizer)).state_dict(),
+    "deepcopy of it": lambda module, optimizer: len(copy.deepcopy(optimizer.state)),
+    "torch's own": lambda module, optimizer: get_optimizer_state_dict(module, optimizer),
 }
 
 
@@ -77,6 +95,36 @@ def test_state_is_not_written_to_in_vain(name: str, tier: str, strategy_at: Make
 def test_state_is_not_missing_in_silence(name: str, strategy_at: MakeStrategy) -> None:
     with pytest.raises(UsageError, match=r"state of SGD was read during a run, .* take optimizer\.state_dict\(\)"):
         run(doing(READS[name]), strategy_at("ram"))
+
+
+class ResetWhenRearranged(Judged):
+    """A recipe for unfreezing: the optimizer begins afresh."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 2:
+            self.trainer.optimizers[0].state = defaultdict(dict)
+            self.head.weight.data = self.head.weight.data.clone()
+
+
+class ResetAtTheEnd(Judged):
+    def on_train_end(self) -> None:
+        self.optimizer = self.trainer.optimizers[0]
+        self.optimizer.state = defaultdict(dict)
+
+    def teardown(self, stage: str) -> None:
+        self.note(len(self.optimizer.state))
+
+
+def test_a_reset_counts_when_pages_end(strategy_at: MakeStrategy) -> None:
+    judge(ResetWhenRearranged, strategy_at("ram"), limit_train_batches=5)
+    for where in ("ram", "three_tiers", "lock_free"):
+        judge(ResetAtTheEnd, strategy_at(where))
+
+
+def test_states_are_in_the_order_of_parameters_behind_a_run(strategy_at: MakeStrategy) -> None:
+    kept: list[torch.optim.Optimizer] = []
+    module = run(doing(lambda module, optimizer: kept.append(optimizer)), strategy_at("ram"))
+    assert all(ours is theirs for ours, theirs in zip(kept[0].state, module.parameters(), strict=True))
 
 
 def reset(module: Momentum, optimizer: torch.optim.Optimizer) -> None:
