@@ -407,7 +407,13 @@ class Engine:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, the strategy runs a backward pass of the loss."""
+        """Inside, the strategy runs a backward pass of the loss.
+
+        Raises:
+            UsageError: it would add to what a step has used up.
+        """
+        for flat in self._all_flats():
+            flat.gradient.check_forgotten()
         self.backward_begins()
         self._of_the_loss = True
         with self.hooks.backward():

@@ -98,6 +98,8 @@ class FlatGradient:
         """By slot, what `.grad` is behind a step that has used it up."""
         self._retired = False
         """Whether a step has left there what is used up."""
+        self._added_to_used: int | None = None
+        """A slot of that, to which a backward pass has added since."""
         self._spent: Sequence[bool] = ()
         """For each parameter, whether a step has used its gradient up; empty: none has."""
         self.clipped_later = False
@@ -143,27 +145,39 @@ class FlatGradient:
                 parameter.grad = grad.clone()
 
     def hide(self) -> None:
-        """A backward pass begins, which adds to `.grad`.
-
-        Raises:
-            UsageError: it would add to what a step has used up.
-        """
-        self._check_forgotten()
+        """A backward pass begins, which adds to `.grad`."""
+        if self._retired:
+            slot = self._still_used()
+            if slot is None:
+                self._let_go_of_used()
+            else:  # a pass of the user's own, in whose step Lightning has still to forget gradients
+                self._added_to_used = slot
         if self._shown:
             self._follow_user(stay=False)
 
-    def _check_forgotten(self) -> None:
-        """What a step has left in `.grad` may be let go of by any means, and by none of them used again."""
+    def check_forgotten(self) -> None:
+        """What a step has left in `.grad` may be let go of by any means, and by none of them used again.
+
+        Raises:
+            UsageError: it was not, before a backward pass of the loss, or a step.
+        """
         if not self._retired:
             return
-        for slot, parameter in enumerate(self.store.binding.parameters):
-            if parameter.grad is not None and parameter.grad is self._used.get(slot):
-                raise UsageError(
-                    f"the gradient of {self.store.layout.slots[slot].spec.name} was used by a step and not forgotten before "
-                    f"the next backward pass or step, which would go on from it, and it is kept no longer; call zero_grad of "
-                    f"the optimizer, set accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, "
-                    f"with which gradients are kept until then"
-                )
+        slot = self._still_used() if self._added_to_used is None else self._added_to_used
+        if slot is not None:
+            raise UsageError(
+                f"the gradient of {self.store.layout.slots[slot].spec.name} was used by a step and not forgotten before the "
+                f"next backward pass or step, which would go on from it, and it is kept no longer; call zero_grad of the "
+                f"optimizer, set accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, with "
+                f"which gradients are kept until then"
+            )
+        self._let_go_of_used()
+
+    def _still_used(self) -> int | None:
+        parameters = enumerate(self.store.binding.parameters)
+        return next((at for at, p in parameters if p.grad is not None and p.grad is self._used.get(at)), None)
+
+    def _let_go_of_used(self) -> None:
         self.settle()
         self._retired = False
         self._filled = False
@@ -176,7 +190,7 @@ class FlatGradient:
         Raises:
             UsageError: several ranks hold the gradient; or a step has used it up.
         """
-        self._check_forgotten()
+        self.check_forgotten()
         if self.in_place:
             return
         if self._shown:
@@ -594,6 +608,7 @@ class FlatGradient:
         self.settle()
         self._drop()
         self._retired = False
+        self._added_to_used = None
         self._spent = ()
         self.clipped_later = False
         self._filled = False

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 
-from callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, PageTracer, PlanPrinter
+from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, PageTracer, PlanPrinter
 from lightning_ptm.errors import UsageError
 
 
