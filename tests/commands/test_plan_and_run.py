@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from planned_runs import LIMITS, NEAR, make_trainer, planned
 
 from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.data import TextBytes
+from lightning_ptm.half_products import products_here
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.terms import Tier
@@ -48,6 +50,7 @@ class Measured(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
         if index == 0:
+            gc.collect()  # what earlier runs have left, and would be gone in the middle of this one
             self._before = malloc_in_use_bytes()
 
     def on_train_batch_end(
@@ -87,7 +90,8 @@ def warm() -> None:
     model = GPT(**MODEL).to(torch.bfloat16)
     model.configure_model()
     tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)
-    model.to(torch.bfloat16).loss((tokens, tokens)).backward()
+    with products_here(torch.bfloat16, torch.device("cpu")):
+        model.to(torch.bfloat16).loss((tokens, tokens)).backward()
 
 
 @pytest.mark.filterwarnings("ignore")
