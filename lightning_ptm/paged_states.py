@@ -102,7 +102,8 @@ class PagedStates(defaultdict[Any, Any]):
         return f"<state of {self._name}, in pages>"
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self._check_read(key)
+        if self._paged is not None:  # torch's own classes look for old formats when they are copied
+            self._check_read(key)
         return super().get(key, default)
 
     def keys(self) -> Any:
@@ -110,7 +111,8 @@ class PagedStates(defaultdict[Any, Any]):
         return super().keys()
 
     def values(self) -> Any:
-        self._check_all_read()
+        if self._paged is not None:  # as in `get`
+            self._check_all_read()
         return super().values()
 
     def items(self) -> Any:

@@ -1038,10 +1038,10 @@ class AngelPTMStrategy(ParallelStrategy):
             wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
             if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
                 self._ended = dataclasses.replace(self._ended, weights=True)
+                self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
                 kept = [each for each in self.optimizers if checkpoints.plain_optimizer(each) not in replaced]
                 if restore.optimizer_states(engine, self.optimizers, kept if self.is_global_zero else ()):
                     self._ended = dataclasses.replace(self._ended, optimizer_states=True)
-                    self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
         except Exception as error:
             engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
             if not self._ended.weights:
