@@ -170,10 +170,8 @@ class Watches:
         if self._foreign is not None:
             self._foreign.close()
         for owner, name, ours, before in reversed(self._replaced):
-            if (
-                owner.__dict__.get(name) is not ours
-            ):  # somebody has put another one around it, which now calls the owner's
-                continue
+            if owner.__dict__.get(name) is not ours:
+                continue  # somebody has put another one around it, which now calls the owner's
             if before is _NOTHING:
                 del owner.__dict__[name]
             else:
