@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -44,6 +44,7 @@ from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
+from lightning_ptm.runtime.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
@@ -63,6 +64,9 @@ _STEP_ENDS = 1 << 20
 
 _TRACES = 1
 """Flag of a boundary: the iteration is to be traced."""
+
+_CHANGED_BUFFERS = 256
+"""Flag of a boundary: buffers of modules may not be rank 0's any more."""
 
 
 class Together(enum.IntEnum):
@@ -179,6 +183,8 @@ class Engine:
             progress=self.bars,
         )
         self._taken_over = False
+        self._adds_up = False
+        """Inside `without_reduction`."""
         try:
             self._build(recompute, given or Given())
         except BaseException:
@@ -203,6 +209,10 @@ class Engine:
         self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts, self.bars)
         self._first_values(given)
+        several = self.communicator.world_size > 1
+        self._module_buffers = ModuleBuffers(self.module, self.communicator) if several else None
+        if self._module_buffers is not None:
+            self._module_buffers.follow_rank_0()
         self._taken_over = True
         for flats in self.flats:
             for flat in flats:
@@ -365,12 +375,19 @@ class Engine:
         if mode is Mode.TRAIN and self._read_ahead:
             # Behind the forward: what the first updates of the backward will need.
             self.updater.prefetch(self._read_ahead)
-        trace = _TRACES if self.executor.wants_trace(mode) else 0
+        flags = _TRACES if self.executor.wants_trace(mode) else 0
+        if self._module_buffers is not None and self._module_buffers.changed():
+            flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            seen, together = self._come_together(Together.TRAINING_STEP, trace=trace), True
+            seen, together = self._come_together(Together.TRAINING_STEP, flags=flags), True
         else:
-            seen = self._reach(0, trace)
+            seen = self._reach(0, flags)
             together = not seen & _ANY_TOGETHER  # else some ranks have no such batch any more
+        if self._module_buffers is not None:
+            if together and seen & _CHANGED_BUFFERS:
+                self._module_buffers.follow_rank_0()
+            # As DDP does, behind a forward whose gradients are reduced.
+            self._module_buffers.iteration_begins(compare_next=mode is Mode.TRAIN and not self._adds_up)
         # All ranks that are here end the iteration before, and plan anew, together (executor I3).
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
@@ -519,16 +536,16 @@ class Engine:
         if gathering.size == self.communicator.world_size:
             self._since = 0
 
-    def _come_together(self, what: Together, deed: str = "", trace: int = 0) -> int:
+    def _come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
         """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
 
         Raises:
             RankError: other ranks have come for something else.
         """
         if self._agreement is None:
-            return trace
+            return flags
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
-        seen = self._agreement.reach(Boundary(TOGETHER + number, what | trace))
+        seen = self._agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._since = 0
         self._check_nobody_else(seen, what, str(what))
         if seen & DIFFERENT:
@@ -666,9 +683,15 @@ class Engine:
         if self.blueprint.experts is not None:
             self._reach(position)  # others may have more experts to reduce: what follows may be collective
 
-    def without_reduction(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
         """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
-        return self.reduction.postponed() if self.blueprint.accumulates_whole else nullcontext()
+        self._adds_up, before = True, self._adds_up
+        try:
+            with self.reduction.postponed() if self.blueprint.accumulates_whole else nullcontext():
+                yield
+        finally:
+            self._adds_up = before
 
     def zero_grad(self, optimizer: Optimizer, *, forget: bool) -> None:
         """Forgets the gradients of an optimizer's parameters; or they are about to be overwritten in place."""

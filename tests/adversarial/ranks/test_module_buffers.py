@@ -1,0 +1,119 @@
+"""Buffers of modules on two ranks: rank 0's, as under Lightning's own DDP."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_harness import run_ranks
+from rank_training import TIMEOUT_S, make_strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptm.errors import RankError
+
+
+class Normed(L.LightningModule):
+    """Ranks register other features, see other data, and turn their codebook towards it.
+
+    Attributes:
+        ignored: names of buffers that are each rank's own.
+    """
+
+    def __init__(self, rank: int, ignored: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(8)
+        self.first = nn.Linear(8, 8)
+        self.register_buffer("features", torch.full((8,), rank + 1.0), persistent=False)
+        self.register_buffer("codebook", torch.zeros(8))
+        self.register_buffer("replaced", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("whether", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("seen", torch.zeros(()))
+        if ignored:
+            self._ddp_params_and_buffers_to_ignore = [*ignored]
+        self.rank = rank
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.first(self.norm(batch[0] * self.features)) - self.codebook
+        with torch.no_grad():
+            self.codebook += 0.1 * hidden.mean(0) if self.training else 0
+            self.whether[self.rank] = True
+        self.replaced = self.replaced + self.rank + 1
+        return hidden.square().mean()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validation", self.loss_of(batch), sync_dist=True)
+        self.seen += self.rank + 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(strategy: Any, module: Normed, accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the run logged, and its weights and buffers."""
+    data = torch.randn(40, 8, generator=torch.Generator().manual_seed(2)) + torch.arange(40)[:, None] % 2
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
+    options |= dict.fromkeys(quiet, False)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    loader = DataLoader(TensorDataset(data), batch_size=4)
+    trainer.fit(module, loader, loader)
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return dict(trainer.callback_metrics), {name: value.detach().clone() for name, value in values.items()}
+
+
+def both(folder: Path, tier: str, ignored: tuple[str, ...] = (), accumulate: int = 1) -> list[Any]:
+    ddp = DDPStrategy(timeout=timedelta(seconds=TIMEOUT_S))
+    ours = make_strategy(folder, tier)
+    return [trained(strategy, Normed(_rank(), ignored), accumulate) for strategy in (ddp, ours)]
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize(("tier", "accumulate"), [("ram", 1), ("ram", 3), ("all_on_disk", 1)])
+def test_they_are_those_of_ddp(tier: str, accumulate: int, tmp_path: Path) -> None:
+    for theirs, ours in run_ranks(both, 2, tmp_path, tier, (), accumulate, limit_s=120.0):
+        for expected, values in zip(theirs, ours, strict=True):
+            assert expected.keys() == values.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(values[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_some_may_be_each_rank_s_own(tmp_path: Path) -> None:
+    for rank, (theirs, ours) in enumerate(run_ranks(both, 2, tmp_path, "ram", ("features", "seen"), limit_s=120.0)):
+        assert torch.equal(theirs[1]["features"], torch.full((8,), rank + 1.0))
+        assert torch.equal(ours[1]["features"], theirs[1]["features"])
+        assert torch.equal(ours[1]["seen"], theirs[1]["seen"])
+        torch.testing.assert_close(ours[1]["norm.running_mean"], theirs[1]["norm.running_mean"])
+
+
+class OtherSize(Normed):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.register_buffer("memory", torch.zeros(rank + 1))
+
+
+def other_sizes(folder: Path) -> str:
+    with pytest.raises(RankError) as raised:
+        trained(make_strategy(folder, "ram"), OtherSize(_rank()))
+    return str(raised.value)
+
+
+def test_other_sizes_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(other_sizes, 2, tmp_path, limit_s=120.0)
+    assert first.startswith("ranks have different buffers of modules; register the same ones on all ranks")
+    assert "(here OtherSize.memory: torch.float32 [2], which rank 0 has not)" in second
