@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 KEY = "random_states"
 """The states of each rank, in order."""
@@ -46,6 +47,19 @@ def states(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy"] = (kind, keys.tolist(), *rest)
     return found
+
+
+def sent(states: Mapping[str, Any]) -> dict[str, Any]:
+    """As they go to another rank: without tensors, which are pickled by `torch.save`, and that is for who writes a file."""
+    return {name: state.numpy().tobytes() if isinstance(state, Tensor) else state for name, state in states.items()}
+
+
+def received(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """What `sent` was made of."""
+    return {
+        name: torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
+        for name, state in sent.items()
+    }
 
 
 def restore(found: Mapping[str, Any], device: torch.device) -> None:

@@ -798,10 +798,10 @@ class AngelPTMStrategy(ParallelStrategy):
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         begun = self._engine is not None or self._began_with is not None
         if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
-            ours, ranks = randomness.states(self.root_device), range(self.world_size)
+            ours, ranks = randomness.sent(randomness.states(self.root_device)), range(self.world_size)
             tell = self.broadcast if self._engine is None else self._engine.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
-            checkpoint = randomness.filed(checkpoint, states)
+            checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])
         if self.settings.state_dict_type == "full":
 
             def save() -> None:
