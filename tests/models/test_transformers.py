@@ -112,6 +112,12 @@ MODELS = {
     "gpt2": Model(  # tied head, dropout, Conv1D
         "GPT2LMHeadModel", "GPT2Config", {**_IDS, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 2}, causal
     ),
+    "gpt2_of_odd_widths": Model(  # nothing is a multiple of a processor's vectors
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**_IDS, "n_positions": 31, "n_embd": 42, "n_layer": 3, "n_head": 2, "n_inner": 51},
+        causal,
+    ),
     "llama": Model(  # rotary buffers, grouped heads
         "LlamaForCausalLM", "LlamaConfig", {**_LLAMA, "attention_dropout": 0.1}, causal
     ),

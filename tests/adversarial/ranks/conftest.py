@@ -1,4 +1,4 @@
-"""The fixtures of tests/ranks, whose modules the ranks' processes import by name."""
+"""The fixtures of tests/ranks, whose modules, and those beside them, the ranks' processes import by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks"))
+for folder in (Path(__file__).parents[2] / "ranks", Path(__file__).parents[1]):
+    sys.path.insert(0, str(folder))
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -1,0 +1,46 @@
+"""Every way in which settings meet, on two ranks: few cases quickly, more of them slowly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from combinations import ALL, Case, check, few
+from rank_harness import run_ranks
+
+FEW = few(ALL, seed=1)
+QUICK = 10
+"""The first of these have the most pairs of choices."""
+
+
+def check_all(cases: Sequence[Case], folder: str) -> int:
+    """What this rank finds, case by case: the first that fails ends it."""
+    for index, case in enumerate(cases):
+        try:
+            check(case, Path(folder) / str(index))
+        except BaseException as error:
+            error.add_note(", ".join(case))
+            raise
+    return len(cases)
+
+
+def on_two_ranks(cases: Sequence[Case], folder: Path, limit_s: float) -> None:
+    assert run_ranks(check_all, 2, list(cases), str(folder), limit_s=limit_s) == [len(cases)] * 2
+
+
+def test_few(tmp_path: Path) -> None:
+    on_two_ranks(FEW[:QUICK], tmp_path, 240)
+
+
+@pytest.mark.slow
+def test_every_two_choices(tmp_path: Path) -> None:
+    on_two_ranks(FEW[QUICK:], tmp_path, 280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", range(4))
+def test_many(seed: int, tmp_path: Path) -> None:
+    on_two_ranks(random.Random(seed).sample(ALL, 200), tmp_path, 1400)
