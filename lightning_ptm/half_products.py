@@ -12,6 +12,7 @@ are torch's own. I3: it holds in the thread that entered it, and costs some micr
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,10 +31,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 SLOW = 4.0
 """From how many times fp32's time on a 16-bit product is slow. Processors with 16-bit arithmetic take 0.3 to 1.5 times as
-long as for fp32, those without 10 to 70 times: noise does not carry one to the other."""
+long as for fp32, those without 8 to 70 times."""
 
 _SIDE = 128
-_TRIES = 3
+_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 40
 
 _aten = torch.ops.aten
 
@@ -161,26 +163,39 @@ def _slowdown_here(dtype: torch.dtype) -> float:
 def slowdown(dtype: torch.dtype) -> float:
     """How many times as long as one of fp32 a product of `dtype` takes here, over the orders in which training has them.
 
-    In seconds of one thread's processor time: others that use the machine meanwhile do not change it.
+    The least times of several rounds on one thread: others that use the machine meanwhile only add to a time. Numbers depend
+    on the answer, so a processor is not called fast before many rounds have said so.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _product_s(dtype) / _product_s(torch.float32)
+        half, fp32 = _Products(dtype), _Products(torch.float32)
+        for done in range(1, _MOST_ROUNDS + 1):
+            half.compute()
+            fp32.compute()
+            if done >= _LEAST_ROUNDS and half.least_s() >= SLOW * fp32.least_s():
+                break
+        return half.least_s() / fp32.least_s()
     finally:
         torch.set_num_threads(threads)
 
 
-def _product_s(dtype: torch.dtype) -> float:
-    left, right = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
-    pairs = ((left, right), (left, right.t()), (left.t(), right))
-    return sum(min(_seconds(*pair) for _ in range(_TRIES)) for pair in pairs)
+class _Products:
+    """Small products, one for each order of the elements, and the least time that each took."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        left, right = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
+        self._pairs = ((left, right), (left, right.t()), (left.t(), right))
+        self._least_s = [math.inf] * len(self._pairs)
 
-def _seconds(left: Tensor, right: Tensor) -> float:
-    began_s = time.thread_time()
-    torch.mm(left, right)
-    return time.thread_time() - began_s
+    def compute(self) -> None:
+        for index, pair in enumerate(self._pairs):
+            began_s = time.monotonic()
+            torch.mm(*pair)
+            self._least_s[index] = min(self._least_s[index], time.monotonic() - began_s)
+
+    def least_s(self) -> float:
+        return sum(self._least_s)
 
 
 def has_arithmetic(dtype: torch.dtype) -> bool:

@@ -59,7 +59,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN, ClosedParameter
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
@@ -77,6 +77,7 @@ from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
+from lightning_ptm.spent import SpentOptimizers
 from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
@@ -139,10 +140,10 @@ class AngelPTMStrategy(ParallelStrategy):
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
         self._given_state: Callable[[], Callable[[], None]] | None = None
-        """Makes what loads the weights of a checkpoint, which Lightning has given before there were pages for them."""
+        """Makes what loads the rest of a checkpoint, which Lightning has given before there were pages for it."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
-        self._spent: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._spent = SpentOptimizers()
         """Optimizers whose states have ended with their run, and that were given no others since."""
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
@@ -517,13 +518,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
-            if optimizer in self._spent:
-                raise UsageError(
-                    f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
-                    f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
-                    f"optimizer from configure_optimizers"
-                )
+        self._spent.check(map(checkpoints.plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -586,7 +581,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_spent": weakref.WeakSet(state["_spent"])})
+        super().__setstate__({**state, "_spent": SpentOptimizers(state["_spent"])})
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -702,7 +697,12 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        if self._setting_up:
+        if self._setting_up and self._holds(checkpoint["state_dict"]):
+            # As Lightning: configure_optimizers may look at weights. Pages take theirs from the module.
+            super().load_model_state_dict(checkpoint, strict)
+            random_states = randomness.found(checkpoint)
+            self._given_state = lambda: partial(self._go_on_drawing, random_states)
+        elif self._setting_up:
             versions = {name: tensor._version for name, tensor in _parameters_and_buffers(self.lightning_module)}
             self._given_state = partial(self._load_given_state, checkpoint, strict, versions)
         else:
@@ -717,7 +717,25 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, weights=True, torn=False)
             return
         checkpoints.load_module_state(self._engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
-        random_states = randomness.found(checkpoint)
+        self._go_on_drawing(randomness.found(checkpoint))
+
+    def _holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether the module itself, before there are pages, can take a checkpoint's weights as they are."""
+        assert self.lightning_module is not None
+        return (
+            self.settings.weights is None  # what a checkpoint has comes after what files have
+            and self.settings.expert_parallel_size == 1
+            and all(
+                not parameter.is_meta
+                and not isinstance(parameter, ClosedParameter)
+                and getattr(state.get(name), "dtype", parameter.dtype) == parameter.dtype
+                for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False)
+            )
+        )
+
+    def _go_on_drawing(self, random_states: Sequence[Any]) -> None:
+        """Random numbers, where the run is one that is resumed."""
+        assert self.lightning_module is not None
         # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
         resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
@@ -765,7 +783,8 @@ class AngelPTMStrategy(ParallelStrategy):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
                 forget = checkpoints.load_optimizer_state(self._engine, optimizer, state)
                 self._shown_states[checkpoints.plain_optimizer(optimizer)] = forget
-        self._spent.difference_update(map(checkpoints.plain_optimizer, self.optimizers))
+        for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
+            self._spent.discard(optimizer)
 
     def _follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """A hook of the user's has called its `load_state_dict`."""
@@ -1051,7 +1070,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
             if not self._ended.optimizer_states:
                 optimizers = enumerate(engine.updates.optimizers)
-                self._spent.update(each for index, each in optimizers if engine.values.has_optimizer_states(index))
+                self._spent.add(each for index, each in optimizers if engine.values.has_optimizer_states(index))
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()

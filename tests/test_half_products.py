@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,24 @@ def chosen(dtype: torch.dtype, **settings: Any) -> bool:
 @half
 def test_it_is_chosen_where_the_processor_is_slow(dtype) -> None:
     assert chosen(dtype) == (not has_arithmetic(dtype) and slowdown(dtype) >= SLOW)
+
+
+@pytest.mark.parametrize(("slow", "stalled"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)])
+def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests beside others have seen: fp32's products were kept waiting each of the few times that they were timed."""
+    clock_s = 0.0
+    calls = dict.fromkeys((torch.bfloat16, torch.float32), 0)
+
+    def mm(left: torch.Tensor, right: torch.Tensor) -> None:
+        nonlocal clock_s
+        calls[left.dtype] += 1
+        clock_s += 1e-3 if slow and left.dtype is torch.bfloat16 else 1e-4
+        if left.dtype is stalled and calls[left.dtype] <= (45 if slow else 6):
+            clock_s += 1e-2
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr("lightning_ptm.half_products.time", types.SimpleNamespace(monotonic=lambda: clock_s))
+    assert (slowdown(torch.bfloat16) >= SLOW) == slow
 
 
 @half

@@ -421,6 +421,72 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
     assert_same(weights_of(copy.deepcopy(trainer.lightning_module)), weights_of(fitted(Net, "auto")))  # type: ignore[arg-type]
 
 
+# -- behind a run, and before the next one's pages --------------------------------------------------------------------------
+
+
+def test_a_loop_by_hand_does_not_begin_anew_in_silence(strategy_at: Any, tier: str) -> None:
+    """With one device the optimizer goes on with its moments, where they are still there."""
+
+    def by_hand(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
+        trainer, module = trainer_with(strategy), Net()
+        trainer.fit(module, batches())
+        (optimizer,) = trainer.optimizers
+        optimizer.zero_grad()
+        module.training_step(next(iter(batches())), 0).backward()
+        return module, optimizer
+
+    ours, optimizer = by_hand(strategy_at(tier))
+    if optimizer.state:
+        optimizer.step()
+        theirs, their_optimizer = by_hand("auto")
+        their_optimizer.step()
+        assert_same(weights_of(ours), weights_of(theirs))
+        return
+    before = weights_of(ours)
+    with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+        optimizer.step()
+    assert_same(weights_of(ours), before)
+    theirs, their_optimizer = by_hand("auto")
+    optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
+    for each in (optimizer, their_optimizer):
+        each.step()
+    assert_same(weights_of(ours), weights_of(theirs))
+
+
+class LooksAtWeights(Net):
+    """Its optimizer leaves out what is close to zero; it counts loads of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: State = {}
+        self.loads = 0
+        self.register_load_state_dict_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.loads += 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.seen = weights_of(self)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
+    strategy_at: Any, tier: str, kind: str, tmp_path: Path
+) -> None:
+    saves = ModelCheckpoint(tmp_path, filename="first", save_last=False)
+    module = LooksAtWeights()
+    trainer_with(strategy_at(tier, state_dict_type=kind), enable_checkpointing=True, callbacks=[saves]).fit(
+        module, batches()
+    )
+    again = LooksAtWeights()
+    trainer_with(strategy_at(tier, state_dict_type=kind), max_epochs=2).fit(
+        again, batches(), ckpt_path=tmp_path / "first.ckpt"
+    )
+    assert_same(again.seen, weights_of(module))
+    assert again.loads == 1
+
+
 # -- the disk --------------------------------------------------------------------------------------------------------------
 
 
