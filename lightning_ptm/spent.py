@@ -1,12 +1,12 @@
 """Optimizers whose states have ended with their run: a step of theirs would begin anew, and nobody would see it.
 
-Owns the hooks that refuse such a step, wherever it is taken: in another run, or in a loop by hand.
+Owns the hooks that refuse such a step, wherever it is taken: in another run, of another Trainer too, or in a loop by hand.
 I1: an optimizer that was given states since, by `load_state_dict` too, is none of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -15,36 +15,36 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 
+_HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
 
-class SpentOptimizers:
-    """Holds none of them alive."""
 
-    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
-        self.add(optimizers)
+def spend(optimizers: Iterable[Optimizer]) -> None:
+    """The states of these have ended."""
+    for optimizer in optimizers:
+        if optimizer not in _HOOKS:
+            _HOOKS[optimizer] = (
+                optimizer.register_step_pre_hook(_refuse),
+                optimizer.register_load_state_dict_post_hook(renew),
+            )
 
-    def add(self, optimizers: Iterable[Optimizer]) -> None:
-        for optimizer in optimizers:
-            if optimizer not in self._hooks:
-                self._hooks[optimizer] = (
-                    optimizer.register_step_pre_hook(_refuse),
-                    optimizer.register_load_state_dict_post_hook(self.discard),
-                )
 
-    def discard(self, optimizer: Optimizer) -> None:
-        for hook in self._hooks.pop(optimizer, ()):
-            hook.remove()
+def renew(optimizer: Optimizer) -> None:
+    """It has states again."""
+    for hook in _HOOKS.pop(optimizer, ()):
+        hook.remove()
 
-    def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises:
-        UsageError: one of these is spent.
-        """
-        for optimizer in optimizers:
-            if optimizer in self._hooks:
-                _refuse(optimizer)
 
-    def __iter__(self) -> Iterator[Optimizer]:
-        return iter(list(self._hooks))
+def spent(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Those of them whose states have ended."""
+    return [optimizer for optimizer in optimizers if optimizer in _HOOKS]
+
+
+def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
+    """Raises:
+    UsageError: one of these is spent.
+    """
+    for optimizer in spent(optimizers):
+        _refuse(optimizer)
 
 
 def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
@@ -55,4 +55,4 @@ def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
     )
 
 
-__all__ = ["SpentOptimizers"]
+__all__ = ["refuse_spent", "renew", "spend", "spent"]

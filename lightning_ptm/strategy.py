@@ -77,7 +77,7 @@ from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
-from lightning_ptm.spent import SpentOptimizers
+from lightning_ptm.spent import refuse_spent, renew, spend
 from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
@@ -143,8 +143,6 @@ class AngelPTMStrategy(ParallelStrategy):
         """Makes what loads the rest of a checkpoint, which Lightning has given before there were pages for it."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
-        self._spent = SpentOptimizers()
-        """Optimizers whose states have ended with their run, and that were given no others since."""
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
@@ -319,7 +317,7 @@ class AngelPTMStrategy(ParallelStrategy):
             forget = checkpoints.take_over_optimizer_state(self.engine, optimizer)
             if forget is not None:
                 self._shown_states[optimizer] = forget
-                self._spent.discard(optimizer)
+                renew(optimizer)
             self._watches.loads_of(optimizer, self._follow_loaded_state)
         self._tell_where_states_are()
         self.barrier()
@@ -518,7 +516,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._spent.check(map(checkpoints.plain_optimizer, self.optimizers))
+        refuse_spent(map(checkpoints.plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -561,27 +559,32 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        state = {**super().__getstate__(), "_began_with": None, "_spent": list(self._spent)}
+        state = {
+            **super().__getstate__(),
+            "_began_with": None,
+            "_spent": list(filter(is_spent, map(checkpoints.plain_optimizer, self.optimizers))),
+        }
         engine = self._engine
         if engine is None:
             return state
         if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
-        spent = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
+        ended += [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
         of_the_run = ("_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
         return {
             **state,
             **dict.fromkeys(of_the_run),
             "_shown_states": {},
             "_saves": Saves(self.settings.failed_save),
-            "_ended": afterwards.Ended(weights=True, optimizer_states=not spent),
-            "_spent": [*state["_spent"], *spent],
+            "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
+            "_spent": ended,
         }
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_spent": SpentOptimizers(state["_spent"])})
+        spend(state["_spent"])
+        super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -784,7 +787,7 @@ class AngelPTMStrategy(ParallelStrategy):
                 forget = checkpoints.load_optimizer_state(self._engine, optimizer, state)
                 self._shown_states[checkpoints.plain_optimizer(optimizer)] = forget
         for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
-            self._spent.discard(optimizer)
+            renew(optimizer)
 
     def _follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """A hook of the user's has called its `load_state_dict`."""
@@ -792,7 +795,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if forget_earlier is not None:
             forget_earlier()
         self._shown_states[optimizer] = checkpoints.follow_loaded_state(self.engine, optimizer, state)
-        self._spent.discard(optimizer)
+        renew(optimizer)
 
     def _forget_shown_states(self) -> None:
         while self._shown_states:
@@ -1070,7 +1073,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
             if not self._ended.optimizer_states:
                 optimizers = enumerate(engine.updates.optimizers)
-                self._spent.add(each for index, each in optimizers if engine.values.has_optimizer_states(index))
+                spend(each for index, each in optimizers if engine.values.has_optimizer_states(index))
             # First: a collective in flight may still write into the pages that the engine frees.
             if communicator is not None:
                 communicator.close()

@@ -199,7 +199,7 @@ def test_a_mocked_step_sees_the_calls_and_trains_nothing(strategy_at: MakeStrate
 
 
 def test_hooks_of_the_run_are_gone_behind_it(strategy_at: MakeStrategy) -> None:
-    module = run(RawHandle, strategy_at("masters_on_disk"))
+    module = run(RawHandle, strategy_at("ram"))
     optimizer = module.trainer.optimizers[0]
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert len(optimizer.param_groups[0]["params"]) == len(list(module.parameters()))
