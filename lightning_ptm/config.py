@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.habits import unknown_setting
-from lightning_ptm.terms import BLOCK_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier
 
-MIN_PAGE_BYTES = 64 * 1024
 DEFAULT_PAGE_BYTES = 4 << 20
 
 LEAST_HELD_STALENESS = 8

@@ -10,6 +10,9 @@ import enum
 BLOCK_BYTES = 4096
 """Alignment of every page, every disk transfer and every buffer that a disk transfer touches (O_DIRECT)."""
 
+MIN_PAGE_BYTES = 64 * 1024
+"""A page is a multiple of `BLOCK_BYTES`; below this it costs more in bookkeeping than in bytes."""
+
 ALIGN_NUMEL = 64
 """Each parameter starts at a multiple of this many elements inside its flat.
 
@@ -25,6 +28,11 @@ class Tier(enum.IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+
+
+def chunk_numel(page_size: int) -> int:
+    """Elements of a flat that an update, or a save, moves together: a page of float32, in whole blocks of any dtype."""
+    return max(BLOCK_BYTES, page_size // 4)
 
 
 class PageState(enum.Enum):

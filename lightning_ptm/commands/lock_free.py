@@ -9,7 +9,7 @@ from lightning_ptm.planning.beside import Beside, BesideFlat, BesideRates, Besid
 from lightning_ptm.planning.timing import Hardware
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Tier, chunk_numel
 
 
 def beside_compute(
@@ -48,7 +48,7 @@ def beside_compute(
             sum_bytes_per_s=ram * min(1.0, lock_free.cores / node.threads),
             disk_bytes_per_s=both if math.isfinite(both) else rates.disk_read_bytes_per_s,
         ),
-        chunk_numel=max(1, layout.page_size // 4),
+        chunk_numel=chunk_numel(layout.page_size),
         staging=max(1, drawn.staging_chunks),
         max_staleness=lock_free.max_staleness,
         forecast=lock_free.forecast,

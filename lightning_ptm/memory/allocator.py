@@ -36,9 +36,8 @@ from lightning_ptm.memory.region import HostRegion, Region, device_region
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
-from lightning_ptm.terms import BLOCK_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier
 
-MIN_PAGE_BYTES = 64 * 1024
 POISON = 0xFF
 """Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
 

@@ -21,10 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES
-
-MIN_PAGE_BYTES = 64 * 1024
-"""Below this a page costs more in bookkeeping than in bytes."""
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES
 
 TAIL_BYTES = 512
 """Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""

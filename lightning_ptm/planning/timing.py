@@ -19,7 +19,7 @@ from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.terms import Kind, Operation, Tier
+from lightning_ptm.terms import Kind, Operation, Tier, chunk_numel
 
 
 class Link(enum.Enum):
@@ -318,9 +318,8 @@ class Clock:
         """An update's chunks; one where nothing is staged."""
         reads, arithmetic, writes = self._update_loads(task.unit)
         staged = self._placement.homes[task.unit].master is Tier.DISK
-        chunk_numel = self._layout.page_size // 4  # a page of fp32 (update/updater.py)
         numels = [flat.shard_numel for flat in self._layout.flats_of(task.unit) if flat.trainable]
-        count = max(1, sum(-(-numel // chunk_numel) for numel in numels)) if staged else 1
+        count = max(1, sum(-(-numel // chunk_numel(self._layout.page_size)) for numel in numels)) if staged else 1
         if staged:
             arithmetic = replace(arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
         return [

@@ -19,6 +19,7 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
+from lightning_ptm.terms import chunk_numel as default_chunk_numel
 from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
 from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
 from lightning_ptm.update.states import FlatStates
@@ -67,7 +68,7 @@ class Updater:
         events: Events | None = None,
     ) -> None:
         if chunk_numel is None:
-            chunk_numel = max(BLOCK_BYTES, allocator.page_size // 4)
+            chunk_numel = default_chunk_numel(allocator.page_size)
         if chunk_numel < 1 or chunk_numel % BLOCK_BYTES or block_numel < 1 or block_numel % ALIGN_NUMEL or staging < 1:
             raise ConfigError(
                 f"an updater with chunks of {chunk_numel} elements, blocks of {block_numel} and {staging} staging chunks "
