@@ -36,6 +36,11 @@ class Homes:
     master: Tier
 
 
+def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
+    """Where what has this home is updated: there, or in staging where that is the disk."""
+    return staging_tier if home is Tier.DISK else home
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """Homes that the user asked for, for all units; None leaves the choice to placement."""

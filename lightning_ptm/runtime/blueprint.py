@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,15 +23,16 @@ from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
-from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.inventory import NOTHING, Inventory
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
-from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
+from lightning_ptm.runtime.stock import take_stock
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -122,7 +123,6 @@ class Blueprint:
         gradient_dtypes: of gradients where they wait for the update.
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
-        pool_bytes: bytes to take per tier at the start.
         keep_gradients: gradients have homes, for they outlive the backward pass.
         gradients_stay: see Request.
         update_in_backward: a unit's gradients go to the update when its backward has ended.
@@ -136,6 +136,9 @@ class Blueprint:
         selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
         outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
         may_be_outside: the run could do so.
+        inventory: all that a run takes of each tier.
+        keep_freed_memory: on a CPU, freed memory stays for the next step.
+        gradient_room_bytes: gradients in `.grad` that may wait for updates behind the backward pass.
     """
 
     units: tuple[Unit, ...]
@@ -150,15 +153,12 @@ class Blueprint:
     budget: Budget
     placement: Placement
     trace: Trace
-    pool_bytes: dict[Tier, int]
     staging_chunks: int
     keep_gradients: bool
     gradients_stay: bool
     update_in_backward: bool
     lock_free: LockFree | None
     accumulates_whole: bool
-    keep_freed_memory: bool
-    gradient_room_bytes: int
     saves_behind: bool
     activations_to_host: bool
     experts: DividedExperts | None
@@ -167,6 +167,19 @@ class Blueprint:
     selfstepping: frozenset[int]
     outside: bool
     may_be_outside: bool
+    inventory: Inventory = NOTHING
+    keep_freed_memory: bool = True
+    gradient_room_bytes: int = 0
+
+    @property
+    def ram(self) -> Tier:
+        """The tier that is memory of the CPU."""
+        return Tier.DEVICE if self.unified else Tier.HOST
+
+    @property
+    def pool_bytes(self) -> Mapping[Tier, int]:
+        """Bytes to take per tier at the start."""
+        return {tier: self.inventory.pool_bytes(tier) for tier in Tier}
 
     @property
     def by_need(self) -> Collection[int]:
@@ -198,7 +211,19 @@ class Blueprint:
 
         A device with memory of its own hands them to the host at once when the update runs there.
         """
-        return _gradient_home(self.placement.homes[unit], self.unified)
+        homes = self.placement.homes[unit]
+        if not self.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+            return Tier.HOST
+        return homes.gradient
+
+    def gradient_pages(self, flat: FlatLayout) -> Tier | None:
+        """Tier of the pages in which a flat's gradients wait for the update; None: they wait in `.grad`."""
+        home = self.gradient_home(flat.unit)
+        in_grad = self.layout.world_size == 1 and home is Tier.DEVICE and not flat.sums_gradients
+        return None if in_grad else home
+
+    def trained_flats(self) -> Iterator[FlatLayout]:
+        return (flat for flat in self.layout.flats if self.traits[flat.index] is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,6 +293,56 @@ def decide(
     return dataclasses.replace(drawn, may_be_outside=may_be)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for, of a machine like this.
+
+    Attributes:
+        unpaged: numbers of optimizers that have no pages, with the reason.
+        known: traits of optimizers that were tried on the way.
+    """
+
+    units: tuple[Unit, ...]
+    experts: DividedExperts | None
+    unified: bool
+    lock_free: bool
+    wishes: Wishes
+    unpaged: Mapping[int, ConfigError | None]
+    known: Traits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """How this rank's part of the model lies in flats; see Blueprint."""
+
+    layout: ModelLayout
+    whole_layout: ModelLayout
+    absent: frozenset[int]
+    dtypes: tuple[torch.dtype, ...]
+    master_dtypes: tuple[torch.dtype | None, ...]
+    gradient_dtypes: tuple[torch.dtype, ...]
+    traits: tuple[OptimizerTraits | None, ...]
+    per_element: tuple[int, ...]
+    trace: Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What homes may take, beside what is taken anyway.
+
+    Attributes:
+        budget: of pages.
+        at_step: gradients are used when the optimizer steps, not behind each unit's backward.
+    """
+
+    budget: Budget
+    lock_free: LockFree | None
+    accumulates_whole: bool
+    chunks: int
+    staging_bytes: int
+    at_step: bool
+
+
 def _decide(
     request: Request,
     machine: Machine,
@@ -277,6 +352,15 @@ def _decide(
     *,
     outside: bool = False,
 ) -> Blueprint:
+    asked = _ask(request, machine, world_size, outside=outside)
+    model = _lay_out(request, asked, world_size, rank)
+    room = _make_room(request, machine, asked, model, agree)
+    placement = _place(request, machine, asked, model, room)
+    drawn = _drawn(request, asked, model, room, placement, outside=outside)
+    return _stocked(drawn, request.settings, machine)
+
+
+def _ask(request: Request, machine: Machine, world_size: int, *, outside: bool) -> _Asked:
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
@@ -292,118 +376,143 @@ def _decide(
     elif unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.device, known)
-    specs = _specs(units, request, unpaged)
+    return _Asked(units, experts, unified, lock_free, wishes, unpaged, known)
+
+
+def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
+    specs, experts = _specs(asked.units, request, asked.unpaged), asked.experts
     absent: frozenset[int] = frozenset()
     shared_by = dict.fromkeys(experts.members, experts.split.sharing) if experts is not None else {}
-    lay_out = partial(build_layout, page_size=settings.page_bytes, world_size=world_size, shared_by=shared_by)
+    page = request.settings.page_bytes
+    lay_out = partial(build_layout, page_size=page, world_size=world_size, shared_by=shared_by)
     whole_layout = layout = lay_out(specs)
     if experts is not None:
         absent = experts.absent(rank)
         layout = lay_out([UnitSpec(spec.name, ()) if at in absent else spec for at, spec in enumerate(specs)])
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     master_dtypes = tuple(
-        _master_dtype(dtype, mixed=request.mixed, always=lock_free) if flat.trainable else None
+        _master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
         for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
     gradient_dtypes = tuple(
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
-    traits = _traits(request, layout, dtypes, master_dtypes, known)
+    traits = _traits(request, layout, dtypes, master_dtypes, asked.known)
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
     trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
+    return _Model(layout, whole_layout, absent, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+
+
+def _make_room(
+    request: Request, machine: Machine, asked: _Asked, model: _Model, agree: Callable[[Budget], Budget]
+) -> _Room:
+    settings, layout = request.settings, model.layout
     disk = bool(settings.disk_paths)
-    if Tier.DISK in (wishes.parameter, wishes.master) and not disk:
+    if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not disk:
         raise ConfigError(
             "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
-    budget = agree(_budget(settings, machine, unified))
-    accumulates_whole = world_size > 1 and settings.reduce_gradients == "each_step"
+    budget = agree(_budget(settings, machine, asked.unified))
+    accumulates_whole = layout.world_size > 1 and settings.reduce_gradients == "each_step"
     if accumulates_whole:
         budget = _beside_whole_gradients(budget, layout)
-    in_place = unified and world_size == 1
-    plan = _lock_free(request, machine, layout, dtypes, gradient_dtypes, in_place=in_place) if lock_free else None
-    beside = 0 if plan is None else _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
-    budget = _without(budget, beside, unified)
-    staged = _staged_columns(dtypes, master_dtypes, traits)
-    chunks, staging = (
-        _staging(settings, staged, budget, _LOCK_FREE_CHUNKS if lock_free else _STAGING_CHUNKS)
-        if disk and staged
-        else (1, 0)
-    )
+    plan = None
+    if asked.lock_free:
+        in_place = asked.unified and layout.world_size == 1
+        plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, in_place=in_place)
+        beside = _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
+        budget = _without(budget, beside, asked.unified)
+    staged = _staged_columns(model.dtypes, model.master_dtypes, model.traits)
+    chunks, staging_bytes = 1, 0
+    if disk and staged:
+        most = _LOCK_FREE_CHUNKS if asked.lock_free else _STAGING_CHUNKS
+        chunks, staging_bytes = _staging(settings, staged, budget, most)
     at_step = request.keep_gradients or not settings.update_in_backward
-    keep = at_step or lock_free
+    return _Room(budget, plan, accumulates_whole, chunks, staging_bytes, at_step)
+
+
+def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
     place_with = partial(
         place,
-        layout,
-        per_element,
-        trace,
-        budget,
-        wishes=wishes,
-        unified=unified,
-        staging_bytes=staging,
-        update_on_device=machine.device_type != "cpu" or unified,
+        model.layout,
+        model.per_element,
+        model.trace,
+        room.budget,
+        wishes=asked.wishes,
+        unified=asked.unified,
+        staging_bytes=room.staging_bytes,
+        update_on_device=machine.device_type != "cpu" or asked.unified,
     )
+    keep = room.at_step or asked.lock_free
     placement = None
-    if unified and not keep and world_size == 1:
+    if asked.unified and not keep and model.layout.world_size == 1:
         placement = _all_in_ram(place_with)
-        keep = placement is not None
     if placement is None:
         placement = place_with(keep_gradients=keep)
     if not _is_all_in_ram(placement):
-        for reason in unpaged.values():
+        for reason in asked.unpaged.values():
             if reason is not None:
                 raise reason
-    pools = _pool_bytes(placement, layout, unified, staging)
-    if not pools[Tier.DISK]:
-        chunks = 1  # a disk that nothing lives on: the pools have no room for more
-    saves_behind = settings.async_save and bool(request.optimizers)
-    if saves_behind and pools[Tier.DISK]:
-        kinds = {master or dtype for dtype, master in zip(dtypes, master_dtypes, strict=True)}
-        kinds |= {slot.dtype for known in traits if known is not None for slot in known.slots}
-        # A cell of the snapshot is what a chunk of the update is: a page of float32.
-        pages = sum(-(-dtype.itemsize // 4) for dtype in kinds)
-        pools[Tier.DEVICE if unified else Tier.HOST] += BUFFERS * pages * layout.page_size
-    if plan is not None:
-        pools[Tier.DEVICE if unified else Tier.HOST] += _beside_bytes(plan, layout, in_place=in_place, twice=False)
-    per_unit = [sum(flat.shard_bytes for flat in layout.flats_of(unit) if flat.trainable) for unit in range(len(units))]
-    # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
-    gradient_room = max(2 * max(per_unit), (budget.device_bytes - pools[Tier.DEVICE]) if unified else 0)
+    return placement
+
+
+def _drawn(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
+) -> Blueprint:
+    """All but what follows from the rest."""
+    keep = placement.keeps_gradients
+    training = bool(request.optimizers)
     return Blueprint(
-        units=units,
-        layout=layout,
-        dtypes=dtypes,
-        master_dtypes=master_dtypes,
+        units=asked.units,
+        layout=model.layout,
+        dtypes=model.dtypes,
+        master_dtypes=model.master_dtypes,
         copies=tuple(
             master is not None or (request.mixed and dtype.is_floating_point and dtype.itemsize < 4)
-            for dtype, master in zip(dtypes, master_dtypes, strict=True)
+            for dtype, master in zip(model.dtypes, model.master_dtypes, strict=True)
         ),
-        gradient_dtypes=gradient_dtypes,
-        traits=traits,
-        master_bytes_per_element=per_element,
-        unified=unified,
-        budget=budget,
+        gradient_dtypes=model.gradient_dtypes,
+        traits=model.traits,
+        master_bytes_per_element=model.per_element,
+        unified=asked.unified,
+        budget=room.budget,
         placement=placement,
-        trace=trace,
-        pool_bytes=pools,
-        staging_chunks=chunks,
+        trace=model.trace,
+        # A disk that nothing lives on: there is no room for more.
+        staging_chunks=room.chunks if placement.disk_home_bytes else 1,
         keep_gradients=keep,
         gradients_stay=request.gradients_stay,
-        update_in_backward=not at_step if lock_free else not keep,
-        lock_free=plan,
-        accumulates_whole=accumulates_whole,
-        keep_freed_memory=_keep_freed_memory(settings, machine, pools),
-        gradient_room_bytes=gradient_room,
-        saves_behind=saves_behind,
-        activations_to_host=settings.activations == "host" and bool(request.optimizers),
-        experts=experts,
-        absent=absent,
-        whole_layout=whole_layout,
-        selfstepping=frozenset(unpaged),
+        update_in_backward=not room.at_step if asked.lock_free else not keep,
+        lock_free=room.lock_free,
+        accumulates_whole=room.accumulates_whole,
+        saves_behind=request.settings.async_save and training,
+        activations_to_host=request.settings.activations == "host" and training,
+        experts=asked.experts,
+        absent=model.absent,
+        whole_layout=model.whole_layout,
+        selfstepping=frozenset(asked.unpaged),
         outside=outside,
         may_be_outside=outside,
+    )
+
+
+def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
+    """With the inventory, and what depends on how much of RAM it takes."""
+    inventory = take_stock(drawn)
+    per_unit = [
+        sum(flat.shard_bytes for flat in drawn.layout.flats_of(unit) if flat.trainable)
+        for unit in range(len(drawn.units))
+    ]
+    left = drawn.budget.device_bytes - inventory.pool_bytes(Tier.DEVICE) if drawn.unified else 0
+    return dataclasses.replace(
+        drawn,
+        inventory=inventory,
+        keep_freed_memory=_keep_freed_memory(settings, machine, inventory),
+        # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
+        gradient_room_bytes=max(2 * max(per_unit), left),
     )
 
 
@@ -747,72 +856,11 @@ def _agreed(budget: Budget, communicator: Communicator) -> Budget:
     return Budget(device, host, disk)
 
 
-def _pool_bytes(placement: Placement, layout: ModelLayout, unified: bool, staging: int) -> dict[Tier, int]:
-    page = layout.page_size
-
-    def pages(size: int) -> int:
-        return -(-size // page) * page
-
-    # Gradients that stay in `.grad` are memory of torch's own: the pool makes room for them by being smaller. What the
-    # plan keeps only to save a fetch may then find no room, and is fetched again.
-    outside = _outside_bytes(placement, layout, unified)
-    least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
-    gather = max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
-    pools = {
-        Tier.DEVICE: pages(placement.device_home_bytes - _in_place_home_bytes(placement, layout)) + pages(gather),
-        Tier.HOST: pages(placement.host_home_bytes),
-        Tier.DISK: pages(placement.disk_home_bytes),
-    }
-    # Staging lives where the arithmetic of disk-homed states runs: beside the CPU. Values in transit take a page more.
-    if pools[Tier.DISK]:
-        pools[Tier.DEVICE if unified else Tier.HOST] += pages(staging) + 2 * page
-    if not unified:
-        # Gradients that leave the device for an update on the host (see `Blueprint.gradient_home`).
-        for unit, homes in enumerate(placement.homes):
-            if homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-                pools[Tier.HOST] += sum(
-                    max(pages(flat.gradient_bytes), page) for flat in layout.flats_of(unit) if flat.trainable
-                )
-    return pools
-
-
-def _keep_freed_memory(settings: Settings, machine: Machine, pools: dict[Tier, int]) -> bool:
+def _keep_freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> bool:
     """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
     if settings.freed_memory != "auto":
         return settings.freed_memory == "keep"
-    if not pools[Tier.DISK]:
+    if not inventory.pool_bytes(Tier.DISK):
         return True
-    in_ram = pools[Tier.DEVICE] + pools[Tier.HOST]
+    in_ram = inventory.pool_bytes(Tier.DEVICE) + inventory.pool_bytes(Tier.HOST)
     return in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
-
-
-def _in_place_home_bytes(placement: Placement, layout: ModelLayout) -> int:
-    """Home bytes that the placement has set off for kept gradients which will stay in `.grad`."""
-    if layout.world_size > 1 or not placement.keeps_gradients:
-        return 0
-    return sum(
-        flat.shard_bytes // layout.page_size * layout.page_size
-        for unit, homes in enumerate(placement.homes)
-        if homes.gradient is Tier.DEVICE
-        for flat in layout.flats_of(unit)
-        if flat.trainable and not flat.sums_gradients
-    )
-
-
-def _outside_bytes(placement: Placement, layout: ModelLayout, unified: bool) -> int:
-    """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
-    if layout.world_size > 1 or placement.keeps_gradients:
-        return 0
-    per_unit = [
-        sum(flat.padded_bytes for flat in layout.flats_of(unit) if flat.trainable)
-        if _gradient_home(homes, unified) is Tier.DEVICE
-        else 0
-        for unit, homes in enumerate(placement.homes)
-    ]
-    return per_unit[0] + 2 * max(per_unit[1:], default=0)
-
-
-def _gradient_home(homes: Homes, unified: bool) -> Tier:
-    if not unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-        return Tier.HOST
-    return homes.gradient

@@ -31,6 +31,7 @@ from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.progress import Progress
@@ -52,6 +53,7 @@ from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.state_dicts import StateDicts
+from lightning_ptm.runtime.stock import save_rows, taken_dtype
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
@@ -218,8 +220,9 @@ class Engine:
             for flat in flats:
                 if drawn.keep_gradients and gradient_pages is None:
                     flat.gradient.reserve()
-                self.updater.reserve(flat.states, target=flat.store.home, gradient=flat.gradient.pages)
-        self._save_buffers = self._buffers_for_saves() if drawn.saves_behind else None
+        for row in drawn.inventory.of(What.STAGING):
+            self.updater.take_staging(row.tier, taken_dtype(row), row.count)
+        self._save_buffers = pages.buffers_for_saves() if drawn.saves_behind else None
         self.updates = self._update_scheduler(pages)
         if drawn.lock_free is None:
             for unit, flats in enumerate(self.flats):
@@ -315,11 +318,6 @@ class Engine:
         mover = Mover(self.device, copy_streams(self.device), buffers, self.events)
         least = offload.LEAST_BYTES
         return offload.Offload(mover, self.device, self.module.modules(), self.allocator.holds, least_bytes=least)
-
-    def _buffers_for_saves(self) -> Buffers:
-        homes = [flat.paged for kind in self.values.kinds_here(optimizers=True) for flat in kind.flats]
-        on_disk = [(paged.dtype, paged.numel) for paged in homes if paged.tier is Tier.DISK]
-        return Buffers(self.allocator, on_disk, self.updater.chunk_numel)
 
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
@@ -745,7 +743,10 @@ class Engine:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
         self.drain("snapshot")
         self.executor.release_all()
-        buffers = self._save_buffers = self._save_buffers or self._buffers_for_saves()
+        if self._save_buffers is None:
+            sizes = [(taken_dtype(row), row.numel) for row in save_rows(self.blueprint)]
+            self._save_buffers = Buffers.for_now(self.allocator, sizes)
+        buffers = self._save_buffers
         snapshot = Snapshot(self.allocator, parts, self.updater.chunk_numel, buffers)
         self.updater.watch(snapshot.before_write)
         return snapshot

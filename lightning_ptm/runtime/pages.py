@@ -1,24 +1,28 @@
-"""Takes the pages of a run's model states, as the blueprint lays them out: once, at the start.
+"""Takes the pages of a run's model states, as the blueprint's inventory has them: once, at the start.
 
 Owns nothing afterwards: stores, gradients and states belong to the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.planning.inventory import Row, What
+from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.binding import FlatBinding
-from lightning_ptm.runtime.blueprint import Blueprint, Kind
+from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.pieces import Buffers
+from lightning_ptm.runtime.stock import taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import FlatStates
+from lightning_ptm.update import FlatStates, OptimizerTraits
 
 
 class Pages:
@@ -63,13 +67,8 @@ class Pages:
                 or drawn.placement.homes[unit].parameter is not Tier.DEVICE,
                 closes=drawn.copies[layout.index] or (late and layout.trainable),
             )
-            home = self._allocator.allocate(
-                f"flat {layout.index} parameters",
-                layout.shard_numel,
-                dtype,
-                drawn.placement.homes[unit].parameter,
-                shared_tail=True,
-            )
+            (row,) = drawn.inventory.of(What.PARAMETERS, layout.index)
+            (home,) = self._take(row)
             flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator_of(unit)))
         absent = (
             FlatBinding(
@@ -91,14 +90,7 @@ class Pages:
             traits = drawn.traits[flat.layout.index]
             if traits is None:
                 continue
-            states = FlatStates.allocate(
-                self._allocator,
-                flat.layout,
-                communicator.rank,
-                traits,
-                drawn.placement.homes[unit].master,
-                master_dtype=drawn.master_dtypes[flat.layout.index],
-            )
+            states = self._states(flat.layout, traits, communicator.rank)
             # Where the update takes `.grad` as it is, clipping it first costs what plain training pays for it.
             in_grad = drawn.layout.world_size == 1 and gradient_home is Tier.DEVICE
             widens = drawn.master_dtypes[flat.layout.index] not in (None, flat.binding.dtype)
@@ -119,21 +111,36 @@ class Pages:
 
     def spares(self) -> tuple[PagedTensor, ...]:
         """Pages for versions in the making, beside the homes of compute parameters."""
-        lock_free = self._blueprint.lock_free
-        return self._sets("version in the making", lock_free.spares) if lock_free is not None else ()
+        return self._taken(What.VERSIONS)
 
     def take_gradient_pages(self) -> GradientPages | None:
         """Pages for gradients on their way to updates that run beside compute; None where `.grad` itself travels."""
-        lock_free = self._blueprint.lock_free
-        if lock_free is not None and lock_free.gradients:
-            self.gradient_pages = GradientPages(self._sets("gradient", lock_free.gradients))
+        if self._blueprint.lock_free is not None and self._blueprint.lock_free.gradients:
+            self.gradient_pages = GradientPages(self._taken(What.GRADIENTS))
         return self.gradient_pages
 
-    def _sets(self, name: str, kinds: Sequence[Kind]) -> tuple[PagedTensor, ...]:
-        tier = Tier.DEVICE if self._blueprint.unified else Tier.HOST
-        made = []
-        for kind in kinds:
-            for _ in range(kind.count):
-                made.append(self._allocator.allocate(name, kind.numel, kind.dtype, tier))
-                self._allocator.merge(made[-1])
-        return tuple(made)
+    def buffers_for_saves(self) -> Buffers:
+        """Through which saves behind training bring what is on disk into memory."""
+        return Buffers(self._allocator, self._taken(What.SAVES))
+
+    def _states(self, flat: FlatLayout, traits: OptimizerTraits, rank: int) -> FlatStates:
+        inventory = self._blueprint.inventory
+        master = [tensor for row in inventory.of(What.MASTERS, flat.index) for tensor in self._take(row)]
+        rows = inventory.of(What.STATES, flat.index)
+        slots = {slot.name: tensor for slot, row in zip(traits.slots, rows, strict=True) for tensor in self._take(row)}
+        return FlatStates(flat, rank, traits, master=next(iter(master), None), slots=slots)
+
+    def _taken(self, what: What) -> tuple[PagedTensor, ...]:
+        return tuple(tensor for row in self._blueprint.inventory.of(what) for tensor in self._take(row))
+
+    def _take(self, row: Row) -> list[PagedTensor]:
+        """What pages of its own hold lies in a row."""
+        taken = []
+        for _ in range(row.count):
+            tensor = self._allocator.allocate(
+                row.name, row.numel, taken_dtype(row), row.tier, shared_tail=row.shares_pages
+            )
+            if not row.shares_pages:
+                self._allocator.merge(tensor)
+            taken.append(tensor)
+        return taken

@@ -32,7 +32,7 @@ def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step = _step(allocator, paged)
-    with contextlib.closing(Buffers(allocator, [(paged.dtype, paged.numel)])) as buffers:
+    with contextlib.closing(Buffers.for_now(allocator, [(paged.dtype, paged.numel)])) as buffers:
         for start, part in chosen(allocator, paged, range(0, paged.numel, step), step, buffers):
             values[start : start + part.numel()].copy_(part)
     return values
@@ -118,7 +118,7 @@ def fill(
         put(paged.tensor(), 0)
         return
     step = _step(allocator, paged)
-    buffers = Buffers(allocator, [(paged.dtype, paged.numel)])
+    buffers = Buffers.for_now(allocator, [(paged.dtype, paged.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
         for start in range(0, paged.numel, step):
@@ -147,30 +147,37 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segme
 
 
 class Buffers:
-    """A few tensors in RAM of each dtype; as many as there is room for, one at least.
+    """A few tensors in RAM of each dtype. Owns them until `close`."""
 
-    Args:
-        tensors: (dtype, elements) of what is to be read or written through them.
-        most_numel: elements of each, at most; by default those of a page.
-    """
-
-    def __init__(
-        self, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]], most_numel: int | None = None
-    ) -> None:
+    def __init__(self, allocator: Allocator, tensors: Iterable[PagedTensor]) -> None:
         self._allocator = allocator
-        self._all: list[PagedTensor] = []
+        self._all = list(tensors)
         self._free: dict[torch.dtype, list[PagedTensor]] = {}
+        for tensor in self._all:
+            self._free.setdefault(tensor.dtype, []).append(tensor)
+
+    @classmethod
+    def for_now(
+        cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]], most_numel: int | None = None
+    ) -> Buffers:
+        """As many as there is room for, one at least of each dtype.
+
+        Args:
+            tensors: (dtype, elements) of what is to be read or written through them.
+            most_numel: elements of each, at most; by default those of a page.
+        """
+        taken: list[PagedTensor] = []
         tier = Tier.HOST if allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
         longest: dict[torch.dtype, int] = {}
         for dtype, numel in tensors:
             longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         for dtype, numel in longest.items():
-            free = self._free[dtype] = []
-            numel = min(most_numel or allocator.page_size // dtype.itemsize, numel)
-            while not free or (len(free) < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
-                free.append(allocator.allocate("values in transit", numel, dtype, tier))
-                self._all.append(free[-1])
-                allocator.merge(free[-1])
+            numel, count = min(most_numel or allocator.page_size // dtype.itemsize, numel), 0
+            while not count or (count < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
+                taken.append(allocator.allocate("values in transit", numel, dtype, tier))
+                allocator.merge(taken[-1])
+                count += 1
+        return cls(allocator, taken)
 
     def take(self, dtype: torch.dtype) -> PagedTensor | None:
         """One, or None while all are in use."""

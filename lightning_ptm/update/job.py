@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.planning.homes import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
@@ -145,7 +146,7 @@ def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier
         if target is None:
             raise InternalError("a flat without master states has no place to be updated in before its target is known")
         home = target.tier
-    return staging_tier if home is Tier.DISK else home
+    return tier_of_arithmetic(home, staging_tier)
 
 
 def state_columns(states: FlatStates) -> list[Column]:

@@ -120,6 +120,14 @@ class Updater:
         tier, dtypes = self._staged_dtypes(states, target, gradient)
         self._pipeline.pool.reserve(tier, dtypes, self._pipeline.staging)
 
+    def take_staging(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
+        """Take so many staging buffers at once: what `reserve` takes for all flats, where that is known.
+
+        Raises:
+            CapacityError: the tier is too small.
+        """
+        self._pipeline.pool.reserve(tier, [dtype], count)
+
     def submit(self, job: UpdateJob) -> JobHandle:
         """Queue a job behind those submitted before.
 

@@ -567,7 +567,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
         times[index][start : start + values.numel()] += 1
 
     parts = [Part(paged, lambda start, values, i=i: put(i, start, values)) for i, paged in enumerate(tensors)]
-    buffers = Buffers(allocator, [(torch.float32, max(lengths))] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = Buffers.for_now(allocator, [(torch.float32, max(lengths))] if allocator.tier is Tier.DISK else [], CELL)
     snapshot = Snapshot(allocator, parts, CELL, buffers)
 
     def update() -> None:
@@ -598,7 +598,7 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
     def put(start: int, values: torch.Tensor) -> None:
         raise CheckpointError("no room")
 
-    buffers = Buffers(allocator, [(torch.float32, 4 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = Buffers.for_now(allocator, [(torch.float32, 4 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
     snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
     snapshot.before_write(paged, CELL, torch.zeros(CELL))
     snapshot.before_write(paged, 0, torch.zeros(CELL))
@@ -620,7 +620,7 @@ def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
             signal.raise_signal(signal.SIGINT)
         taken[start + middle : start + values.numel()] = values[middle:]
 
-    buffers = Buffers(allocator, [(torch.float32, 3 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = Buffers.for_now(allocator, [(torch.float32, 3 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
     snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

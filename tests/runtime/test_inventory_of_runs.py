@@ -1,0 +1,152 @@
+"""What a run has taken when its set-up has ended is what its inventory says, to the byte, in every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.planning.inventory import Lifetime, What
+from lightning_ptm.terms import Tier
+
+
+class Net(L.LightningModule):
+    """Blocks of odd sizes, one of them frozen, one in fp32 under mixed precision, and a root of its own."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(33, 70)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(70, 301), nn.ReLU(), nn.Linear(301, 70)) for _ in range(4))
+        self.norm = nn.BatchNorm1d(70)
+        self.blocks[1].requires_grad_(False)
+        self._optimizer = optimizer
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Weighs(L.Callback):
+    """Compares when set-up has ended, and when training has."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+
+    def compare(self, trainer: L.Trainer, *lifetimes: Lifetime) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, AngelPTMStrategy)
+        allocator, inventory = strategy.engine.allocator, strategy.engine.blueprint.inventory
+        for tier in Tier:
+            capacity = allocator.capacity_bytes(tier)
+            assert capacity == inventory.pool_bytes(tier), tier
+            assert capacity - allocator.free_bytes(tier) == inventory.held_bytes(tier, *lifetimes), tier
+        self.compared += 1
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.compare(trainer, Lifetime.RUN)
+
+
+def run(strategy: AngelPTMStrategy, precision: Any, optimizer: Callable[..., Any], **options: Any) -> L.Trainer:
+    weighs = Weighs()
+    rows = torch.randn(8, 33, generator=torch.Generator().manual_seed(0))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision=precision,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[weighs],
+        **options,
+    )
+    trainer.fit(Net(optimizer), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    assert weighs.compared == 1
+    return trainer
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing asked": {},
+    "updates at the step": {"update_in_backward": False},
+    "saves behind": {"state_dict_type": "sharded", "async_save": True},
+    "little staging": {"staging_memory": "1MiB"},
+}
+
+
+CASES = [
+    *((name, precision, adam) for name in SETTINGS for precision in ("32-true", "bf16-mixed")),
+    ("nothing asked", "bf16-true", sgd),
+    ("saves behind", "bf16-mixed", sgd),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "optimizer"), CASES)
+def test_one_rank(strategy_at: Any, tier: str, name: str, precision: str, optimizer: Callable[..., Any]) -> None:
+    run(strategy_at(tier, **SETTINGS[name]), precision, optimizer)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_that_are_kept(strategy_at: Any, tier: str, precision: str, options: dict[str, Any]) -> None:
+    run(strategy_at(tier), precision, adam, **options)
+
+
+def test_an_evaluation(strategy_at: Any, tier: str) -> None:
+    weighs = Weighs()
+
+    class Evaluates(Net):
+        def validation_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.training_step(batch, index)
+
+        def on_validation_start(self) -> None:
+            weighs.compare(self.trainer, Lifetime.RUN)
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy_at(tier), logger=False, enable_progress_bar=False
+    )
+    trainer.validate(Evaluates(adam), DataLoader(torch.randn(4, 33), batch_size=4), verbose=False)  # type: ignore[arg-type]
+    assert weighs.compared == 1
+
+
+def test_saves_behind_have_buffers_for_frozen_weights_on_disk(strategy_at: Any) -> None:
+    """SGD keeps nothing, so nothing else in fp32 is on disk."""
+    strategy = strategy_at("all_on_disk", state_dict_type="sharded", async_save=True)
+    found: list[Any] = []
+
+    class Looks(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.extend(strategy.engine.blueprint.inventory.of(What.SAVES))
+
+    L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[Looks()],
+        precision="bf16-mixed",
+    ).fit(Net(sgd), DataLoader(torch.randn(8, 33), batch_size=4))  # type: ignore[arg-type]
+    assert {row.dtype for row in found} == {"float32", "bfloat16"}
