@@ -51,6 +51,7 @@ class MemoryTimeline(Recorder, OutsideFit):
       axis of steps is that of ticks;
     - `memory_timeline.csv` and the same picture, `memory_timeline.png`, in the logger's folder, or without a logger in
       `lightning_ptm_logs` in the Trainer's root folder;
+    - `memory_inventory.csv` there: what the pages of each tier are for;
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
       batch, as `memory/<tier>_MB/<loop>`.
 
@@ -105,6 +106,7 @@ class MemoryTimeline(Recorder, OutsideFit):
                     for tick, value in enumerate(values):
                         tag = loop_tag(trainer, f"{group}/{curve.tier}_{name}_MB")
                         logger.experiment.add_scalar(tag, value / 1e6, tick)
+        self._write_inventory(trainer, strategy)
         path = file_of(trainer, self, "memory_timeline.png")
         if path is None and not boards:
             return
@@ -134,6 +136,15 @@ class MemoryTimeline(Recorder, OutsideFit):
                 both = [values for curve in self.curves for values in (curve.planned, curve.measured)]
                 numbers = [values[tick] if tick < len(values) else "" for values in both]
                 writer.writerow([tick, names.get(tick, "end"), *numbers])
+
+    def _write_inventory(self, trainer: Trainer, strategy: AngelPTMStrategy) -> None:
+        path = file_of(trainer, self, "memory_inventory.csv")
+        if path is None:
+            return
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["tier", "pages for", "bytes"])
+            writer.writerows((use.tier, use.purpose, use.bytes) for use in strategy.inventory())
 
 
 def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]:

@@ -64,10 +64,12 @@ from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
 from lightning_ptm.runtime.inspection import (
+    PageUse,
     PlannedBytes,
     StateBytes,
     TierRoom,
     flat_names,
+    inventory,
     planned_bytes,
     rooms,
     states_at_home,
@@ -627,6 +629,10 @@ class AngelPTMStrategy(ParallelStrategy):
     def tier_rooms(self) -> tuple[TierRoom, ...]:
         """Bytes of each tier of this rank, and of its pages in use now. Cheap."""
         return rooms(self.engine)
+
+    def inventory(self) -> tuple[PageUse, ...]:
+        """What all pages of this rank are for; they add up to what each tier has (`tier_rooms`)."""
+        return inventory(self.engine)
 
     def planned_bytes(self) -> tuple[PlannedBytes, ...]:
         """Bytes of pages in each tier at each tick of the plan; see `callbacks.MemoryTimeline`. Replays the plan."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,15 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `quick_tiers`, other tiers are slow."""
+    """A test that goes through `tier` takes every other one, from the first or the second on as its name has it: quick tests
+    of a subject have all of them in turn. Those that it leaves out are slow."""
     for item in items:
-        quick, case = item.get_closest_marker("quick_tiers"), getattr(item, "callspec", None)
-        if quick is not None and case is not None and case.params.get("tier", quick.args[0]) not in quick.args:
-            item.add_marker(pytest.mark.slow)
+        case = getattr(item, "callspec", None)
+        if case is not None and "tier" in case.params:
+            mark = item.get_closest_marker("quick_tiers")
+            quick = list(TIERS)[zlib.crc32(item.nodeid.split("[")[0].encode()) % 2 :: 2] if mark is None else mark.args
+            if case.params["tier"] not in quick:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

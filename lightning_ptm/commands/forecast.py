@@ -42,6 +42,7 @@ class Forecast:
         homes: for parameters, gradients and master states, bytes of each tier. Gradients that pass through the backward
             have none.
         tiers: what is in them at the worst moment.
+        pages: by tier, bytes of the pages that are asked for at the start, by what they are for.
         batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
         flops: of a step; matrix_flops_per_s: what the hardware file has for the dtype.
         timing: of an optimizer step; None where it does not fit.
@@ -66,6 +67,7 @@ class Forecast:
     reason: str
     homes: dict[str, dict[str, int]]
     tiers: dict[str, TierPlan]
+    pages: dict[str, dict[str, int]]
     batch_size: int
     tokens: int | None
     accumulate: int
@@ -111,6 +113,13 @@ def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
             master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
             found["master"][homes.master.name.lower()] += master
     return found
+
+
+def pages_by_use(drawn: Blueprint) -> dict[str, dict[str, int]]:
+    """`Forecast.pages`."""
+    return {
+        tier.name.lower(): {what.value: size for what, size in drawn.inventory.by_what(tier).items()} for tier in Tier
+    }
 
 
 def tiers_of(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.configured import read_config
 from lightning_ptm.commands.estimate import resized, sample_count, token_count
-from lightning_ptm.commands.forecast import Forecast, homes_of, tiers_of
+from lightning_ptm.commands.forecast import Forecast, homes_of, pages_by_use, tiers_of
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
@@ -272,6 +272,7 @@ class _Question:
                 reason=reason,
                 homes=homes_of(drawn),
                 tiers=tiers_of(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                pages=pages_by_use(drawn),
                 batch_size=samples,
                 tokens=token_count(batch),
                 accumulate=run.accumulate,

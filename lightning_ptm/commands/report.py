@@ -30,6 +30,7 @@ def as_json(found: Forecast) -> str:
             "accumulate": found.accumulate,
             "homes_bytes_per_rank": found.homes,
             "offloaded_bytes_per_micro_batch": found.offloaded_bytes,
+            "pages_bytes_per_rank": found.pages,
             "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
             "seconds_per_step": found.seconds if found.fits else None,
             "compute_s": None if timing is None else timing.compute_s,
@@ -70,6 +71,10 @@ def render(found: Forecast) -> str:
     lines += ["", f"{'homes':<12}{'device':>12}{'host':>12}{'disk':>12}"]
     for kind, tiers in found.homes.items():
         lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
+    lines += ["", f"{'pages for':<24}" + "".join(f"{name:>12}" for name in found.pages)]
+    for purpose in dict.fromkeys(each for there in found.pages.values() for each in there):
+        sizes = [there.get(purpose, 0) for there in found.pages.values()]
+        lines.append(f"{purpose:<24}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in sizes))
     if found.timing is None:
         return "\n".join(lines)
     timing = found.timing

@@ -83,9 +83,17 @@ class Inventory:
     page_size: int
     rows: tuple[Row, ...]
 
-    def of(self, what: What, flat: int | None = None) -> tuple[Row, ...]:
-        """The rows of a kind; with `flat`, those of this flat."""
-        return tuple(row for row in self.rows if row.what is what and (flat is None or row.flat == flat))
+    def of(self, what: What) -> tuple[Row, ...]:
+        """The rows of a kind."""
+        return tuple(row for row in self.rows if row.what is what)
+
+    def of_flats(self, what: What) -> dict[int, list[Row]]:
+        """The same by flat; those of no flat are left out."""
+        found: dict[int, list[Row]] = {}
+        for row in self.of(what):
+            if row.flat is not None:
+                found.setdefault(row.flat, []).append(row)
+        return found
 
     def held_bytes(self, tier: Tier, *lifetimes: Lifetime) -> int:
         """Bytes of the pages that a tier's rows of these lifetimes fill."""
@@ -97,16 +105,12 @@ class Inventory:
         return self.held_bytes(tier, *Lifetime)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
-        """Bytes of a tier, by what they are for; what shared pages save is taken from the last row that shares."""
+        """Bytes of a tier's pages, by what they are for; a shared page is the first one's that is in it."""
         found: dict[What, int] = {}
-        before = 0
-        so_far: list[Row] = []
+        filled = _Filled(self.page_size)
         for row in self.rows:
             if row.tier is tier:
-                so_far.append(row)
-                after = pages_of(so_far, self.page_size) * self.page_size
-                found[row.what] = found.get(row.what, 0) + after - before
-                before = after
+                found[row.what] = found.get(row.what, 0) + filled.add(row) * self.page_size
         return {what: size for what, size in found.items() if size}
 
 
@@ -143,26 +147,38 @@ def _room(what: What, tier: Tier, pages: int, page_size: int) -> Row:
 
 def pages_of(rows: Iterable[Row], page_size: int) -> int:
     """Pages of one tier that these rows fill if they are taken in this order, and nothing is given back meanwhile."""
-    pages = left = 0
-    at_the_end = False
-    """Whether the page in which a shared tensor ended is the last that was taken."""
-    for row in rows:
+    filled = _Filled(page_size)
+    return sum(map(filled.add, rows))
+
+
+class _Filled:
+    """A tier that is filled: a tensor that shares pages begins where the last such one ended, unless two are there."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._left = 0
+        """Bytes behind the last shared tensor in its page, if it is alone there."""
+        self._at_the_end = False
+        """Whether that page is the last that was taken."""
+
+    def add(self, row: Row) -> int:
+        """Pages more."""
         size = row.bytes_each
-        for _ in range(row.count if size else 0):
-            if not row.shares_pages:
-                pages += -(-size // page_size)
-                at_the_end = False
-                continue
-            rest = size - left
-            if left and rest <= 0:  # a page has two tensors at most
-                left = 0
-                continue
-            if not left or not at_the_end:
-                rest = size
-            pages += -(-rest // page_size)
-            left = -rest % page_size
-            at_the_end = True
-    return pages
+        if not size:
+            return 0
+        if not row.shares_pages:
+            self._at_the_end = False
+            return row.count * -(-size // self._page_size)
+        return sum(self._add_shared(size) for _ in range(row.count))
+
+    def _add_shared(self, size: int) -> int:
+        if self._left and size <= self._left:
+            self._left = 0
+            return 0
+        rest = size - self._left if self._at_the_end else size
+        self._left = -rest % self._page_size
+        self._at_the_end = True
+        return -(-rest // self._page_size)
 
 
 __all__ = ["NOTHING", "Inventory", "Lifetime", "Row", "What", "pages_of", "with_room"]

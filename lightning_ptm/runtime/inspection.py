@@ -45,6 +45,15 @@ class TierRoom:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PageUse:
+    """Bytes of the pages that a tier of this rank has for one purpose (`optimizer states`, `staging of updates`)."""
+
+    tier: str
+    purpose: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PlannedBytes:
     """What the plan holds in one tier, in bytes of this rank.
 
@@ -117,6 +126,15 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
         TierRoom(tier.name.lower(), room, room - allocator.free_bytes(tier))
         for tier in Tier
         if (room := allocator.capacity_bytes(tier))
+    )
+
+
+def inventory(engine: Engine) -> tuple[PageUse, ...]:
+    """What the pages of this run are for."""
+    return tuple(
+        PageUse(tier.name.lower(), what.value, size)
+        for tier in Tier
+        for what, size in engine.blueprint.inventory.by_what(tier).items()
     )
 
 

@@ -24,6 +24,8 @@ from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, OptimizerTraits
 
+_OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
+
 
 class Pages:
     """Makes the objects that hold a unit's model states on this rank.
@@ -46,6 +48,8 @@ class Pages:
         self._communicator_of = communicator_of
         self._device = device
 
+        self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
+
         self.gradient_pages: GradientPages | None = None
         """Made by `take_gradient_pages`, before `flats`."""
 
@@ -67,8 +71,7 @@ class Pages:
                 or drawn.placement.homes[unit].parameter is not Tier.DEVICE,
                 closes=drawn.copies[layout.index] or (late and layout.trainable),
             )
-            (row,) = drawn.inventory.of(What.PARAMETERS, layout.index)
-            (home,) = self._take(row)
+            (home,) = self._of_flat(What.PARAMETERS, layout)
             flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator_of(unit)))
         absent = (
             FlatBinding(
@@ -124,11 +127,13 @@ class Pages:
         return Buffers(self._allocator, self._taken(What.SAVES))
 
     def _states(self, flat: FlatLayout, traits: OptimizerTraits, rank: int) -> FlatStates:
-        inventory = self._blueprint.inventory
-        master = [tensor for row in inventory.of(What.MASTERS, flat.index) for tensor in self._take(row)]
-        rows = inventory.of(What.STATES, flat.index)
-        slots = {slot.name: tensor for slot, row in zip(traits.slots, rows, strict=True) for tensor in self._take(row)}
-        return FlatStates(flat, rank, traits, master=next(iter(master), None), slots=slots)
+        master = next(iter(self._of_flat(What.MASTERS, flat)), None)
+        tensors = self._of_flat(What.STATES, flat)
+        slots = {slot.name: tensor for slot, tensor in zip(traits.slots, tensors, strict=True)}
+        return FlatStates(flat, rank, traits, master=master, slots=slots)
+
+    def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:
+        return [tensor for row in self._of_flats[what].get(flat.index, ()) for tensor in self._take(row)]
 
     def _taken(self, what: What) -> tuple[PagedTensor, ...]:
         return tuple(tensor for row in self._blueprint.inventory.of(what) for tensor in self._take(row))

@@ -27,7 +27,7 @@ from lightning_ptm.callbacks import (
     where,
 )
 
-FILES = {"page_trace.csv", "memory_timeline.csv", "memory_timeline.png", "perfetto_trace.json"}
+FILES = {"page_trace.csv", "memory_inventory.csv", "memory_timeline.csv", "memory_timeline.png", "perfetto_trace.json"}
 
 
 def everything() -> list[Any]:
