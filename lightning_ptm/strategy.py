@@ -561,11 +561,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        state = {
-            **super().__getstate__(),
-            "_began_with": None,
-            "_spent": list(filter(is_spent, map(checkpoints.plain_optimizer, self.optimizers))),
-        }
+        ended = spent(map(checkpoints.plain_optimizer, self.optimizers))
+        state = {**super().__getstate__(), "_began_with": None, "_spent": ended}
         engine = self._engine
         if engine is None:
             return state

@@ -86,7 +86,13 @@ def test_two_ranks(tier: str, disk: Path, tmp_path: Path) -> None:
     assert [curves > 0 for _, _, curves in several] == [True, False]
     root /= "lightning_ptm_logs"
     written = {path.name for path in root.iterdir()}
-    assert written == {"page_trace.csv", "memory_inventory.csv", "memory_timeline.csv", "memory_timeline.png", "perfetto_trace.json"}
+    assert written == {
+        "page_trace.csv",
+        "memory_inventory.csv",
+        "memory_timeline.csv",
+        "memory_timeline.png",
+        "perfetto_trace.json",
+    }
     text = (root / "perfetto_trace.json").read_text()
     shown = {"compute", "update", "collective", *(["copy"] if tier == "three_tiers" else [])}
     assert {title for title in TITLES.values() if f'"{title} ' in text} - {"stall"} == shown
