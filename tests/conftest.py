@@ -118,9 +118,13 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that goes through `tier` takes every other one, from the first or the second on as its name has it: quick tests
-    of a subject have all of them in turn. Those that it leaves out are slow."""
+    """Which cases are slow. Of a test with the mark `one_in(n)`, one case in n is quick. A test that goes through `tier`
+    takes every other one, from the first or the second on as its name has it: quick tests of a subject have all of them in
+    turn; with the mark `quick_tiers`, those that it names."""
     for item in items:
+        chosen = item.get_closest_marker("one_in")
+        if chosen is not None and zlib.crc32(item.nodeid.encode()) % chosen.args[0]:
+            item.add_marker(pytest.mark.slow)
         case = getattr(item, "callspec", None)
         if case is not None and "tier" in case.params:
             mark = item.get_closest_marker("quick_tiers")

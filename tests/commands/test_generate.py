@@ -123,6 +123,7 @@ def greedy(ckpt: Path, *options: str) -> list[str]:
     return [f"--ckpt={ckpt}", f"--prompt={PROMPT}", f"--max-new-tokens={COUNT}", "--temperature=0", *options]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "precision", "where"),
     [
@@ -166,6 +167,7 @@ def predicting(disk: Path, **settings: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=1, precision="bf16-mixed", strategy=strategy, **quiet)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_predict_continues_with_less_memory_than_the_model_takes(saved: Saved, disk: Path, kind: str) -> None:
     model = Watching(**SIZES, meta=True)

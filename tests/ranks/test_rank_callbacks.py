@@ -138,7 +138,7 @@ def all_loops_watched(folder: Path, root: Path) -> list[str]:
 def test_all_loops_with_late_updates(disk: Path, tmp_path: Path) -> None:
     written, nothing = run_ranks(all_loops_watched, 2, disk, tmp_path)
     assert nothing == []
-    stems = {"memory_timeline": ("csv", "png"), "page_trace": ("csv",)}
+    stems = {"memory_inventory": ("csv",), "memory_timeline": ("csv", "png"), "page_trace": ("csv",)}
     stems |= dict.fromkeys(("perfetto_trace", "perfetto_trace_2"), ("json",))
     each = [
         f"{stem}{loop}.{ending}"

@@ -353,6 +353,7 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     return outcome_of(module), edit.read
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:

@@ -141,6 +141,7 @@ class _Exploding(torch.autograd.Function):
         raise ArithmeticError
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "moves",
     [
@@ -169,6 +170,7 @@ def test_moves(strategy_at, tier, moves) -> None:
     fit(build, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(build).run(BATCHES))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("moves", ["bs", "b|b|bsz", "zbbs"])
 def test_moves_with_recomputation(strategy_at, tier, moves) -> None:
     def build() -> ByHand:
@@ -187,6 +189,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_optimizers(strategy_at, tier, name, precision) -> None:
