@@ -396,6 +396,8 @@ class AngelPTMStrategy(ParallelStrategy):
             )
         if isinstance(self._communicator, ProcessGroupCommunicator):
             self._watches.ranks(trainer, self._communicator, self._meet, self._gather_for)
+        else:
+            self._watches.one_rank(trainer)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:

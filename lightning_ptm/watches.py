@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,6 +27,7 @@ from lightning_ptm.paged_states import is_opened
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
+from lightning_ptm.signals import Signals
 
 _NOTHING = object()
 
@@ -51,6 +52,10 @@ class Replacement:
 
 def _own_method(owner: Any, name: str) -> Any:
     return inspect.getattr_static(type(owner), name).__get__(owner, type(owner))
+
+
+def _evaluations(trainer: Trainer) -> tuple[Any, ...]:
+    return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
 
 class Watches:
@@ -134,33 +139,47 @@ class Watches:
             meet: called where different numbers of batches show.
             gather: called before users, metrics or Lightning talk between ranks by torch.distributed.
         """
-        foreign = self._foreign = ForeignCollectives(gather, communicator.group_names)
+        self._foreign = ForeignCollectives(gather, communicator.group_names)
+
+        def agree(asked: int) -> int:
+            flags = torch.tensor([asked >> bit & 1 for bit in range(2)], dtype=torch.int64)
+            return sum(int(flag) << bit for bit, flag in enumerate(communicator.all_reduce(flags, maximum=True)))
+
+        signals = self._signals(trainer, agree)
+        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", signals.end)
+
+        def at(point: Together) -> None:
+            meet(point)
+            signals.settle()
+
         epochs = trainer.fit_loop
-        for each in (epochs.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._before(each, "on_run_end", partial(meet, Together.END_OF_EVALUATION))
-        # It swallows what goes wrong in its own collective, so nothing is to be found out there.
-        signals = "_broadcast_sigterm_tensor"
-        self._before(epochs.epoch_loop, signals, partial(meet, Together.TRAINING_BATCH), foreign.expected)
+        for each in _evaluations(trainer):
+            self._before(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
+        # Lightning's own question whether rank 0 has received SIGTERM, before each batch.
+        self._replace(epochs.epoch_loop, "_broadcast_sigterm_tensor", partial(at, Together.TRAINING_BATCH))
         self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH))
 
-    def _before(
-        self,
-        owner: Any,
-        name: str,
-        ours: Callable[[], None],
-        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Calls `ours` before a method, where this Lightning has it: the underscored ones are its own business."""
-        original = getattr(owner, name, None)
-        if original is None:
-            return
+    def one_rank(self, trainer: Trainer) -> None:
+        """A signal must not save in the middle of a step. (SIGTERM alone is only remembered by Lightning, too.)"""
+        signals = self._signals(trainer, lambda asked: asked)
+        self._before(trainer.fit_loop.epoch_loop, "advance", signals.settle)
+        for each in _evaluations(trainer):
+            self._before(each, "on_run_end", signals.settle)
+
+    def _signals(self, trainer: Trainer, agree: Callable[[int], int]) -> Signals:
+        connector = trainer._signal_connector
+        signals = Signals(trainer, connector._slurm_sigusr_handler_fn, agree)
+        self._replace(connector, "_slurm_sigusr_handler_fn", signals.put_back)
+        return signals
+
+    def _before(self, owner: Any, name: str, ours: Callable[[], None]) -> None:
+        """Calls `ours` before a method."""
+        original = getattr(owner, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            if self._engine is None:
-                return original(*args, **kwargs)
-            ours()
-            with inside():
-                return original(*args, **kwargs)
+            if self._engine is not None:
+                ours()
+            return original(*args, **kwargs)
 
         self._replace(owner, name, both)
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -61,7 +60,6 @@ class ForeignCollectives:
         self._ours = frozenset(ours)
         self._thread = threading.get_ident()
         self._gatherings: dict[tuple[str, str], Gathering | None] = {}
-        self._expected = False
         # Every call of an operator looks here first, also in inference mode; torch has nothing of its own here.
         here = DispatchKey.BackendSelect
         self._below = torch._C._dispatch_keyset_full_after(here)
@@ -72,22 +70,13 @@ class ForeignCollectives:
             kernel = partial(self._kernel, name, operator, place)
             self._library.impl(name, kernel, here.name, with_keyset=True)
 
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """All ranks are together, and issue the same collectives inside: none of them is told."""
-        before, self._expected = self._expected, True
-        try:
-            yield
-        finally:
-            self._expected = before
-
     def close(self) -> None:
         """Idempotent."""
         self._library._destroy()
 
     def _kernel(self, name: str, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
         group = dist.ProcessGroup.unbox(args[place])
-        if group.group_name not in self._ours and not self._expected and self._is_of_compute():
+        if group.group_name not in self._ours and self._is_of_compute():
             gathering = self._gathering(_NAMES[name], group)
             if gathering is not None:
                 self._before(gathering)
