@@ -87,8 +87,9 @@ from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.watches import (
     Watches,
-    rearranges_parameters,
+    rearrangers,
     warn_of_gradients_in_pages,
+    warn_of_rearranging,
     warn_of_recomputing_uncompiled,
     warn_of_wide_products_uncompiled,
 )
@@ -403,6 +404,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if fitting:
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
+            warn_of_rearranging(trainer, self._engine)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
 
@@ -457,7 +459,7 @@ class AngelPTMStrategy(ParallelStrategy):
             keep_gradients=fitting and self._keeps_gradients(trainer),
             gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
             sums_gradients=fitting and self._sums_gradients(trainer),
-            rearranges=fitting and rearranges_parameters(trainer),
+            rearranges=fitting and bool(rearrangers(trainer)),
         )
 
     def _progress_for(self, trainer: Trainer) -> Progress:

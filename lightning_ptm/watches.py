@@ -206,9 +206,21 @@ class Watches:
         setattr(owner, name, ours)
 
 
-def rearranges_parameters(trainer: Trainer) -> bool:
-    """Whether a callback will unfreeze parameters, or give them other data, during the run."""
-    return any(isinstance(callback, (BaseFinetuning, ModelPruning)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+def rearrangers(trainer: Trainer) -> list[str]:
+    """Names of the callbacks that will unfreeze parameters, or give them other data, during the run."""
+    kinds = (BaseFinetuning, ModelPruning)
+    return [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
+
+
+def warn_of_rearranging(trainer: Trainer, engine: Engine) -> None:
+    """Before the epochs that it would take to find out."""
+    names = rearrangers(trainer)
+    if names and not engine.blueprint.may_be_outside:
+        rank_zero_warn(
+            f"{', '.join(names)}: parameters that are unfrozen, or given other data, in mid-run will be refused when it "
+            f"comes to that, for these are in pages; keep everything in RAM, on one rank, with precision='32-true', or "
+            f"train in two fits, with what each of them shall not train frozen before it"
+        )
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

@@ -252,6 +252,34 @@ def test_finetuning_goes_on_from_a_checkpoint(strategy_at: MakeStrategy, tmp_pat
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
+def test_finetuning_that_will_be_refused_is_warned_of_before_the_first_epoch(
+    strategy_at: MakeStrategy, home: str
+) -> None:
+    class Backbone(Judged):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.blocks
+            self.seen: list[int] = []
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam((each for each in self.parameters() if each.requires_grad), lr=1e-2, fused=True)
+
+        def on_train_epoch_end(self) -> None:
+            self.seen.append(self.current_epoch)
+
+    module = Backbone()
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    with (
+        pytest.warns(
+            UserWarning, match=r"BackboneFinetuning: parameters that are unfrozen.* in RAM.* or train in two fits"
+        ),
+        pytest.raises(UsageError),
+    ):
+        trainer(strategy_at(home), max_epochs=2, callbacks=[finetuning]).fit(module, batches())
+    assert module.seen == [0]
+
+
 def test_unfreezing_in_the_middle_of_a_step_is_refused(strategy_at: MakeStrategy) -> None:
     class Late(Unfreezing):
         def on_train_epoch_start(self) -> None:
