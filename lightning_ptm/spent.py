@@ -1,42 +1,45 @@
 """Optimizers whose states have ended with their run: a step of theirs would begin anew, and nobody would see it.
 
-Owns the hooks that refuse such a step, wherever it is taken: in another run, of another Trainer too, or in a loop by hand.
-I1: an optimizer that was given states since, by `load_state_dict` too, is none of these.
+Owns the hooks that refuse such a step, and a `state_dict` without states, wherever it is asked for: in another run, of
+another Trainer too, or in a loop by hand.
+I1: an optimizer that was given states since, by `load_state_dict` too, is none of these. Its hooks stay, and let all pass:
+torch may be going through them when that is found out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 
-_HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+_SPENT: WeakSet[Optimizer] = WeakSet()
+_WATCHED: WeakSet[Optimizer] = WeakSet()
+"""Have the hooks."""
 
 
 def spend(optimizers: Iterable[Optimizer]) -> None:
     """The states of these have ended."""
     for optimizer in optimizers:
-        if optimizer not in _HOOKS:
-            _HOOKS[optimizer] = (
-                optimizer.register_step_pre_hook(_refuse),
-                optimizer.register_load_state_dict_post_hook(renew),
-            )
+        _SPENT.add(optimizer)
+        if optimizer not in _WATCHED:
+            _WATCHED.add(optimizer)
+            optimizer.register_step_pre_hook(_check)
+            optimizer.register_state_dict_pre_hook(_check)
+            optimizer.register_load_state_dict_post_hook(_look_for_states)
 
 
 def renew(optimizer: Optimizer) -> None:
     """It has states again."""
-    for hook in _HOOKS.pop(optimizer, ()):
-        hook.remove()
+    _SPENT.discard(optimizer)
 
 
 def spent(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Those of them whose states have ended."""
-    return [optimizer for optimizer in optimizers if optimizer in _HOOKS]
+    return [optimizer for optimizer in optimizers if optimizer in _SPENT]
 
 
 def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
@@ -47,7 +50,17 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
         _refuse(optimizer)
 
 
-def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _SPENT:
+        _refuse(optimizer)
+
+
+def _look_for_states(optimizer: Optimizer) -> None:
+    if optimizer.state:
+        renew(optimizer)
+
+
+def _refuse(optimizer: Optimizer) -> NoReturn:
     raise UsageError(
         f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
         f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "

@@ -79,6 +79,7 @@ from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
+from lightning_ptm.signals import Signals
 from lightning_ptm.spent import refuse_spent, renew, spend, spent
 from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
@@ -139,6 +140,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._saves = Saves(self.settings.failed_save)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
+        self._signals: Signals | None = None
         self._steps: OptimizerSteps | None = None
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
@@ -303,6 +305,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._close_engine()
+        self._signals = None
         load = None if self._given_state is None else self._given_state()
         self._given_state = None
         self._reset_optimizers_and_schedulers()
@@ -388,6 +391,7 @@ class AngelPTMStrategy(ParallelStrategy):
             arm=partial(self.precision_plugin.arm, model=self.lightning_module),
         )
         self._watches = Watches(self._engine)
+        self._signals = self._signals or Signals(trainer)
         for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
             self._watches.state_dict_of(
@@ -396,9 +400,9 @@ class AngelPTMStrategy(ParallelStrategy):
                 partial(checkpoints.optimizer_state, self._engine, keep=True),
             )
         if isinstance(self._communicator, ProcessGroupCommunicator):
-            self._watches.ranks(trainer, self._communicator, self._meet, self._gather_for)
+            self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
         else:
-            self._watches.one_rank(trainer)
+            self._watches.one_rank(trainer, self._signals)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self.lightning_module)
         if fitting:
@@ -574,7 +578,7 @@ class AngelPTMStrategy(ParallelStrategy):
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
         ended += [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
-        of_the_run = ("_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
+        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
         return {
             **state,
             **dict.fromkeys(of_the_run),
@@ -1027,6 +1031,9 @@ class AngelPTMStrategy(ParallelStrategy):
                         owner._buffers[name] = buffer.cpu()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None
+        if self._signals is not None:
+            self._signals.leave()
+            self._signals = None
         if self.is_distributed:
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()

@@ -54,6 +54,10 @@ def _own_method(owner: Any, name: str) -> Any:
     return inspect.getattr_static(type(owner), name).__get__(owner, type(owner))
 
 
+def _nothing() -> None:
+    pass
+
+
 def _evaluations(trainer: Trainer) -> tuple[Any, ...]:
     return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
@@ -129,6 +133,7 @@ class Watches:
     def ranks(
         self,
         trainer: Trainer,
+        signals: Signals,
         communicator: ProcessGroupCommunicator,
         meet: Callable[[Together], None],
         gather: Callable[[Gathering], None],
@@ -141,12 +146,13 @@ class Watches:
         """
         self._foreign = ForeignCollectives(gather, communicator.group_names)
 
-        def agree(asked: int) -> int:
+        def any_of(asked: int) -> int:
             flags = torch.tensor([asked >> bit & 1 for bit in range(2)], dtype=torch.int64)
             return sum(int(flag) << bit for bit, flag in enumerate(communicator.all_reduce(flags, maximum=True)))
 
-        signals = self._signals(trainer, agree)
+        signals.agree = any_of
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", signals.end)
+        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", signals.put_back)
 
         def at(point: Together) -> None:
             meet(point)
@@ -157,29 +163,29 @@ class Watches:
             self._before(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
         # Lightning's own question whether rank 0 has received SIGTERM, before each batch.
         self._replace(epochs.epoch_loop, "_broadcast_sigterm_tensor", partial(at, Together.TRAINING_BATCH))
-        self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH))
+        self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
 
-    def one_rank(self, trainer: Trainer) -> None:
+    def one_rank(self, trainer: Trainer, signals: Signals) -> None:
         """A signal must not save in the middle of a step. (SIGTERM alone is only remembered by Lightning, too.)"""
-        signals = self._signals(trainer, lambda asked: asked)
+        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", signals.put_back)
         self._before(trainer.fit_loop.epoch_loop, "advance", signals.settle)
+        self._before(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
         for each in _evaluations(trainer):
             self._before(each, "on_run_end", signals.settle)
 
-    def _signals(self, trainer: Trainer, agree: Callable[[int], int]) -> Signals:
-        connector = trainer._signal_connector
-        signals = Signals(trainer, connector._slurm_sigusr_handler_fn, agree)
-        self._replace(connector, "_slurm_sigusr_handler_fn", signals.put_back)
-        return signals
-
-    def _before(self, owner: Any, name: str, ours: Callable[[], None]) -> None:
-        """Calls `ours` before a method."""
+    def _before(
+        self, owner: Any, name: str, ours: Callable[[], None], behind: Callable[[], None] | None = None
+    ) -> None:
+        """Calls `ours` before a method, and `behind` when it has returned."""
         original = getattr(owner, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if self._engine is not None:
                 ours()
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if self._engine is not None and behind is not None:
+                behind()
+            return result
 
         self._replace(owner, name, both)
 

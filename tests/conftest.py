@@ -118,19 +118,30 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which cases are slow. Of a test with the mark `one_in(n)`, one case in n is quick. A test that goes through `tier`
+    """Which cases are slow. Of a test with the mark `one_in(n)`, one case in n is quick. A test that goes through all `TIERS`
     takes every other one, from the first or the second on as its name has it: quick tests of a subject have all of them in
     turn; with the mark `quick_tiers`, those that it names."""
+    tiers: dict[str, set[str]] = {}
     for item in items:
-        chosen = item.get_closest_marker("one_in")
-        if chosen is not None and zlib.crc32(item.nodeid.encode()) % chosen.args[0]:
+        tiers.setdefault(_test_of(item), set()).add(_tier_of(item))
+    for item in items:
+        chosen, named = item.get_closest_marker("one_in"), item.get_closest_marker("quick_tiers")
+        slow = chosen is not None and zlib.crc32(item.nodeid.encode()) % chosen.args[0] > 0
+        if named is not None:
+            slow |= _tier_of(item) not in ("", *named.args)
+        elif tiers[_test_of(item)] == set(TIERS):
+            slow |= _tier_of(item) not in list(TIERS)[zlib.crc32(_test_of(item).encode()) % 2 :: 2]
+        if slow:
             item.add_marker(pytest.mark.slow)
-        case = getattr(item, "callspec", None)
-        if case is not None and "tier" in case.params:
-            mark = item.get_closest_marker("quick_tiers")
-            quick = list(TIERS)[zlib.crc32(item.nodeid.split("[")[0].encode()) % 2 :: 2] if mark is None else mark.args
-            if case.params["tier"] not in quick:
-                item.add_marker(pytest.mark.slow)
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
+def _tier_of(item: pytest.Item) -> str:
+    case = getattr(item, "callspec", None)
+    return str(case.params.get("tier", "")) if case is not None else ""
 
 
 @pytest.fixture

@@ -211,9 +211,9 @@ class Engine:
         self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts, self.bars)
         self._first_values(given)
-        several = self.communicator.world_size > 1
-        self._module_buffers = ModuleBuffers(self.module, self.communicator) if several else None
-        if self._module_buffers is not None:
+        self._module_buffers = None
+        if self.communicator.world_size > 1:
+            self._module_buffers = ModuleBuffers(self.module, self.communicator, trains=bool(self._optimizers))
             self._module_buffers.follow_rank_0()
         self._taken_over = True
         for flats in self.flats:

@@ -2,15 +2,18 @@
 
 They are no model states: each rank has all of them, outside pages. What is saved is rank 0's.
 
-I1: a step begins with the same buffers on all ranks, and so does the first batch of an evaluation in mid-run. What an
-evaluation writes to them, or a micro-batch before the last one of a step, stays each rank's own until then.
-I2: nothing is sent while no rank has changed any.
+I1: a step begins with the same buffers on all ranks, and so does the first batch of an evaluation in mid-run; but, as with
+DDP, not the step behind an evaluation: what that writes, or a micro-batch before the last one of a step, stays each rank's
+own until the next. Outside of training they are each rank's own from set-up on.
+I2: nothing is sent while no rank has changed any. A change is seen in the bytes, since not all that writes counts as one for
+torch (`.data`, numpy, batch_norm's running statistics); what is on a GPU, whose bytes are not here, is always sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
 from hashlib import blake2b
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +30,19 @@ class ModuleBuffers:
 
     Args:
         communicator: of all ranks.
+        trains: the run does.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator, *, trains: bool) -> None:
         self._module = module
         self._communicator = communicator
-        self._due = True
-        self._known: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+        self._due = trains
+        self._known: dict[nn.Module, list[Any]] = {}
+        """What buffers held when all ranks had the same."""
 
     def changed(self) -> bool:
         """Whether this rank's may have ceased to be rank 0's, and it matters now."""
-        return self._due and any(self._has_changed(owner) for owner in self._owners())
+        return self._due and any(self._has_changed(owner, buffers) for owner, buffers in self._owners())
 
     def iteration_begins(self, *, compare_next: bool) -> None:
         """One of this rank's; all of them have followed rank 0 if any has changed some and they are in it together.
@@ -53,18 +58,22 @@ class ModuleBuffers:
         Raises:
             RankError: ranks have different ones. It is raised on all ranks.
         """
-        owners = list(self._owners())
+        owners = self._owners()
         self._check_alike(owners)
-        flags = torch.tensor([self._has_changed(owner) for owner in owners], dtype=torch.int64)
+        flags = torch.tensor([self._has_changed(*each) for each in owners], dtype=torch.int64)
         flags = self._communicator.all_reduce(flags, maximum=True)
-        chosen = [owner for owner, flag in zip(owners, flags.tolist(), strict=True) if flag]
-        places = [(owner, name, buffer) for owner in chosen for name, buffer in self._of(owner) if buffer.numel()]
+        chosen = [each for each, flag in zip(owners, flags.tolist(), strict=True) if flag]
+        places = [(owner, name, buffer) for owner, buffers in chosen for name, buffer in buffers if buffer.numel()]
         for device in sorted({str(buffer.device) for *_, buffer in places}):
             self._follow([place for place in places if str(place[2].device) == device])
-        self._known = {owner: [(buffer, _version(buffer)) for _, buffer in self._of(owner)] for owner in owners}
+        known = self._known
+        self._known = {owner: known[owner] for owner, _ in owners if owner in known}
+        for owner, buffers in self._owners():
+            if owner not in known or any(owner is each for each, _ in chosen):
+                self._known[owner] = [_seen(buffer) for _, buffer in buffers]
 
     def _follow(self, places: list[tuple[nn.Module, str, Tensor]]) -> None:
-        packed = torch.cat([buffer.detach().contiguous().view(-1).view(torch.uint8) for *_, buffer in places])
+        packed = torch.cat([_bytes(buffer) for *_, buffer in places])
         self._communicator.broadcast(packed)
         if self._communicator.rank == 0:
             return
@@ -77,11 +86,11 @@ class ModuleBuffers:
                 else:
                     buffer.copy_(value)
 
-    def _check_alike(self, owners: list[nn.Module]) -> None:
+    def _check_alike(self, owners: _Owners) -> None:
         kinds = [
             f"{type(owner).__name__}.{name}: {buffer.dtype} {list(buffer.shape)}"
-            for owner in owners
-            for name, buffer in self._of(owner)
+            for owner, buffers in owners
+            for name, buffer in buffers
         ]
         digest = int.from_bytes(blake2b("\n".join(kinds).encode(), digest_size=7).digest(), "big")
         most, least = self._communicator.all_reduce(torch.tensor([digest, -digest]), maximum=True).tolist()
@@ -94,34 +103,36 @@ class ModuleBuffers:
                 f"in `self.{_IGNORED} = [...]` of the LightningModule"
             )
 
-    def _owners(self) -> Iterator[nn.Module]:
-        return (owner for owner in self._module.modules() if owner._buffers)
-
-    def _of(self, owner: nn.Module) -> list[tuple[str, Tensor]]:
-        own = self._own_values()
-        return [
-            (name, buffer)
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and id(buffer) not in own
-        ]
-
-    def _own_values(self) -> set[int]:
+    def _owners(self) -> _Owners:
+        """Modules with buffers that are not each rank's own, and these by name."""
         ignored = getattr(self._module, _IGNORED, ())
-        return {id(buffer) for name, buffer in self._module.named_buffers() if name in ignored} if ignored else set()
-
-    def _has_changed(self, owner: nn.Module) -> bool:
-        # Asked of all that a module has: torch's batch_norm writes to running statistics without counting it as a change,
-        # and counts its batches.
-        known, now = self._known.get(owner), self._of(owner)
-        return (
-            known is None
-            or len(known) != len(now)
-            or any(
-                before is not buffer or version != _version(buffer)
-                for (before, version), (_, buffer) in zip(known, now, strict=True)
-            )
+        own = {id(buffer) for name, buffer in self._module.named_buffers() if name in ignored} if ignored else set()
+        found = (
+            (owner, [(name, buffer) for name, buffer in owner._buffers.items() if _is_shared(buffer, own)])
+            for owner in self._module.modules()
+            if owner._buffers
         )
+        return [(owner, buffers) for owner, buffers in found if buffers]
+
+    def _has_changed(self, owner: nn.Module, buffers: list[tuple[str, Tensor]]) -> bool:
+        known = self._known.get(owner)
+        return known is None or None in known or known != [_seen(buffer) for _, buffer in buffers]
 
 
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+_Owners = list[tuple[nn.Module, list[tuple[str, Tensor]]]]
+
+
+def _is_shared(buffer: Tensor | None, own: set[int]) -> TypeGuard[Tensor]:
+    return buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and id(buffer) not in own
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """A buffer's values, end to end; a view of them where they lie so."""
+    return buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _seen(buffer: Tensor) -> Any:
+    """Equal to that of another moment if the buffer held the same; None where that cannot be told."""
+    if buffer.device.type != "cpu":
+        return None
+    return buffer.dtype, tuple(buffer.shape), zlib.crc32(_bytes(buffer).numpy().data) if buffer.numel() else 0

@@ -443,9 +443,11 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(strategy_at: Any, tier: s
         assert_same(weights_of(ours), weights_of(theirs))
         return
     before = weights_of(ours)
-    with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
-        optimizer.step()
+    for act in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+            act()
     assert_same(weights_of(ours), before)
+    optimizer.register_load_state_dict_post_hook(lambda _: None)  # a user's own, behind ours
     theirs, their_optimizer = by_hand("auto")
     optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
     for each in (optimizer, their_optimizer):

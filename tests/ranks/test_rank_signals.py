@@ -18,6 +18,8 @@ from rank_models import Tower
 from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
+from lightning_ptm.signals import Signals
+
 BATCHES = 6
 
 
@@ -35,8 +37,8 @@ class Interrupted(Tower):
         return super().loss(batch, rank, step)
 
 
-def ended(ranks: tuple[int, ...], folder: str, tier: str) -> tuple[str, int]:
-    training = Training(Tower, batches=BATCHES)
+def ended(ranks: tuple[int, ...], folder: str, tier: str, batches: int) -> tuple[str, int]:
+    training = Training(Tower, batches=batches)
     trainer = make_trainer(training, make_strategy(folder, tier), 2)
     module = Interrupted(signal.SIGTERM, ranks)
     try:
@@ -49,7 +51,26 @@ def ended(ranks: tuple[int, ...], folder: str, tier: str) -> tuple[str, int]:
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
 def test_sigterm_ends_all_ranks_before_the_same_batch(ranks: tuple[int, ...], tier: str, disk: Path) -> None:
-    assert run_ranks(ended, 2, ranks, str(disk), tier, limit_s=60) == [("SIGTERMException", 3)] * 2
+    assert run_ranks(ended, 2, ranks, str(disk), tier, BATCHES, limit_s=60) == [("SIGTERMException", 3)] * 2
+
+
+def test_sigterm_in_the_last_step_is_not_swallowed(disk: Path) -> None:
+    assert run_ranks(ended, 2, (1,), str(disk), "ram", 3, limit_s=60) == [("SIGTERMException", 3)] * 2
+
+
+def test_what_comes_while_ranks_agree_is_for_the_next_time() -> None:
+    signals = Signals(L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
+
+    def interrupted(asked: int) -> int:
+        signals.end(signal.SIGTERM, None)
+        return asked
+
+    signals.agree = interrupted
+    signals.settle()
+    signals.agree = lambda asked: asked
+    with pytest.raises(SIGTERMException):
+        signals.settle()
+    signals.settle()
 
 
 class Slurm(SLURMEnvironment):
@@ -87,11 +108,13 @@ class Slurm(SLURMEnvironment):
         """None of a real job."""
 
 
-def requeued(world_size: int, folder: str, tier: str) -> tuple[int, list[str], list[Tensor], list[Tensor]]:
+def requeued(
+    world_size: int, folder: str, tier: str, batches: int
+) -> tuple[int, list[str], list[Tensor], list[Tensor]]:
     """Steps done; files written; the weights in the file, and those of a run that stops where it was saved."""
     os.environ["SLURM_JOB_ID"] = "7"
     os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"  # where scontrol is
-    training = Training(Tower, batches=BATCHES)
+    training = Training(Tower, batches=batches)
     root = Path(folder) / "root"
 
     def fit(steps: int, module: Tower, plugins: list[Any], root: Path) -> L.Trainer:
@@ -103,7 +126,7 @@ def requeued(world_size: int, folder: str, tier: str) -> tuple[int, list[str], l
 
     torch.manual_seed(0)
     trainer = fit(
-        BATCHES, Interrupted(signal.SIGUSR1, (0, 1)), [Slurm(auto_requeue=True, requeue_signal=signal.SIGUSR1)], root
+        batches, Interrupted(signal.SIGUSR1, (0, 1)), [Slurm(auto_requeue=True, requeue_signal=signal.SIGUSR1)], root
     )
     torch.manual_seed(0)
     short = Interrupted(signal.SIGUSR1, ())
@@ -119,14 +142,21 @@ def requeued(world_size: int, folder: str, tier: str) -> tuple[int, list[str], l
     )
 
 
-@pytest.mark.parametrize("tier", ["ram", "three_tiers"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_slurms_signal_saves_between_batches(world_size: int, tier: str, disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "tier", "batches"),
+    [(1, "ram", BATCHES), (1, "three_tiers", 3), (2, "ram", 3), (2, "three_tiers", BATCHES)],
+)
+def test_slurms_signal_saves_between_batches(
+    world_size: int, tier: str, batches: int, disk: Path, tmp_path: Path
+) -> None:
+    """The third step of three is the last."""
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/asked\n")
     scontrol.chmod(0o755)
-    for steps, (at, name), weights, expected in run_ranks(requeued, world_size, world_size, str(tmp_path), tier):
-        assert (steps, at, name) == (BATCHES, 3, "hpc_ckpt_1.ckpt")
+    for steps, (at, name), weights, expected in run_ranks(
+        requeued, world_size, world_size, str(tmp_path), tier, batches
+    ):
+        assert (steps, at, name) == (batches, 3, "hpc_ckpt_1.ckpt")
         assert all(map(torch.equal, weights, expected))
     assert (tmp_path / "asked").read_text() == "requeue 7\n"

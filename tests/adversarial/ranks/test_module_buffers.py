@@ -36,6 +36,15 @@ class Normed(L.LightningModule):
         self.register_buffer("replaced", torch.zeros((), dtype=torch.int64))
         self.register_buffer("whether", torch.zeros(2, dtype=torch.bool))
         self.register_buffer("seen", torch.zeros(()))
+        # What is written in ways that torch does not count as a change.
+        self.register_buffer("data_", torch.zeros(8))
+        self.register_buffer("assigned", torch.zeros(8))
+        self.register_buffer("by_numpy", torch.zeros(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.register_buffer("turned", torch.ones(3, dtype=torch.complex64).conj())
+        self.uncounted = nn.BatchNorm1d(8)
+        self.uncounted.num_batches_tracked = None
         if ignored:
             self._ddp_params_and_buffers_to_ignore = [*ignored]
         self.rank = rank
@@ -46,6 +55,13 @@ class Normed(L.LightningModule):
             self.codebook += 0.1 * hidden.mean(0) if self.training else 0
             self.whether[self.rank] = True
         self.replaced = self.replaced + self.rank + 1
+        if self.training:
+            mean = hidden.detach().mean(0)
+            self.data_.data.lerp_(mean, 0.5)
+            self.assigned.data = self.assigned.data + mean
+            self.by_numpy.numpy()[:] += mean.numpy()
+        hidden = nn.functional.batch_norm(hidden, self.mean, self.var, training=self.training)
+        hidden = self.uncounted(hidden) + self.data_ + self.assigned + self.by_numpy + self.turned.real.sum()
         return hidden.square().mean()
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
@@ -117,3 +133,36 @@ def test_other_sizes_are_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(other_sizes, 2, tmp_path, limit_s=120.0)
     assert first.startswith("ranks have different buffers of modules; register the same ones on all ranks")
     assert "(here OtherSize.memory: torch.float32 [2], which rank 0 has not)" in second
+
+
+class FilledWhereItStarts(Normed):
+    """Ranks fill a buffer when they have been set up."""
+
+    def fill(self) -> None:
+        self.seen.fill_(self.rank + 5)
+
+    on_validation_start = on_predict_start = fill
+
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.seen.clone()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.held = self.seen.item()
+
+
+def evaluated(folder: Path) -> list[Any]:
+    found: list[Any] = []
+    for strategy in (DDPStrategy(timeout=timedelta(seconds=TIMEOUT_S)), make_strategy(folder, "ram")):
+        module = FilledWhereItStarts(_rank())
+        quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **quiet)
+        loader = DataLoader(TensorDataset(torch.zeros(4, 8)), batch_size=1)
+        trainer.validate(module, loader, verbose=False)
+        rows = trainer.predict(module, loader)
+        found.append([module.held, [row.item() for row in rows or ()]])
+    return found
+
+
+def test_outside_of_training_what_ranks_fill_is_their_own(tmp_path: Path) -> None:
+    for rank, (theirs, ours) in enumerate(run_ranks(evaluated, 2, tmp_path, limit_s=120.0)):
+        assert theirs == ours == [rank + 5, [rank + 5] * 2]
