@@ -13,6 +13,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 
+from lightning_ptm.errors import ConfigError
+
 Gathered = Callable[..., AbstractContextManager[None]]
 """`AngelPTMStrategy.gathered`."""
 
@@ -37,6 +39,18 @@ def gather_for_averaging(
             writing = [(callback, "transfer_weights")]
         for owner, name in (*reading, *writing):
             yield owner, name, _wrapped(getattr(owner, name), gathered, write=(owner, name) in writing)
+
+
+def refuse_sharded(callbacks: Iterable[Callback]) -> None:
+    """Raises:
+    ConfigError: one of these puts whole weights into checkpoints, for which folders of shards have no place.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; use "
+                f"state_dict_type='full'"
+            )
 
 
 def _wrapped(method: Callable[..., Any], gathered: Gathered, *, write: bool) -> Callable[..., Any]:

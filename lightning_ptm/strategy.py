@@ -45,6 +45,7 @@ from typing_extensions import override
 
 from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
+from lightning_ptm.averaging import refuse_sharded
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
@@ -309,6 +310,8 @@ class AngelPTMStrategy(ParallelStrategy):
         load = None if self._given_state is None else self._given_state()
         self._given_state = None
         self._reset_optimizers_and_schedulers()
+        if fitting and self.settings.state_dict_type == "sharded":
+            refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self.world_size > 1:
             self._synchronize_batch_norms(self.lightning_module, self._layer_sync)
         self.model = self.precision_plugin.convert_module(self.lightning_module)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import ConfigError, UsageError
 
 WIDTH = 32
 ON_DISK = ("masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers")  # optimizer states
@@ -213,6 +213,11 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
         assert torch.equal(weight, average), name
         assert not torch.equal(weight, plain[name]), name
     assert any((p.bfloat16().float() != p).any() for p in callback._average_model.parameters())
+
+
+def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
+    with pytest.raises(ConfigError, match=r"EMAWeightAveraging saves two sets of weights.*use state_dict_type='full'"):
+        trainer(strategy_at("ram", state_dict_type="sharded"), callbacks=[cb.EMAWeightAveraging()]).fit(model())
 
 
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
