@@ -48,8 +48,8 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             raise ConfigError(
-                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; use "
-                f"state_dict_type='full'"
+                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; "
+                f"use state_dict_type='full'"
             )
 
 

@@ -48,6 +48,7 @@ from lightning_ptm import checkpoint as checkpoints
 from lightning_ptm.averaging import refuse_sharded
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings, listing_settings
+from lightning_ptm.copies_seen import CopiesSeen
 from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
@@ -716,7 +717,10 @@ class AngelPTMStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._setting_up and self._holds(checkpoint["state_dict"]):
             # As Lightning: configure_optimizers may look at weights. Pages take theirs from the module.
-            super().load_model_state_dict(checkpoint, strict)
+            progress = self._progress_for(self.lightning_module.trainer)
+            total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
+            with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
+                super().load_model_state_dict(checkpoint, strict)
             random_states = randomness.found(checkpoint)
             self._given_state = lambda: partial(self._go_on_drawing, random_states)
         elif self._setting_up:

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.utils.serialization
 from rank_harness import run_ranks
 from rank_models import Tower
 from rank_training import Training, loader, make_strategy, make_trainer, tokens

@@ -269,7 +269,7 @@ class Longer(Full):
 
 
 def test_another_models_checkpoint(strategy_at, saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"frozen\.weight has shape \(32, 64\) here and \(64, 64\)"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for frozen\.weight"):  # in torch's words, as without pages
         fit(sharded(strategy_at, "ram"), tmp_path / "again", saved, build=Wider)
     with pytest.raises(RuntimeError, match=r"Missing key.*more\.weight"):
         fit(sharded(strategy_at, "ram"), tmp_path / "again", saved, build=Longer)
