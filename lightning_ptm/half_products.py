@@ -34,7 +34,7 @@ SLOW = 4.0
 long as for fp32, those without 8 to 70 times."""
 
 _SIDE = 128
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS = 5
 _MOST_ROUNDS = 40
 
 _aten = torch.ops.aten

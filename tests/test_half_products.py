@@ -245,7 +245,7 @@ def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monk
         nonlocal clock_s
         calls[left.dtype] += 1
         clock_s += 1e-3 if slow and left.dtype is torch.bfloat16 else 1e-4
-        if left.dtype is stalled and calls[left.dtype] <= (45 if slow else 6):
+        if left.dtype is stalled and calls[left.dtype] <= (45 if slow else 12):
             clock_s += 1e-2
 
     monkeypatch.setattr(torch, "mm", mm)
