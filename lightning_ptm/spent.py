@@ -4,13 +4,15 @@ Owns the hooks that refuse such a step, and a `state_dict` without states, where
 another Trainer too, or in a loop by hand.
 I1: an optimizer that was given states since, by `load_state_dict` too, is none of these. Its hooks stay, and let all pass:
 torch may be going through them when that is found out.
+I2: a copy of a spent optimizer, by `copy` or through pickle, is spent too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch.optim import Optimizer
 
@@ -25,6 +27,8 @@ def spend(optimizers: Iterable[Optimizer]) -> None:
     """The states of these have ended."""
     for optimizer in optimizers:
         _SPENT.add(optimizer)
+        # On the object, where copy and pickle look first; weak, so that it goes when the user lets it go.
+        vars(optimizer)["__reduce_ex__"] = partial(_reduce, ref(optimizer))
         if optimizer not in _WATCHED:
             _WATCHED.add(optimizer)
             optimizer.register_step_pre_hook(_check)
@@ -35,19 +39,15 @@ def spend(optimizers: Iterable[Optimizer]) -> None:
 def renew(optimizer: Optimizer) -> None:
     """It has states again."""
     _SPENT.discard(optimizer)
-
-
-def spent(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those of them whose states have ended."""
-    return [optimizer for optimizer in optimizers if optimizer in _SPENT]
+    vars(optimizer).pop("__reduce_ex__", None)
 
 
 def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
     """Raises:
     UsageError: one of these is spent.
     """
-    for optimizer in spent(optimizers):
-        _refuse(optimizer)
+    for optimizer in optimizers:
+        _check(optimizer)
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
@@ -60,6 +60,20 @@ def _look_for_states(optimizer: Optimizer) -> None:
         renew(optimizer)
 
 
+def _reduce(weak: ref[Optimizer], _protocol: Any) -> tuple[Callable[..., Optimizer], tuple[Any, ...]]:
+    optimizer = weak()
+    assert optimizer is not None  # it is being copied
+    kind = type(optimizer)
+    return _spent_copy, (kind, kind.__getstate__(optimizer))
+
+
+def _spent_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    spend([optimizer])
+    return optimizer
+
+
 def _refuse(optimizer: Optimizer) -> NoReturn:
     raise UsageError(
         f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
@@ -68,4 +82,4 @@ def _refuse(optimizer: Optimizer) -> NoReturn:
     )
 
 
-__all__ = ["refuse_spent", "renew", "spend", "spent"]
+__all__ = ["refuse_spent", "renew", "spend"]

@@ -82,7 +82,7 @@ from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
 from lightning_ptm.signals import Signals
-from lightning_ptm.spent import refuse_spent, renew, spend, spent
+from lightning_ptm.spent import refuse_spent, renew, spend
 from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
@@ -573,15 +573,14 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        ended = spent(map(checkpoints.plain_optimizer, self.optimizers))
-        state = {**super().__getstate__(), "_began_with": None, "_spent": ended}
+        state = {**super().__getstate__(), "_began_with": None, "_spent": []}
         engine = self._engine
         if engine is None:
             return state
         if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
-        ended += [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
+        ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
         of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
         return {
             **state,

@@ -446,6 +446,9 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(strategy_at: Any, tier: s
     for act in (optimizer.step, optimizer.state_dict):
         with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
             act()
+    for copied in (copy.deepcopy, copy.copy, lambda each: copy.deepcopy(pickle.loads(pickle.dumps(each)))):
+        with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+            copied(optimizer).step()
     assert_same(weights_of(ours), before)
     optimizer.register_load_state_dict_post_hook(lambda _: None)  # a user's own, behind ours
     theirs, their_optimizer = by_hand("auto")
