@@ -1,0 +1,301 @@
+"""The README and the pages of docs/: their code runs, their commands have options that exist, their links lead somewhere.
+
+Blocks of a page run in order in one empty folder, Python in one namespace (`MyModule` and `my_data` are in it, and `/nvme` is
+a folder). A comment above a block says otherwise: `<!-- file: NAME -->` writes it to a file, `<!-- parsed: why -->` has the
+options of its commands checked and no more, and so has `<!-- not run: why -->`, which NOT_RUN lists; `<!-- ci:NAME -->` is
+what .ci/run runs. Whatever else a comment says is a mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import re
+import shlex
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptm.cli import COMMANDS, main
+from lightning_ptm.config import Settings
+from lightning_ptm.habits import HABITS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+README_WORDS = 1200
+
+NOT_RUN = {
+    "launching.md": ["needs a SLURM cluster", "needs a Kubernetes cluster"],
+    "measured.md": ["measures for half an hour, and needs a machine on which nothing else runs"],
+}
+"""Why blocks are neither run nor, but for our own commands, looked at."""
+
+LANGUAGES = {"python", "bash", "yaml", "text"}
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+OURS = re.compile(r"(?:^|[\s(])(?:lightning-ptm|python main\.py) ([^\n>|]+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block, the line of its first, and what the comment above it says."""
+
+    language: str
+    code: str
+    line: int
+    mark: str = ""
+    said: str = ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All of them but MyST's own directives, which are the site's."""
+    text = page.read_text()
+    found = []
+    for each in BLOCK.finditer(text):
+        mark, _, said = (each["mark"] or "").partition(":")
+        line = text.count("\n", 0, each.start("code")) + 1
+        found.append(Block(each["language"], each["code"], line, mark, said.strip()))
+    fences = [line for line in text.splitlines() if line.lstrip().startswith("```")]
+    assert len(fences) == 2 * len(found), f"{page.name}: a fence is left open, or not at the beginning of its line"
+    return [block for block in found if not block.language.startswith("{")]
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [page.name for page in pages]
+
+
+WITH_CODE = [page for page in PAGES if any(block.language != "text" for block in blocks_of(page))]
+
+
+# -- what a page is made of -----------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_block_is_looked_at_or_says_why_not(page: Path) -> None:
+    blocks = blocks_of(page)
+    for block in blocks:
+        where = f"{page.name}:{block.line}"
+        assert block.language in LANGUAGES, where
+        assert block.mark in ("", "ci", "file", "parsed", "not run"), where
+        assert bool(block.mark) == bool(block.said), where
+    assert [block.said for block in blocks if block.mark == "not run"] == NOT_RUN.get(page.name, [])
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as sites that show Markdown make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINK.findall(page.read_text()):
+        target = page.parent / path if path else page
+        assert target.is_file(), f"{page.name}: {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {path}#{anchor}"
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(
+        re.findall(r"^(\w+)$", (DOCS / "index.md").read_text() + (DOCS / "measured.md").read_text(), re.MULTILINE)
+    )
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index"} == listed
+
+
+# -- tables of settings -----------------------------------------------------------------------------------------------------
+
+
+def settings_in(page: Path) -> dict[str, str]:
+    """Rows of a table of settings: the names, and the default as it is written."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\S+) \|", page.read_text(), re.MULTILINE)
+    return {name.strip("`"): default for each, default in rows for name in each.split(", ")}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "settings.md"], ids=["README", "settings"])
+def test_tables_of_settings_have_the_defaults(page: Path) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(Settings)}
+    written = settings_in(page)
+    if page.stem == "settings":
+        assert written.keys() == fields.keys()
+    else:
+        assert len(written) == 6
+    for name, default in written.items():
+        shown = {None: "none", (): "`[]`"}.get(fields[name], f"`{fields[name]}`")
+        assert default == shown, name
+
+
+def test_every_habit_has_a_row() -> None:
+    text = (DOCS / "moving.md").read_text()
+    for habit in HABITS:
+        assert any(f"`{name}`" in text for name in habit.names), habit.names
+
+
+# -- what runs ------------------------------------------------------------------------------------------------------------
+
+
+class MyModule(LightningModule):
+    """What a page takes for the reader's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        loss: torch.Tensor = self.layers(x).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a page's code runs."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    yield tmp_path / "work"
+    assert not list((tmp_path / "nvme").iterdir()), "the disk tier left files behind"
+
+
+def commands_of(code: str) -> list[list[str]]:
+    """The arguments of the commands of ours, in a shell's text or in a list of YAML's."""
+    joined = code.replace("\\\n", " ").replace("$(which lightning-ptm)", "lightning-ptm")
+    joined = re.sub(r"\[(lightning-ptm.*?)\]", lambda found: found[1].replace(",", ""), joined)
+    return [shlex.split(found) for found in OURS.findall(joined)]
+
+
+@contextlib.contextmanager
+def nothing_runs() -> Iterator[None]:
+    """Commands are parsed, their settings checked, and no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LightningCLI, "instantiate_classes", lambda *given: None)
+        patch.setattr(LightningCLI, "_run_subcommand", lambda *given: None)
+        for name, command in COMMANDS.items():
+            patch.setitem(COMMANDS, name, functools.wraps(command)(lambda *given, **named: None))
+        yield
+
+
+def check(arguments: list[str]) -> None:
+    """SystemExit is what a mistake ends in."""
+    with nothing_runs():
+        main(arguments)
+
+
+def run_bash(code: str, folder: Path) -> None:
+    """In this process where a block consists of commands of ours, which then need not be loaded again; else in a shell."""
+    lines = [line for line in code.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    if all(line.startswith("lightning-ptm ") for line in lines):
+        for line in lines:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                main(shlex.split(line)[1:])
+            assert printed.getvalue(), line
+        return
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RANK", "LOCAL_", "MASTER_"))
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_block(block: Block, folder: Path, namespace: dict[str, Any], page: Path) -> None:
+    code = block.code.replace("/nvme", str(folder.parent / "nvme"))
+    if block.mark == "file":
+        (folder / block.said).write_text(code)
+    elif block.mark in ("parsed", "not run", "ci"):
+        if block.language == "yaml":
+            yaml.safe_load(code)
+    elif block.language == "python":
+        filled = "\n" * (block.line - 1) + code  # so that a traceback has the page's lines
+        exec(compile(filled, str(page), "exec"), namespace)
+    elif block.language == "yaml":
+        (folder / "page.yaml").write_text(code)
+        check(["fit", "--config", "gpt.yaml", "--config", "page.yaml"])
+    elif block.language == "bash":
+        run_bash(code, folder)
+    if block.language in ("bash", "yaml"):
+        for arguments in commands_of(code):
+            check(arguments)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=names(WITH_CODE))
+def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(16, 32)), batch_size=4)
+    namespace: dict[str, Any] = {"__name__": page.stem, "MyModule": MyModule, "my_data": data}
+    for block in blocks_of(page):
+        try:
+            run_block(block, folder, namespace, page)
+        except SystemExit as stop:
+            raise AssertionError(f"{page.name}:{block.line} ended with {stop.code}") from stop
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lightning-ptm plan gpt --hardwear x",
+        "lightning-ptm fit --config gpt.yaml --trainer.devises=2",
+        "lightning-ptm export a",
+    ],
+)
+def test_a_wrong_option_is_found(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check(commands_of(command)[0])
+
+
+def test_a_setting_that_does_not_exist_is_found_in_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "trainer:\n  strategy:\n    class_path: lightning_ptm.AngelPTMStrategy\n    init_args: {page_sise: 4MiB}\n"
+    with pytest.raises(SystemExit):
+        run_block(Block("yaml", wrong, 1), folder, {}, DOCS / "settings.md")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of two dies, once; the run goes on from the last checkpoint."""
+    (script,) = (block for block in blocks_of(DOCS / "launching.md") if block.mark == "file")
+    dies = "        if self.global_step == 5 and self.global_rank == 1 and first:\n            os._exit(9)\n"
+    first = 'import os\n\nfirst = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"\n'
+    text = script.code.replace("        (x,) = batch\n", f"        (x,) = batch\n{dies}")
+    assert dies in text
+    (folder / "train.py").write_text(first + text)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RANK", "LOCAL_", "MASTER_"))
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Restoring states from the checkpoint path" in done.stderr
+    assert "rank 0 has done 8 steps" in done.stdout and "rank 1 has done 8 steps" in done.stdout
