@@ -1,5 +1,5 @@
-# `make run` trains a small GPT, `make test` runs the tests. On a fresh Linux machine with Python nothing else is needed:
-# both install what they need in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
+# `make run` trains a small GPT, `make test` runs the tests, `make docs` builds the site of docs/. On a fresh Linux machine with Python nothing else is needed:
+# each installs what it needs in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
 # driver, else CPU). ARGS are passed on: make run ARGS=--trainer.max_steps=20, make test ARGS=tests/test_drawing.py
 
 PYTHON ?= python3
@@ -10,12 +10,16 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 in_venv := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: run test
+.PHONY: run test docs
 run: $(VENV)/.for-runs
 	$(in_venv) python main.py fit --config gpt.yaml $(ARGS)
 
 test: $(VENV)/.for-tests
 	$(in_venv) pytest -q -n 2 $(ARGS)
+
+# The site of docs/, in docs/_build/html.
+docs: $(VENV)/.for-docs
+	$(in_venv) sphinx-build -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 
 $(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
 	$(pip) --editable .
@@ -23,6 +27,11 @@ $(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.for-tests: pyproject.toml $(VENV)/.torch
 	$(pip) --editable ".[dev]"
+	@touch $@
+
+# Without what a run needs: the pages are not imported from.
+$(VENV)/.for-docs: pyproject.toml $(VENV)/bin/python
+	$(pip) $$($(VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 # Torch alone comes from the index of CPU builds; where that cannot be reached, from pip's own, which holds larger ones.
