@@ -25,6 +25,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -172,7 +173,9 @@ class MyModule(LightningModule):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a page's code runs."""
+    """Where a page's code runs: on a CPU, also where there are GPUs, of which a Trainer would take all."""
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that are started
     (tmp_path / "nvme").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
