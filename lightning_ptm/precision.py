@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.half_products import wide_products
+from lightning_ptm.mixed_operators import promote_operators
 from lightning_ptm.update.scale import LossScale
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
@@ -157,6 +158,7 @@ class AngelPTMPrecision(Precision):
 
     def _dtypes(self) -> AbstractContextManager[Any]:
         if self.plan.mixed:
+            promote_operators()
             return torch.autocast(self._device_type, dtype=self.plan.compute)
         return self.tensor_init_context()
 

@@ -1,0 +1,122 @@
+"""Operators that refuse mixed dtypes: under mixed precision fp32 features beside 16-bit parameters compute in fp32, as the
+features alone would make them elsewhere. The oracle casts the 16-bit parameters by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_ptm.mixed_operators import promote_operators
+
+SIZE = (4, 8, 8)
+
+
+def tokens(count: int) -> list[Tensor]:
+    return list(torch.randn(count, *SIZE, generator=torch.Generator().manual_seed(1)))
+
+
+OPERATORS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "layer_norm": (lambda x, w, b: functional.layer_norm(x, (8,), w, b), [(8,), (8,)]),
+    "group_norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(8,), (8,)]),
+    "instance_norm": (lambda x, w, b: functional.instance_norm(x, weight=w, bias=b), [(8,), (8,)]),
+    "bilinear": (lambda x, w, b: functional.bilinear(x, x, w, b), [(3, 8, 8), (3,)]),
+    "mv": (lambda x, w, b: torch.mv(x[0], w) + b, [(8,), (8,)]),
+    "addmv": (lambda x, w, b: torch.addmv(b, x[0], w), [(8,), (8,)]),
+    "dot": (lambda x, w, b: torch.dot(x[0, 0], w) + torch.vdot(x[0, 1], b), [(8,), (8,)]),
+    "lerp": (lambda x, w, b: torch.lerp(x, x.sin(), w) + b, [(8,), (8,)]),
+}
+
+
+def values_of(name: str, dtypes: list[torch.dtype], cast: torch.dtype | None) -> list[Tensor]:
+    """Output and gradients, under autocast to bf16."""
+    call, shapes = OPERATORS[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape, dtype in zip([SIZE, *shapes], dtypes, strict=True)
+    ]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = call(*(each if cast is None else each.to(cast) for each in inputs))
+    output.float().pow(2).sum().backward()
+    return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_widest_dtype_computes(name: str) -> None:
+    promote_operators()
+    ours = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], None)
+    by_hand = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], torch.float32)
+    assert len(ours) == 4 and [each.dtype for each in ours] == [each.dtype for each in by_hand]
+    assert all(map(torch.equal, ours, by_hand))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_equal_dtypes_are_computed_as_without_us(name: str, dtype: torch.dtype) -> None:
+    library = promote_operators()
+    ours = values_of(name, [dtype] * 3, None)
+    promote_operators.cache_clear()
+    library._destroy()
+    try:
+        assert all(map(torch.equal, ours, values_of(name, [dtype] * 3, None)))
+    finally:
+        promote_operators()
+
+
+class Residual(L.LightningModule):
+    """Its features are fp32 and stay so: what is added to them is what layers make of their norms."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.groups, self.spectral = nn.GroupNorm(2, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        value = batch + self.layer(self.norm(batch))
+        loss = self.spectral(self.groups(value)).float().pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: bool) -> None:
+    """Torch's own encoder too. Without the strategy parameters are not rounded, so the numbers are near, not equal."""
+
+    class Encoder(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)  # type: ignore[assignment]
+
+    def losses(strategy: Any) -> list[float]:
+        torch.manual_seed(0)
+        module = Encoder() if encoder else Residual()
+        trainer = L.Trainer(
+            strategy=strategy,
+            precision="bf16-mixed",
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(tokens(4), batch_size=None))  # type: ignore[arg-type]
+        return module.losses
+
+    ours = losses(strategy_at(tier, recompute=recompute))
+    assert ours == pytest.approx(losses("auto"), rel=0.03) and len(ours) == 4
+    assert ours == losses(strategy_at("ram"))
