@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import Backend
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -148,10 +149,10 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
-def products_here(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
+def products_here(dtype: torch.dtype, backend: Backend) -> AbstractContextManager[None]:
     """Inside, code outside of runs computes products of `dtype` as a run here does if nobody says otherwise: to be measured
     beside runs, or compared with them."""
-    return wide_products() if device.type == "cpu" and _slowdown_here(dtype) >= SLOW else nullcontext()
+    return wide_products() if not backend.apart and _slowdown_here(dtype) >= SLOW else nullcontext()
 
 
 @functools.cache
@@ -205,20 +206,18 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     return ask is not None and bool(ask())
 
 
-def chosen_wide_products(
-    settings: Settings, dtype: torch.dtype, communicator: Communicator, device: torch.device
-) -> bool:
+def chosen_wide_products(settings: Settings, dtype: torch.dtype, communicator: Communicator, backend: Backend) -> bool:
     """Whether products of a run that computes in `dtype` are wide: what rank 0 finds, on all ranks. Collective where
     `half_products="auto"` and the dtype has 16 bits on a CPU.
 
     Raises:
         ConfigError: `half_products="fp32"` on a GPU.
     """
-    if device.type != "cpu":
+    if backend.apart:
         if settings.half_products == "fp32":
             raise ConfigError(
-                f"half_products='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {device}; leave it "
-                f"at 'auto', or set precision='32-true'"
+                f"half_products='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {backend.device}; "
+                f"leave it at 'auto', or set precision='32-true'"
             )
         return False
     if dtype not in HALVES or settings.half_products == "native":

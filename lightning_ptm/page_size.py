@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import AngelPTMError, RankError
 from lightning_ptm.memory import check_folders
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 
 
-def chosen_page_bytes(settings: Settings, communicator: Communicator, device: torch.device) -> int:
+def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: Backend) -> int:
     """What rank 0 finds, on all ranks. Collective.
 
     Raises:
@@ -23,7 +23,7 @@ def chosen_page_bytes(settings: Settings, communicator: Communicator, device: to
     if communicator.rank == 0:
         try:
             check_folders(settings.disk_paths)
-            told = smallest_saturating(measured_rates(settings.disk_paths, device)) or DEFAULT_PAGE_BYTES
+            told = smallest_saturating(measured_rates(settings.disk_paths, backend)) or DEFAULT_PAGE_BYTES
         except AngelPTMError as error:
             failure, told = error, str(error)
     told = communicator.broadcast_object(told)

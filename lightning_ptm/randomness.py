@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptm.memory.backend import Backend
+
 KEY = "random_states"
 """The states of each rank, in order."""
 
@@ -37,11 +39,12 @@ def found(checkpoint: Mapping[str, Any]) -> Sequence[Any]:
     return checkpoint.get(KEY) or (checkpoint.get("loops") or {}).get(KEY) or ()
 
 
-def states(device: torch.device) -> dict[str, Any]:
+def states(backend: Backend) -> dict[str, Any]:
     """The states of this process, of types that `torch.load(weights_only=True)` takes."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    own = backend.random_state()
+    if own is not None:
+        found[backend.name] = own
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -62,13 +65,13 @@ def received(sent: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore(found: Mapping[str, Any], device: torch.device) -> None:
+def restore(found: Mapping[str, Any], backend: Backend) -> None:
     """Go on from there. Generators without a state keep theirs."""
     version, internal, gauss = found["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(found["torch"].cpu())
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"].cpu(), device)
+    if backend.name in found:
+        backend.set_random_state(found[backend.name])
     if "numpy" in found:
         import numpy
 

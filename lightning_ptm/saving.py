@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoint import parameters_by_name, parameters_of, plain_optimizer
 from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.interrupts import interrupted_later
@@ -449,7 +450,7 @@ def _parts(
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
         for flat in kind.flats:
             if flat.segments:
-                stays = not changing and flat.paged.tier is not Tier.DISK and not flat.paged.tensor().is_cuda
+                stays = not changing and flat.paged.tier is not Tier.DISK and in_ram(flat.paged.tensor())
                 parts.append(Part(flat.paged, partial(_put, put, name, starts, flat, stays)))
             for parameter, first, values in flat.outside:
                 offset = starts[parameter] + first * values.dtype.itemsize

@@ -22,7 +22,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
@@ -55,6 +54,7 @@ from lightning_ptm.events import Events, Listener
 from lightning_ptm.half_products import chosen_wide_products
 from lightning_ptm.interruption import TORN, Interruption
 from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.page_size import chosen_page_bytes
 from lightning_ptm.paged_states import guard, unguard
 from lightning_ptm.planning.trace import Trace
@@ -164,6 +164,11 @@ class AngelPTMStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def _backend(self) -> Backend:
+        """Of this rank's device. Whatever a run is made of is handed it; two of one device are equal."""
+        return backend_of(self.root_device)
 
     @property
     def num_processes(self) -> int:
@@ -298,8 +303,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not _distributed_is_initialized():
-            backend = _get_default_process_group_backend_for_device(self.root_device)
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+            _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -340,6 +344,7 @@ class AngelPTMStrategy(ParallelStrategy):
         """
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        backend = self._backend
         events = Events()
         progress = self._progress_for(trainer)
         if isinstance(self.checkpoint_io, checkpoints.FileCheckpointIO):
@@ -349,11 +354,11 @@ class AngelPTMStrategy(ParallelStrategy):
         given = self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
         if settings.page_size == "auto":  # once for all runs of this strategy
-            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, self.root_device)
+            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, backend)
             settings = dataclasses.replace(settings, page_size=self._page_bytes)
         if self._wide_products is None:
             compute = self.precision_plugin.plan.compute
-            self._wide_products = chosen_wide_products(settings, compute, self._communicator, self.root_device)
+            self._wide_products = chosen_wide_products(settings, compute, self._communicator, backend)
         request = self.request(trainer, settings)
         if anew:
             request = dataclasses.replace(request, rearranges=True)
@@ -364,7 +369,7 @@ class AngelPTMStrategy(ParallelStrategy):
             blueprint,
             self.optimizers,
             self._communicator,
-            self.root_device,
+            backend,
             disk_paths=settings.disk_paths,
             recompute=self.settings.recompute_every if fitting else 0,
             poison=self.settings.poison,
@@ -379,7 +384,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._began_with = weakref.ref(self.lightning_module)
         self.precision_plugin.attach(
             self._engine,
-            self.root_device.type,
+            backend.name,
             update_in_backward=blueprint.update_in_backward,
             wide_products=self._wide_products,
         )
@@ -446,7 +451,7 @@ class AngelPTMStrategy(ParallelStrategy):
             ConfigError: there are some, on a CPU.
         """
         layer_sync.apply(module)
-        if self.root_device.type == "cpu" and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        if not self._backend.apart and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
             raise ConfigError(
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
@@ -463,7 +468,7 @@ class AngelPTMStrategy(ParallelStrategy):
             settings=settings,
             compute=plan.compute,
             mixed=plan.mixed,
-            device=self.root_device,
+            backend=self._backend,
             keep_gradients=fitting and self._keeps_gradients(trainer),
             gradients_stay=not self.precision_plugin.forgets_gradients(self.lightning_module),
             sums_gradients=fitting and self._sums_gradients(trainer),
@@ -512,7 +517,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _make_communicator(self, events: Events) -> Communicator:
         if self.world_size == 1:
             return SoloCommunicator()
-        return ProcessGroupCommunicator(self.root_device, self._timeout, events)
+        return ProcessGroupCommunicator(self._backend, self._timeout, events)
 
     @override
     def model_to_device(self) -> None:
@@ -759,7 +764,7 @@ class AngelPTMStrategy(ParallelStrategy):
         # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
         resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
-            randomness.restore(random_states[self.global_rank], self.root_device)
+            randomness.restore(random_states[self.global_rank], self._backend)
 
     def _load_given_state(
         self, checkpoint: Mapping[str, Any], strict: bool, versions: Mapping[str, int]
@@ -837,7 +842,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         begun = self._engine is not None or self._began_with is not None
         if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
-            ours, ranks = randomness.sent(randomness.states(self.root_device)), range(self.world_size)
+            ours, ranks = randomness.sent(randomness.states(self._backend)), range(self.world_size)
             tell = self.broadcast if self._engine is None else self._engine.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from lightning_ptm.half_products import products_here
+from lightning_ptm.memory.backend import CpuBackend
 
 
 def products_of(precision: str) -> AbstractContextManager[None]:
     """Inside, plain code computes products as a run of `precision` does."""
     dtype = {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0], torch.float32)
-    return products_here(dtype, torch.device("cpu"))
+    return products_here(dtype, CpuBackend())

@@ -17,8 +17,9 @@ from lightning_ptm import ConfigError
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.half_products import HALVES, SLOW, chosen_wide_products, has_arithmetic, slowdown, wide_products
+from lightning_ptm.memory.backend import CpuBackend, backend_of
 
-CPU = torch.device("cpu")
+CPU = CpuBackend()
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 
 
@@ -268,4 +269,4 @@ def test_wrong_settings_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"half_products='slow': use 'auto', 'native' or 'fp32'"):
         Settings(half_products="slow")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is for CPUs without 16-bit arithmetic.*leave it at 'auto'"):
-        chosen_wide_products(Settings(half_products="fp32"), torch.bfloat16, SoloCommunicator(), torch.device("cuda:0"))
+        chosen_wide_products(Settings(half_products="fp32"), torch.bfloat16, SoloCommunicator(), backend_of("cuda:0"))

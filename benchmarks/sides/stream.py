@@ -15,11 +15,11 @@ from race import Baton
 from slow_disk import SlowDisks
 
 from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, JobHandle, ParameterGradients, Shadow, UpdateJob, Updater, probe, snapshot
 
-CPU = torch.device("cpu")
 STAGING_CHUNKS = 12
 
 
@@ -35,7 +35,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     room = flats * (3 * (4 * numel // page_bytes + 1)) * page_bytes
     with Allocator(
         page_size=page_bytes,
-        device=CPU,
+        backend=CpuBackend(),
         device_bytes=flats * (2 * numel // page_bytes + 1) * page_bytes + 6 * STAGING_CHUNKS * page_bytes,
         host_bytes=0,
         disk_bytes=room,
@@ -43,7 +43,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         file_ops=SlowDisks(options["bytes_per_s"]) if "bytes_per_s" in options else None,
     ) as allocator:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
-        traits = probe(optimizer, dtype=torch.float32, device=CPU)
+        traits = probe(optimizer, dtype=torch.float32)
         updater = Updater(allocator, staging=STAGING_CHUNKS)
         shadow = Shadow(optimizer, traits)
         jobs = []

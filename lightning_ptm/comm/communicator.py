@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
 
 Guard = Callable[[Callable[[], Any]], Any]
@@ -38,6 +39,7 @@ def _unguarded(call: Callable[[], Any]) -> Any:
     return call()
 
 
+_GLOO = "gloo"
 _LOOK_S = 0.05
 """How often a rank that was cut short looks who else has come."""
 
@@ -193,10 +195,10 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
 
 
 class ProcessGroupCommunicator:
-    """Collectives over torch.distributed: NCCL on CUDA, gloo on CPU, and a gloo group for agreements.
+    """Collectives over torch.distributed, by the library of the device, and a gloo group for agreements.
 
     Args:
-        device: the compute device of this rank; decides the backend of the data group.
+        backend: the compute device of this rank; decides the library of the data group.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
         events: told of every collective of pages or tokens.
         within: see `part`.
@@ -205,7 +207,7 @@ class ProcessGroupCommunicator:
 
     def __init__(
         self,
-        device: torch.device,
+        backend: Backend,
         timeout: datetime.timedelta,
         events: Events | None = None,
         *,
@@ -219,11 +221,11 @@ class ProcessGroupCommunicator:
         self._ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self.world_size = len(self._ranks)
-        self._device = device
+        self._backend = backend
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = backend.stream()
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
@@ -237,11 +239,10 @@ class ProcessGroupCommunicator:
         """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
-        backend = "nccl" if device.type == "cuda" else "gloo"
         for ranks in partition:  # every rank makes all groups, in the same order
             members = None if within is None else list(ranks)
-            data = self._guard(lambda: dist.new_group(members, backend=backend, timeout=timeout))  # noqa: B023
-            control = self._guard(lambda: dist.new_group(members, backend="gloo", timeout=timeout))  # noqa: B023
+            data = self._guard(lambda: dist.new_group(members, backend=backend.collectives, timeout=timeout))  # noqa: B023
+            control = self._guard(lambda: dist.new_group(members, backend=_GLOO, timeout=timeout))  # noqa: B023
             if dist.get_rank() in ranks:
                 self._data_group, self._control_group = data, control
             del data, control  # the last reference must be `close`'s
@@ -256,7 +257,7 @@ class ProcessGroupCommunicator:
         Args:
             partition: every rank once; the same on all ranks. Collective for all of them.
         """
-        made = ProcessGroupCommunicator(self._device, self._timeout, self._events, within=self, partition=partition)
+        made = ProcessGroupCommunicator(self._backend, self._timeout, self._events, within=self, partition=partition)
         self._parts.append(made)
         return made
 
@@ -273,7 +274,7 @@ class ProcessGroupCommunicator:
         return Work(handles, [shard, full], self._join, self._guard, told)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
-        if self._device.type == "cuda":
+        if self._backend.collectives != _GLOO:
 
             def start() -> list[Any]:
                 return [
@@ -328,7 +329,7 @@ class ProcessGroupCommunicator:
         return done
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        group = self._data if rows.device.type == self._device.type else self._control
+        group = self._data if self._backend.holds(rows) else self._control
         out = rows.new_empty(sum(received), *rows.shape[1:])
         rows = rows.contiguous()
 
@@ -350,7 +351,7 @@ class ProcessGroupCommunicator:
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        group = self._data if tensor.is_cuda else self._control
+        group = self._control if in_ram(tensor) else self._data
         self._issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -363,8 +364,8 @@ class ProcessGroupCommunicator:
 
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
         def exchange() -> None:
-            backend: Any = self._control._get_backend(self._rows_in.device)
-            backend._allgather_base(self._rows_out, self._rows_in, self._rows_options).wait()
+            gloo: Any = self._control._get_backend(self._rows_in.device)
+            gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options).wait()
 
         self._issue(exchange)
         values = self._rows_out.tolist()
@@ -485,14 +486,11 @@ class ProcessGroupCommunicator:
         )
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+        self._stream.follow()
+        return self._stream.entered()
 
     def _join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._stream.join()
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.communicator import Work
 from lightning_ptm.errors import ConfigError, RankError
+from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 
 _SETTINGS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,7 +96,7 @@ class Ranks:
     def __init__(self, launch: Launch) -> None:
         # Configuration.
         self.launch = launch
-        self._device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self._backend = backend_here(launch.local_rank)
         # State: connected from entering to leaving.
         self._all: ProcessGroupCommunicator | None = None
 
@@ -107,16 +108,15 @@ class Ranks:
                 f"rank {self.launch.rank} found no way to the other {self.launch.world_size - 1} ({error}), so nothing was "
                 f"measured; see that MASTER_ADDR and MASTER_PORT can be reached from all nodes"
             ) from error
-        on_cuda = self._device.type == "cuda"
-        if on_cuda and torch.cuda.device_count() < self.launch.ranks_per_node:
+        count = self._backend.count()
+        if self._backend.apart and count < self.launch.ranks_per_node:
             raise ConfigError(
-                f"torch sees {torch.cuda.device_count()} device(s) on the node of rank {self.launch.rank}, and "
+                f"torch sees {count} device(s) on the node of rank {self.launch.rank}, and "
                 f"{self.launch.ranks_per_node} ranks were launched there, which cannot share one; launch as many as there "
                 f"are devices"
             )
-        if on_cuda:
-            torch.cuda.set_device(self._device)
-        self._all = ProcessGroupCommunicator(self._device, _TIMEOUT)
+        self._backend.make_current()
+        self._all = ProcessGroupCommunicator(self._backend, _TIMEOUT)
         return self
 
     def __exit__(
@@ -172,8 +172,8 @@ class Ranks:
         parameter = ParameterSpec("", shape, "bfloat16", torch.bfloat16.itemsize, trainable=True, group=0)
         layout = build_layout([UnitSpec("", (parameter,))], page_size=page_bytes, world_size=among.world_size)
         flat = layout.flats[0]
-        shard = torch.zeros(flat.shard_numel, dtype=torch.bfloat16, device=self._device)
-        full = torch.zeros(flat.padded_numel, dtype=torch.bfloat16, device=self._device)
+        shard = torch.zeros(flat.shard_numel, dtype=torch.bfloat16, device=self._backend.device)
+        full = torch.zeros(flat.padded_numel, dtype=torch.bfloat16, device=self._backend.device)
         moved = flat.shard_bytes * (among.world_size - 1)
         return Rate(
             among.world_size,
@@ -188,8 +188,7 @@ class Ranks:
         while count < _LEAST_CALLS or spent < seconds:
             began = perf_counter()
             start().wait()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            self._backend.synchronize()
             took = self._slowest(perf_counter() - began)  # and here all ranks meet before the next call
             count += 1
             if count:

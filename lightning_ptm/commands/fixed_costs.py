@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.strategy import AngelPTMStrategy
 
 _FEW, _MANY = 2, 18
@@ -36,14 +37,14 @@ class FixedCosts:
     unit_s: float
 
 
-def fixed_costs(device: torch.device, steps: int) -> FixedCosts:
+def fixed_costs(backend: Backend, steps: int) -> FixedCosts:
     """Trains twice, so many steps each; medians."""
-    few, many = (_step_s(device, units, steps) for units in (_FEW, _MANY))
+    few, many = (_step_s(backend, units, steps) for units in (_FEW, _MANY))
     unit_s = max(many - few, 0.0) / (2 * (_MANY - _FEW))
     return FixedCosts(step_s=max(few - 2 * (_FEW + 1) * unit_s, 1e-9), unit_s=max(unit_s, 1e-9))
 
 
-def _step_s(device: torch.device, units: int, steps: int) -> float:
+def _step_s(backend: Backend, units: int, steps: int) -> float:
     watch = _Watch()
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -51,7 +52,7 @@ def _step_s(device: torch.device, units: int, steps: int) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(
-                accelerator="gpu" if device.type == "cuda" else "cpu",
+                accelerator=backend.name,
                 devices=1,
                 strategy=AngelPTMStrategy(page_size="64KiB", device_memory="auto", host_memory="64MiB"),
                 precision="bf16-mixed",

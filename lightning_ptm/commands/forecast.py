@@ -129,7 +129,7 @@ def tiers_of(
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {
-        Tier.DEVICE: host if node.device == "cpu" else node.device_memory,
+        Tier.DEVICE: node.device_memory if node.apart else host,
         Tier.HOST: 0 if drawn.unified else host,
         Tier.DISK: drawn.budget.disk_bytes,
     }

@@ -19,6 +19,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from lightning_ptm.commands.estimate import Work
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import KINDS
 from lightning_ptm.planning.timing import Hardware
 from lightning_ptm.runtime.machine import Machine
 
@@ -104,6 +105,11 @@ class Node:
     page_size: int | None = None
 
     @property
+    def apart(self) -> bool:
+        """Its devices have memory of their own."""
+        return KINDS[self.device].apart
+
+    @property
     def cores_per_rank(self) -> float:
         """CPU cores of one rank."""
         return self.cpu_cores / self.ranks_per_node
@@ -116,7 +122,7 @@ class Node:
     def machine(self) -> Machine:
         """What a run would find on it, if nothing else ran there."""
         return Machine(
-            device_type=self.device,
+            device_apart=self.apart,
             free_device_bytes=self.device_memory,
             free_host_bytes=self.host_memory,
             free_disk_bytes=self.disk_memory,
@@ -152,7 +158,7 @@ class Node:
             update_host_bytes_per_s=ram if self.update_bytes_per_s is None else self.update_bytes_per_s,
             update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
-            shared_cores=self.device == "cpu",
+            shared_cores=not self.apart,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
             holders_bytes_per_s=self._holders_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
@@ -342,7 +348,7 @@ class _Reader:
         values: dict[str, Any] = {}
         device = self._document["device"]
         compute = self._by_dtype("compute_flops_per_s")
-        if device not in ("cuda", "cpu"):
+        if device not in KINDS:
             raise self._wrong("device", "cuda or cpu")
         for name in _SIZES:
             values[name] = self._size(name)
@@ -358,7 +364,7 @@ class _Reader:
                 raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
         values["cpu_threads"] = self._count("cpu_threads") if self._document.get("cpu_threads") is not None else None
         values["page_size"] = self._page_size()
-        if device == "cuda":
+        if KINDS[device].apart:
             for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):
                 if not values[name]:
                     raise self._wrong(name, "more than 0 where device is cuda")

@@ -89,7 +89,7 @@ def _page_bytes(node: machines.Node, settings: Settings) -> int:
     """What a run would measure."""
     if node.page_size is not None:
         return node.page_size
-    if node.device == "cpu" and not settings.disk_paths:
+    if not node.apart and not settings.disk_paths:
         return DEFAULT_PAGE_BYTES
     raise ConfigError(
         f"page_size is 'auto', which depends on how fast links are with pages of each size, and {node.source} has no "

@@ -8,7 +8,6 @@ Launched on several ranks (torchrun), rank 0 measures its node while the others 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.half_products import products_here
 from lightning_ptm.memory import check_folders
+from lightning_ptm.memory.backend import Backend, CpuBackend, backend_here
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
@@ -117,10 +117,10 @@ def _watched(paths: Sequence[Path], effort: Effort, ranks: Ranks | None = None) 
 
 def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
     """How many parts `measure` begins."""
-    cuda = torch.cuda.is_available()
-    peers = ranks is None and torch.cuda.device_count() > 1
+    backend = backend_here()
+    peers = ranks is None and backend.count() > 1
     on_disk = len(paths) * (len(_BLOCKS) + 1)
-    copies = 1 + 3 * cuda + peers
+    copies = 1 + 3 * backend.apart + peers
     return on_disk + copies + 3 * len(DTYPES) + 3 + (ranks is not None)
 
 
@@ -136,11 +136,12 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         PageIOError: a transfer failed.
     """
     check_folders(paths)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    backend, host = backend_here(), CpuBackend()
+    computes_on = backend.description()
+    ranks = max(1, backend.count())
     if launched_ranks is not None:
         ranks = launched_ranks.launch.ranks_per_node
-    machine = this_machine(device, paths, ranks)
+    machine = this_machine(backend, paths, ranks)
     needed = max(effort.disk_bytes, max(_BLOCKS) * max(_DEPTHS))
     if paths and machine.free_disk_bytes < 2 * needed * len(paths):
         raise ConfigError(
@@ -153,29 +154,28 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     threads = torch.get_num_threads() * (1 if launched_ranks is None else ranks)
     ram = _ram_rate(threads, effort)
     per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
-    cuda = device.type == "cuda"
-    page = smallest_saturating(_by_page(trials, device))
+    page = smallest_saturating(_by_page(trials, backend))
     effort.begins("steps of tiny models")
     with as_if_alone():
-        fixed = fixed_costs(device, effort.steps)
-    here = copy_rate(device, device, effort) if cuda else None
-    to_device = copy_rate(torch.device("cpu"), device, effort) if cuda else None
-    to_host = copy_rate(device, torch.device("cpu"), effort) if cuda else None
+        fixed = fixed_costs(backend, effort.steps)
+    here = copy_rate(backend, backend, effort) if backend.apart else None
+    to_device = copy_rate(host, backend, effort) if backend.apart else None
+    to_host = copy_rate(backend, host, effort) if backend.apart else None
     rates = Rates(None, None)
     if launched_ranks is not None:
         effort.begins("collectives")
         rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds)
         intra, between = _value(rates.in_node), _of(rates.in_node)
     else:
-        peers = cuda and ranks > 1
-        intra = copy_rate(torch.device("cuda:0"), torch.device("cuda:1"), effort) if peers else None
+        peers = backend.apart and ranks > 1
+        intra = copy_rate(backend_here(0), backend_here(1), effort) if peers else None
         between = "a copy between two devices, which collectives do not exceed"
-    matrix = {dtype: matrix_rate(device, dtype, effort) for dtype in DTYPES}
-    attention = {dtype: attention_rate(device, dtype, effort) for dtype in DTYPES}
-    curved = {dtype: curved_rate(device, dtype, effort) for dtype in DTYPES}
+    matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}
+    attention = {dtype: attention_rate(backend, dtype, effort) for dtype in DTYPES}
+    curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
     memory = 2 * (here or ram)
     effort.begins("a small GPT")
-    sample = small_gpt(device, max(64, _side(device, effort) // 2), max(1, effort.matrix // 256))
+    sample = small_gpt(backend, max(64, _side(backend, effort) // 2), max(1, effort.matrix // 256))
     efficiency = sample.reached(
         lambda work: forward_s(work, matrix["bfloat16"], attention["bfloat16"], curved["bfloat16"], memory),
         effort.seconds,
@@ -185,13 +185,13 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
     rows = [
         "# Measured by `lightning-ptm probe`; sizes in bytes, rates per second. What ranks share is given for a node.",
-        f"device: {device.type}",
+        f"device: {backend.name}",
         f"ranks_per_node: {ranks}            # {'devices that torch sees' if launched_ranks is None else 'launched'}",
         f"device_memory: {machine.free_device_bytes}  # free now",
         f"host_memory: {machine.free_host_bytes}  # free now, within this process's limits",
         f"disk_memory: {machine.free_disk_bytes}  # free now",
         f"cpu_cores: {machine.cores}",
-        f"compute_flops_per_s:         # forward and backward, {_side(device, effort)} rows and columns, {_name(device)}",
+        f"compute_flops_per_s:         # forward and backward, {_side(backend, effort)} rows and columns, {computes_on}",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in matrix.items()),
         f"compute_efficiency: {efficiency:.3f}    # share of all these rates that a small GPT's forward and backward reach",
         _rate("device_memory_bytes_per_s", here and 2 * here, "a copy on the device: read and written", "no device"),
@@ -223,7 +223,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
         f"step_s: {fixed.step_s:.4g}  # a step without units",
         "cpu_threads: null  # not those that compute"
-        if cuda
+        if backend.apart
         else f"cpu_threads: {torch.get_num_threads()}  # that computed; OMP_NUM_THREADS sets it",
         "page_size: null  # no link to choose it for"
         if page is None
@@ -252,45 +252,45 @@ def _of(rate: Rate | None) -> str:
     )
 
 
-def matrix_rate(device: torch.device, dtype: str, effort: Effort) -> float:
+def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
     """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
     effort.begins(f"matrices of {dtype}")
-    side = _side(device, effort)
+    side, device = _side(backend, effort), backend.device
     left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
     gradient = torch.randn(side, side, device=device).to(left.dtype)
 
     def multiply() -> None:
-        with products_here(left.dtype, device):
+        with products_here(left.dtype, backend):
             torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
 
-    return 6 * side**3 / _typical(multiply, device, effort.seconds)
+    return 6 * side**3 / _typical(multiply, backend, effort.seconds)
 
 
-def attention_rate(device: torch.device, dtype: str, effort: Effort) -> float:
+def attention_rate(backend: Backend, dtype: str, effort: Effort) -> float:
     """Operations per second of attention, forward and backward; a backward counts as two forwards."""
     effort.begins(f"attention in {dtype}")
     shape = (max(1, effort.matrix // 128), 8, 256, 64)
-    heads = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
-    gradient = torch.randn(shape, device=device).to(heads.dtype)
+    heads = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=backend.device).to(heads.dtype)
 
     def attend() -> None:
-        with products_here(heads.dtype, device):
+        with products_here(heads.dtype, backend):
             torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
 
-    return 3 * 4 * heads.numel() * shape[2] / _typical(attend, device, effort.seconds)
+    return 3 * 4 * heads.numel() * shape[2] / _typical(attend, backend, effort.seconds)
 
 
-def curved_rate(device: torch.device, dtype: str, effort: Effort) -> float:
+def curved_rate(backend: Backend, dtype: str, effort: Effort) -> float:
     """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
     effort.begins(f"GELU in {dtype}")
     shape = (effort.matrix, 2 * effort.matrix)
-    values = torch.randn(shape, device=device).to(getattr(torch, dtype)).requires_grad_()
-    gradient = torch.randn(shape, device=device).to(values.dtype)
+    values = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=backend.device).to(values.dtype)
 
     def curve() -> None:
         torch.autograd.grad(F.gelu(values, approximate="tanh"), values, gradient)
 
-    return 3 * values.numel() / _typical(curve, device, effort.seconds)
+    return 3 * values.numel() / _typical(curve, backend, effort.seconds)
 
 
 def _ram_rate(threads: int, effort: Effort) -> float:
@@ -298,22 +298,22 @@ def _ram_rate(threads: int, effort: Effort) -> float:
     of_a_rank = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return copy_rate(torch.device("cpu"), torch.device("cpu"), effort)
+        return copy_rate(CpuBackend(), CpuBackend(), effort)
     finally:
         torch.set_num_threads(of_a_rank)
 
 
-def copy_rate(source: torch.device, target: torch.device, effort: Effort) -> float:
-    """Bytes per second of a large copy; a CPU side is page-locked where the other is a device."""
-    effort.begins(f"copies from {source} to {target}")
-    pinned = source.type != target.type
+def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
+    """Bytes per second of a large copy; RAM is page-locked where the other side is a device apart."""
+    effort.begins(f"copies from {source.device} to {target.device}")
+    pinned = source.apart != target.apart
 
-    def made(device: torch.device) -> Tensor:
-        pin = pinned and device.type == "cpu"
-        return torch.zeros(effort.copy_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+    def made(side: Backend) -> Tensor:
+        pin = pinned and not side.apart
+        return torch.zeros(effort.copy_bytes, dtype=torch.uint8, device=side.device, pin_memory=pin)
 
     read, written = made(source), made(target)
-    timed = source if source.type == "cuda" else target
+    timed = source if source.apart else target
     return effort.copy_bytes / _typical(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
 
 
@@ -357,20 +357,15 @@ def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
     return frames * block / max(sum(core_s), 1e-6)
 
 
-def _typical(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+def _typical(work: Callable[[], object], backend: Backend, seconds: float) -> float:
     """Seconds of the median of as many calls as take `seconds`, after one that warms up; three at least, if they are not
     slow. The fastest would be what no run of many steps is like."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     found: list[float] = []
     began = perf_counter()
     while True:
         started = perf_counter()
         work()
-        wait()
+        backend.synchronize()
         now = perf_counter()
         found.append(now - started)
         if now - began > seconds and (len(found) > 3 or found[-1] > seconds):
@@ -385,7 +380,7 @@ def _together(trials: Sequence[DiskTrial], field: str) -> float | None:
     return min(best.values()) * len(best) if best else None
 
 
-def _by_page(trials: Sequence[DiskTrial], device: torch.device) -> dict[str, dict[int, float]]:
+def _by_page(trials: Sequence[DiskTrial], backend: Backend) -> dict[str, dict[int, float]]:
     """The best rate of each link by size of a page."""
     found: dict[str, dict[int, float]] = {}
     for trial in trials:
@@ -393,19 +388,14 @@ def _by_page(trials: Sequence[DiskTrial], device: torch.device) -> dict[str, dic
             rates = found.setdefault(f"{name} {trial.path}", {})
             rate: float = getattr(trial, f"{name}_bytes_per_s")
             rates[trial.block_bytes] = max(rate, rates.get(trial.block_bytes, 0.0))
-    if device.type == "cuda":
-        for block in _BLOCKS:
-            for name, rate in copy_rates(device, block).items():
-                found.setdefault(name, {})[block] = rate
+    for block in _BLOCKS:
+        for name, rate in copy_rates(backend, block).items():
+            found.setdefault(name, {})[block] = rate
     return found
 
 
-def _side(device: torch.device, effort: Effort) -> int:
-    return effort.matrix * (8 if device.type == "cuda" else 1)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+def _side(backend: Backend, effort: Effort) -> int:
+    return effort.matrix * (8 if backend.apart else 1)
 
 
 def _rate(name: str, value: float | None, how: str, why_not: str) -> str:

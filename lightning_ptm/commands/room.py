@@ -67,7 +67,7 @@ class Sizes:
 
 def activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> int:
     """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
-    if node.device == "cpu":
+    if not node.apart:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
     return node.device_memory - drawn.pool_bytes[Tier.DEVICE] - takes.gradients_beside

@@ -14,6 +14,7 @@ import torch
 
 from lightning_ptm.commands.estimate import Work, estimate
 from lightning_ptm.half_products import products_here
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.units import discover
 
@@ -54,7 +55,7 @@ class Sample:
         return min(1.0, planned_s / median(found))
 
 
-def small_gpt(device: torch.device, width: int, samples: int) -> Sample:
+def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
     """A GPT of two blocks.
 
     Args:
@@ -70,14 +71,13 @@ def small_gpt(device: torch.device, width: int, samples: int) -> Sample:
 
     model = GPT(**settings)  # type: ignore[arg-type]
     model.configure_model()
-    model.to(device=device, dtype=torch.bfloat16)
-    batch = (torch.zeros((samples, _TOKENS), dtype=torch.long, device=device),) * 2
+    model.to(device=backend.device, dtype=torch.bfloat16)
+    batch = (torch.zeros((samples, _TOKENS), dtype=torch.long, device=backend.device),) * 2
 
     def compute() -> None:
         model.zero_grad(set_to_none=False)
-        with products_here(torch.bfloat16, device):
+        with products_here(torch.bfloat16, backend):
             model.loss(batch).backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        backend.synchronize()
 
     return Sample(works, compute)

@@ -69,7 +69,7 @@ def step_time(
         exchanged_bytes=exchanged,
     )
     seconds = timing.seconds + (node.step_s or 0.0)
-    if lock_free is not None and node.device == "cpu":
+    if lock_free is not None and not node.apart:
         seconds = beside_compute(drawn, lock_free, trace, node, rates, accumulate).seconds
     elif lock_free is not None:
         seconds = _beside_updates(seconds, timing, lock_free)

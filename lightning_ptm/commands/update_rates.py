@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import (
@@ -33,7 +34,6 @@ from lightning_ptm.update import (
 )
 from lightning_ptm.update.forecast import Forecast
 
-_CPU = torch.device("cpu")
 _ELEMENT_BYTES = 28
 _PAGE_BYTES = 4 << 20
 _STAGING_CHUNKS = 12
@@ -113,7 +113,7 @@ class _Bench:
             self._allocator = undo.enter_context(
                 Allocator(
                     page_size=_PAGE_BYTES,
-                    device=_CPU,
+                    backend=CpuBackend(),
                     device_bytes=ram + (0 if paths else states_bytes),
                     host_bytes=0,
                     disk_bytes=states_bytes if paths else 0,
@@ -121,7 +121,7 @@ class _Bench:
                 )
             )
             optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-6, fused=True)
-            self._traits = probe(optimizer, dtype=torch.float32, device=_CPU)
+            self._traits = probe(optimizer, dtype=torch.float32)
             self._shadow = Shadow(optimizer, self._traits)
             self._hyper: HyperParameters = snapshot(optimizer, self._traits)
             self.updater = Updater(self._allocator, staging=_STAGING_CHUNKS)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.events import Events
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.links import LinkStats, StreamLink
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
@@ -40,14 +41,14 @@ class HostBuffers:
     """RAM by the piece, kept for the next step. Only `give` may be called in any thread.
 
     Args:
-        pin: page-lock it.
+        backend: the device that copies from and to it.
         free_bytes: RAM that this process may still take.
         reserve_bytes: of that, what is left alone.
     """
 
-    def __init__(self, *, pin: bool, free_bytes: Callable[[], int], reserve_bytes: int = _RESERVE_BYTES) -> None:
+    def __init__(self, backend: Backend, *, free_bytes: Callable[[], int], reserve_bytes: int = _RESERVE_BYTES) -> None:
         # Configuration.
-        self._pin = pin
+        self._backend = backend
         self._free_bytes = free_bytes
         self._reserve_bytes = reserve_bytes
         # State.
@@ -78,7 +79,7 @@ class HostBuffers:
                     f"RAM has {free} bytes free, of which {self._reserve_bytes} are left alone; lower host_memory so that "
                     f"pages leave more of it, use recompute='all' or a smaller batch"
                 )
-        region = HostRegion(wanted, pin=self._pin)
+        region = self._backend.host_region(wanted, pin=True)
         self.total_bytes += wanted
         return region
 
@@ -97,8 +98,8 @@ class HostBuffers:
         bisect.insort(self._idle, (region.tensor.numel(), self._made, region))
 
     def _drop_idle(self) -> None:
-        if self._pin and self._idle:
-            torch.cuda.synchronize()  # a stream may still copy from what was given back in its order
+        if self._idle:
+            self._backend.synchronize()  # a stream may still copy from what was given back in its order
         for size, _, region in self._idle:
             region.close()
             self.total_bytes -= size

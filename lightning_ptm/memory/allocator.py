@@ -23,6 +23,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyRange, Machine, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
@@ -32,7 +33,7 @@ from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.memory.pool import SETTING
-from lightning_ptm.memory.region import HostRegion, Region, device_region
+from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
@@ -47,12 +48,12 @@ class Allocator:
 
     Args:
         page_size: bytes of a page: a multiple of 4096, at least 64 KiB.
-        device: the compute device; on a CPU the device tier is RAM.
+        backend: the compute device; on a CPU the device tier is RAM.
         device_bytes: size of the device tier; rounded down to whole pages, as are the others; 0 means no such tier.
         host_bytes: size of the host tier.
         disk_bytes: size of the disk tier, over all its paths.
         disk_paths: existing folders, best on different disks.
-        pin_host: page-lock the host tier when `device` is a CUDA device.
+        pin_host: page-lock the host tier, where the device copies from and to it by itself.
         poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
         io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
@@ -68,7 +69,7 @@ class Allocator:
         self,
         *,
         page_size: int,
-        device: torch.device,
+        backend: Backend,
         device_bytes: int,
         host_bytes: int,
         disk_bytes: int,
@@ -82,11 +83,10 @@ class Allocator:
     ) -> None:
         sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
         _check_settings(page_size, sizes, disk_paths)
-        pin = pin_host and device.type == "cuda"
         frames = {tier: size // page_size for tier, size in sizes.items()}
         self.page_size = page_size
         self._poison = poison
-        self._device = device
+        self.backend = backend
 
         # State, under the lock.
         self._lock = threading.RLock()
@@ -99,7 +99,8 @@ class Allocator:
             regions: dict[Tier, Region] = {}
             for tier in (Tier.DEVICE, Tier.HOST):
                 size = frames[tier] * page_size
-                regions[tier] = device_region(size, device) if tier is Tier.DEVICE else HostRegion(size, pin=pin)
+                on_device = tier is Tier.DEVICE
+                regions[tier] = backend.device_region(size) if on_device else backend.host_region(size, pin=pin_host)
                 undo.callback(regions[tier].close)
                 if poison:
                     regions[tier].tensor.fill_(POISON)
@@ -114,12 +115,14 @@ class Allocator:
                 )
                 undo.callback(disk.close)
                 threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
-                io = IoQueue(len(disk_paths), threads_per_lane=threads, page_size=page_size, pin=pin)
+                io = IoQueue(
+                    len(disk_paths), threads_per_lane=threads, page_size=page_size, backend=backend, pin=pin_host
+                )
                 undo.callback(io.close)
                 if poison:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
-            self._machine = Machine(page_size, regions, disk, copy_streams(device), device.type == "cuda")
+            self._machine = Machine(page_size, regions, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
             self._resources = undo.pop_all()

@@ -54,7 +54,8 @@ class Machine:
     regions: Mapping[Tier, Region]
     disk: DiskRegion | None
     streams: CopyStreams
-    is_cuda: bool
+    apart: bool
+    """The device copies beside the host (`Backend.apart`)."""
 
     def stream(self, source: Tier, target: Tier) -> CopyStream:
         """The stream of a copy between two RAM tiers."""
@@ -64,7 +65,7 @@ class Machine:
 
     def on_stream(self, source: Tier, target: Tier) -> bool:
         """Whether a copy between two RAM tiers goes on after it was launched."""
-        return self.is_cuda and Tier.DEVICE in (source, target)
+        return self.apart and Tier.DEVICE in (source, target)
 
     def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""

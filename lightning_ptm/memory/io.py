@@ -12,9 +12,11 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.region import Staging
 from lightning_ptm.memory.transfer import Transfer
 
@@ -38,11 +40,15 @@ class IoQueue:
         lanes: number of disk paths.
         threads_per_lane: jobs of a lane that run at once; two keep a disk busy while a third is being prepared.
         page_size: bytes of each thread's staging.
-        pin: page-lock the staging (a CUDA device bounces through it).
+        backend: the device that bounces through it.
+        pin: page-lock the staging.
     """
 
-    def __init__(self, lanes: int, *, threads_per_lane: int = 2, page_size: int, pin: bool = False) -> None:
+    def __init__(
+        self, lanes: int, *, threads_per_lane: int = 2, page_size: int, backend: Backend, pin: bool = False
+    ) -> None:
         self._page_size = page_size
+        self._backend = backend
         self._pin = pin
 
         # State: `_refusal` is why nothing more is accepted; written once, under the lock.
@@ -87,7 +93,7 @@ class IoQueue:
             task.transfer.piece_finished(reason)
 
     def _serve(self, lane: int) -> None:
-        staging = Staging(self._page_size, pin=self._pin)
+        staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
         task: _Task | None = None
         try:
             while (task := self._queues[lane].get()) is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_ptm.memory.backend import Mark
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.region import Staging
 from lightning_ptm.memory.route import Piece, round_up
@@ -46,7 +47,7 @@ class ReadBounced:
     piece: Piece
     targets: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: object
+    behind: Mark
 
     def run(self, staging: Staging) -> None:
         region = staging.region
@@ -66,7 +67,7 @@ class WriteBounced:
     piece: Piece
     sources: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: object
+    behind: Mark
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:

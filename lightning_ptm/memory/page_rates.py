@@ -14,6 +14,7 @@ from time import perf_counter
 
 import torch
 
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.region import HostRegion
 
@@ -44,7 +45,7 @@ def _enough(rates: Mapping[str, Mapping[int, float]], best: Mapping[str, float],
     return all(by_size[size] >= SATURATED * best[link] for link, by_size in rates.items())
 
 
-def measured_rates(paths: Sequence[Path], device: torch.device) -> dict[str, dict[int, float]]:
+def measured_rates(paths: Sequence[Path], backend: Backend) -> dict[str, dict[int, float]]:
     """Bytes per second of each link by size of a page, for `smallest_saturating`. Takes a second, and 32 MiB of each path.
 
     Raises:
@@ -55,10 +56,9 @@ def measured_rates(paths: Sequence[Path], device: torch.device) -> dict[str, dic
         for size in _SIZES:
             for name, rate in _disk_rates(path, size).items():
                 found.setdefault(f"{name} {path}", {})[size] = rate
-    if device.type == "cuda":
-        for size in _SIZES:
-            for name, rate in copy_rates(device, size).items():
-                found.setdefault(name, {})[size] = rate
+    for size in _SIZES:
+        for name, rate in copy_rates(backend, size).items():
+            found.setdefault(name, {})[size] = rate
     return found
 
 
@@ -118,20 +118,22 @@ def transfer(
     return (perf_counter() - started) / count
 
 
-def copy_rates(device: torch.device, size: int) -> dict[str, float]:
-    """Bytes per second of copies of one size between page-locked memory and a CUDA device."""
+def copy_rates(backend: Backend, size: int) -> dict[str, float]:
+    """Bytes per second of copies of one size between page-locked memory and a device; none where its memory is RAM."""
+    if not backend.apart:
+        return {}
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    there = torch.zeros(size, dtype=torch.uint8, device=backend.device)
     found = {}
     for name, source, target in (("host to device", host, there), ("device to host", there, host)):
         best = 0.0
         for _ in range(_ROUNDS + 1):  # the first warms up
-            torch.cuda.synchronize(device)
+            backend.synchronize()
             started, count = perf_counter(), 0
             while count < 16 or (perf_counter() - started < _TRIAL_S / 2 and count * size < _TRIAL_BYTES):
                 target.copy_(source, non_blocking=True)
                 count += 1
-            torch.cuda.synchronize(device)
+            backend.synchronize()
             best = max(best, count * size / (perf_counter() - started))
         found[name] = best
     return found

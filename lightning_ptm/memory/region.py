@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,18 +29,27 @@ class Region(Protocol):
     def close(self) -> None: ...
 
 
+class PageLocks(Protocol):
+    """Whoever page-locks memory, so that a device copies from and to it by itself."""
+
+    def lock_pages(self, address: int, size_bytes: int) -> None:
+        """Raises ConfigError where the system does not let it."""
+
+    def unlock_pages(self, address: int) -> None: ...
+
+
 class HostRegion:
     """Anonymous, private memory, also reachable as a memoryview for disk transfers.
 
     Args:
         size_bytes: exact size; 0 is allowed.
-        pin: page-lock the memory for CUDA copies (commits all of it at once).
+        lock: page-locks the memory (which commits all of it at once); None: nobody does.
     Raises:
         ConfigError: the system cannot map or page-lock so much.
     """
 
-    def __init__(self, size_bytes: int, *, pin: bool = False) -> None:
-        self.pinned = False
+    def __init__(self, size_bytes: int, *, lock: PageLocks | None = None) -> None:
+        self._lock: PageLocks | None = None
         if size_bytes == 0:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             self.memory = memoryview(bytearray())
@@ -54,24 +64,26 @@ class HostRegion:
         _advise(mapping)
         self.memory = memoryview(mapping)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-        if pin:
-            _check_cuda(
-                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size_bytes, 0),
-                f"page-lock {size_bytes} bytes",
-            )
-            self.pinned = True
+        if lock is not None:
+            lock.lock_pages(self.tensor.data_ptr(), size_bytes)
+            self._lock = lock
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is page-locked."""
+        return self._lock is not None
 
     def close(self) -> None:
         """Give the memory up; it is unmapped when the last view dies (I4)."""
-        if self.pinned:
-            self.pinned = False
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()), "unlock host memory")
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.unlock_pages(self.tensor.data_ptr())
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.memory = memoryview(bytearray())
 
 
 class DeviceRegion:
-    """One allocation on a CUDA device.
+    """One allocation on a device with memory of its own.
 
     Args:
         size_bytes: exact size; 0 is allowed.
@@ -95,30 +107,25 @@ class DeviceRegion:
         self.tensor = self.tensor.new_empty(0)
 
 
-def device_region(size_bytes: int, device: torch.device) -> Region:
-    """The device tier's region: on a CPU it is RAM like the host's."""
-    return HostRegion(size_bytes) if device.type == "cpu" else DeviceRegion(size_bytes, device)
-
-
 class Staging:
     """Page-sized RAM of one I/O thread, for bytes that cannot go straight from disk to their place.
 
-    Mapped on first use.
+    Made on first use.
 
     Args:
         page_size: bytes of a page; the staging has a block more, for the old bytes of a block that is half rewritten.
-        pin: page-lock it (bounces to and from a CUDA device).
+        make: a region of so many bytes (page-locked, where a device is bounced to and from).
     """
 
-    def __init__(self, page_size: int, *, pin: bool) -> None:
+    def __init__(self, page_size: int, make: Callable[[int], HostRegion]) -> None:
         self._page_size = page_size
-        self._pin = pin
+        self._make = make
         self._region: HostRegion | None = None
 
     @property
     def region(self) -> HostRegion:
         if self._region is None:
-            self._region = HostRegion(self._page_size + BLOCK_BYTES, pin=self._pin)
+            self._region = self._make(self._page_size + BLOCK_BYTES)
         return self._region
 
     def close(self) -> None:
@@ -133,11 +140,3 @@ def _advise(mapping: mmap.mmap) -> None:
     # CPU time, copies 95 %; bf16 matrix products do not change (two x86 cores, best of nine, interleaved).
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
-def _check_cuda(status: object, doing: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise ConfigError(
-            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
-            "(ulimit -l)"
-        )

@@ -1,4 +1,4 @@
-"""The copy streams: one to the device and one from it, made here and nowhere else; on a CPU, stand-ins.
+"""The copy streams: one to the device and one from it; on a CPU, stand-ins.
 
 Order: a copy starts behind everything that the launching thread's current stream had queued (its source is complete,
 its target no longer read), and whoever uses the target next waits on the completion.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 import torch
 
+from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream, Mark, Stream
 from lightning_ptm.memory.transfer import Completion, Timer
 
 
@@ -27,93 +27,53 @@ class Pair:
 class CopyStream(Protocol):
     """Carries copies out in the order of launching."""
 
-    def mark(self) -> object:
+    def mark(self) -> Mark:
         """The current stream's place now; hand it to `launch` in a thread whose current stream is another one."""
 
-    def launch(self, pairs: Sequence[Pair], behind: object = None) -> Completion:
+    def launch(self, pairs: Sequence[Pair], behind: Mark | None = None) -> Completion:
         """Start copies behind `behind`, or behind this thread's current stream."""
 
 
-class HostCopies:
-    """The CPU's stand-in for a stream: copies are complete when launched."""
-
-    def mark(self) -> object:
-        return None
-
-    def launch(self, pairs: Sequence[Pair], behind: object = None) -> Completion:
-        began_s = perf_counter()
-        for pair in pairs:
-            pair.target.copy_(pair.source)
-        return _AtOnce(perf_counter() - began_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _AtOnce:
-    took_s: float
-
-    def done(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def order(self) -> None: ...
-
-    def seconds(self) -> float:
-        return self.took_s
-
-    def timer(self) -> Timer:
-        return self
-
-
-class CudaCopies:
-    """A CUDA stream for copies in one direction.
+class Copies:
+    """Copies in one direction.
 
     Args:
-        device: the CUDA device of the stream.
-        own_stream: False launches on the caller's current stream (copies within the device keep its order).
+        backend: of the device that they go to or from.
+        stream: that carries them; by default the caller's current one (copies within the device keep its order).
     """
 
-    def __init__(self, device: torch.device, *, own_stream: bool = True) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if own_stream else None
+    def __init__(self, backend: Backend, stream: Stream | None = None) -> None:
+        self._backend = backend
+        self._stream = stream or CurrentStream()
 
-    def mark(self) -> object:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> Mark:
+        return self._backend.mark()
 
-    def launch(self, pairs: Sequence[Pair], behind: object = None) -> Completion:
-        current = torch.cuda.current_stream(self._device)
-        stream = self._stream or current
-        if isinstance(behind, torch.cuda.Event):
-            stream.wait_event(behind)
-        elif stream is not current:
-            stream.wait_stream(current)
-        started, finished = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
-            started.record(stream)
+    def launch(self, pairs: Sequence[Pair], behind: Mark | None = None) -> Completion:
+        self._stream.follow(behind)
+        with self._stream.entered():
+            started = self._backend.mark(timed=True)
             for pair in pairs:
                 pair.target.copy_(pair.source, non_blocking=True)
-            finished.record(stream)
-        return _CudaCompletion(self._device, _CudaTimer(started, finished), tuple(pairs))
+            finished = self._backend.mark(timed=True)
+        return _Launched(_Span(started, finished), tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaTimer:
-    started: torch.cuda.Event
-    finished: torch.cuda.Event
+class _Span:
+    started: Mark
+    finished: Mark
 
     def done(self) -> bool:
-        return self.finished.query()
+        return self.finished.done()
 
     def seconds(self) -> float:
-        return self.started.elapsed_time(self.finished) / 1000.0
+        return self.finished.seconds_since(self.started)
 
 
 @dataclass(slots=True)
-class _CudaCompletion:
-    device: torch.device
-    times: _CudaTimer
+class _Launched:
+    times: _Span
     pairs: tuple[Pair, ...]
     """Keeps sources and targets alive while the copies run."""
 
@@ -124,7 +84,7 @@ class _CudaCompletion:
         self.times.finished.synchronize()
 
     def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.times.finished)
+        self.times.finished.order()
 
     def seconds(self) -> float:
         return self.times.seconds()
@@ -143,9 +103,11 @@ class CopyStreams:
     within_host: CopyStream
 
 
-def copy_streams(device: torch.device) -> CopyStreams:
-    """The copy streams of `device`; all stand-ins on a CPU."""
-    host = HostCopies()
-    if device.type != "cuda":
-        return CopyStreams(host, host, host, host)
-    return CopyStreams(CudaCopies(device), CudaCopies(device), CudaCopies(device, own_stream=False), host)
+def copy_streams(backend: Backend) -> CopyStreams:
+    """New copy streams of a device; all stand-ins on a CPU."""
+    return CopyStreams(
+        to_device=Copies(backend, backend.stream()),
+        to_host=Copies(backend, backend.stream()),
+        within_device=Copies(backend),
+        within_host=Copies(CpuBackend()),
+    )

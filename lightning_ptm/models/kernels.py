@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import nn
 from torch.optim import Optimizer
 
@@ -48,4 +49,4 @@ def adamw(groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, fl
 
 def _fused(kernel: Any) -> Any:
     """`kernel`, or None where it cannot run."""
-    return kernel if kernel is not None and torch.cuda.is_available() else None
+    return kernel if kernel is not None and CUDAAccelerator.is_available() else None

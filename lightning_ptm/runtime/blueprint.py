@@ -22,6 +22,7 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory import check_folders
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
 from lightning_ptm.planning.inventory import NOTHING, Inventory
@@ -194,11 +195,11 @@ class Blueprint:
         gradients = (layout.full_gradient_pages(unit) + layout.trainable_pages(unit) for unit in self.by_need)
         return (most + max(gradients, default=0)) * layout.page_size
 
-    def updates_late(self, unit: int, device: torch.device) -> bool:
-        """Whether a unit's update may still be under way when the optimizer's step has returned."""
+    def updates_late(self, unit: int, *, apart: bool) -> bool:
+        """Whether a unit's update may still be under way when the optimizer's step has returned, on a device of that kind."""
         if not any(flat.trainable for flat in self.layout.flats_of(unit)):
             return False
-        if device.type == "cuda" or self.lock_free is not None:
+        if apart or self.lock_free is not None:
             return True
         return self.placement.homes[unit].master is not Tier.DEVICE
 
@@ -236,7 +237,7 @@ class Request:
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
         sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
-        device: where optimizers are tried.
+        backend: of the device that ranks compute on, where optimizers are tried.
         rearranges: parameters will be unfrozen, put into other groups, or given other data during the run.
     """
 
@@ -245,7 +246,7 @@ class Request:
     settings: Settings
     compute: torch.dtype
     mixed: bool
-    device: torch.device
+    backend: Backend
     keep_gradients: bool
     gradients_stay: bool
     sums_gradients: bool
@@ -263,7 +264,7 @@ def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Bl
         CapacityError: no placement fits the budgets.
     """
     check_folders(request.settings.disk_paths)
-    machine = this_machine(request.device, request.settings.disk_paths, ranks_on_host)
+    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     agree = partial(_agreed, communicator=communicator)
     return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
 
@@ -365,7 +366,7 @@ def _ask(request: Request, machine: Machine, world_size: int, *, outside: bool) 
     if settings.activations == "host":
         _check_device_of_its_own(machine)
     units, experts = _units(request, world_size)
-    unified = machine.device_type == "cpu" and settings.device_bytes is None
+    unified = not machine.device_apart and settings.device_bytes is None
     lock_free = settings.lock_free and bool(request.optimizers)
     wishes = _wishes(settings, unified, lock_free=lock_free)
     known: Traits = {}
@@ -375,7 +376,7 @@ def _ask(request: Request, machine: Machine, world_size: int, *, outside: bool) 
         unpaged = dict.fromkeys(range(len(request.optimizers)))
     elif unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
-        unpaged |= reasons(request.optimizers, dtype_of, request.device, known)
+        unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
     return _Asked(units, experts, unified, lock_free, wishes, unpaged, known)
 
 
@@ -444,7 +445,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         wishes=asked.wishes,
         unified=asked.unified,
         staging_bytes=room.staging_bytes,
-        update_on_device=machine.device_type != "cpu" or asked.unified,
+        update_on_device=machine.device_apart or asked.unified,
     )
     keep = room.at_step or asked.lock_free
     placement = None
@@ -534,7 +535,7 @@ def _may_be_outside(request: Request, drawn: Blueprint, world_size: int) -> bool
 
 
 def _check_device_of_its_own(machine: Machine) -> None:
-    if machine.device_type == "cpu":
+    if not machine.device_apart:
         raise ConfigError(
             "activations='host' takes activations from the device's memory to RAM, and this run computes on a CPU, whose "
             "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
@@ -679,7 +680,7 @@ def _traits(
             continue
         key = (flat.slots[0].spec.optimizer, master or dtype)
         if key not in known:
-            known[key] = probe(request.optimizers[key[0]], dtype=key[1], device=request.device)
+            known[key] = probe(request.optimizers[key[0]], dtype=key[1], device=request.backend.device)
         found.append(known[key])
     return tuple(found)
 
@@ -824,7 +825,7 @@ def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
         disk = free if settings.disk_bytes is None else settings.disk_bytes
     if unified:
         return Budget(device_bytes=host, host_bytes=0, disk_bytes=disk)
-    if machine.device_type == "cpu":
+    if not machine.device_apart:
         assert settings.device_bytes is not None
         return Budget(settings.device_bytes, host, disk)
     free_device = machine.free_device_bytes

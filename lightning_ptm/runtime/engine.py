@@ -29,7 +29,7 @@ from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
-from lightning_ptm.memory.malloc import malloc_in_use_bytes
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.render import render
@@ -132,7 +132,7 @@ class Engine:
         blueprint: Blueprint,
         optimizers: Sequence[Optimizer],
         communicator: Communicator,
-        device: torch.device,
+        backend: Backend,
         *,
         disk_paths: Sequence[Path] = (),
         recompute: int = 0,
@@ -148,7 +148,8 @@ class Engine:
         self._ranks_here = ranks_here
         self.blueprint = blueprint
         self.communicator = communicator
-        self.device = device
+        self.backend = backend
+        self.device = backend.device
         self.events = events or Events()
         self.disk_paths = tuple(disk_paths)
         self.bars = progress or Progress(shown=False)
@@ -170,15 +171,15 @@ class Engine:
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
         pools = blueprint.pool_bytes
-        self._heap = Heap(blueprint.keep_freed_memory) if device.type == "cpu" else None
+        self._heap = None if backend.apart else Heap(blueprint.keep_freed_memory)
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
-            device=device,
+            backend=backend,
             device_bytes=pools[Tier.DEVICE],
             host_bytes=pools[Tier.HOST],
             disk_bytes=pools[Tier.DISK],
             disk_paths=disk_paths,
-            pin_host=device.type == "cuda",
+            pin_host=True,
             poison=poison,
             file_ops=file_ops,
             events=self.events,
@@ -204,7 +205,6 @@ class Engine:
             self.allocator,
             staging=drawn.staging_chunks,
             staging_tier=drawn.placement.staging_tier,
-            device=self.device,
             events=self.events,
         )
         gradient_pages = pages.take_gradient_pages()
@@ -249,7 +249,7 @@ class Engine:
         self.offload = self._offload() if drawn.activations_to_host else None
         # Ranks that hold different experts have different plans.
         planner = Planner(drawn, self.communicator if self._expert_ranks is None else self._expert_ranks.holders)
-        self.tracer = Tracer(drawn.units, self._non_model_bytes, self.device)
+        self.tracer = Tracer(drawn.units, self._non_model_bytes, self.backend)
         self.executor = Executor(
             self.stores,
             self.tracer,
@@ -294,7 +294,7 @@ class Engine:
     def _update_scheduler(self, pages: Pages) -> UpdateScheduler:
         drawn = self.blueprint
         if drawn.lock_free is None:
-            in_thread = self.device.type == "cuda" and any(self.flats)
+            in_thread = self.backend.apart and any(self.flats)
             return SynchronousUpdates(
                 self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes, in_thread=in_thread
             )
@@ -314,10 +314,10 @@ class Engine:
         )
 
     def _offload(self) -> offload.Offload:
-        buffers = HostBuffers(pin=self.device.type == "cuda", free_bytes=free_host_bytes)
-        mover = Mover(self.device, copy_streams(self.device), buffers, self.events)
+        buffers = HostBuffers(self.backend, free_bytes=free_host_bytes)
+        mover = Mover(self.device, copy_streams(self.backend), buffers, self.events)
         least = offload.LEAST_BYTES
-        return offload.Offload(mover, self.device, self.module.modules(), self.allocator.holds, least_bytes=least)
+        return offload.Offload(mover, self.backend, self.module.modules(), self.allocator.holds, least_bytes=least)
 
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
@@ -842,9 +842,7 @@ class Engine:
         return render(plan, self.blueprint.layout) if plan is not None else "(fetch on use: no plan)"
 
     def _non_model_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - self.blueprint.pool_bytes[Tier.DEVICE]
-        return malloc_in_use_bytes()
+        return self.backend.bytes_beside(self.blueprint.pool_bytes[Tier.DEVICE])
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in Tier)

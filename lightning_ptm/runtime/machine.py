@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from lightning_ptm.memory.backend import Backend
 
 _NO_LIMIT = 1 << 60
 
@@ -21,15 +21,15 @@ class Machine:
     """What one node offers to the ranks on it.
 
     Attributes:
-        device_type: where ranks compute; "cpu": device memory is RAM.
-        free_device_bytes: of one rank's device; 0 on a CPU.
+        device_apart: ranks compute on devices with memory of their own; else device memory is RAM.
+        free_device_bytes: of one rank's device; 0 where that is RAM.
         free_host_bytes: RAM of the node.
         free_disk_bytes: of the node.
         cores: CPU cores of the node.
         ranks: that share all but the devices.
     """
 
-    device_type: str
+    device_apart: bool
     free_device_bytes: int
     free_host_bytes: int
     free_disk_bytes: int
@@ -37,11 +37,11 @@ class Machine:
     ranks: int
 
 
-def this_machine(device: torch.device, disk_paths: Sequence[Path], ranks: int) -> Machine:
+def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
     """The machine that this process runs on."""
     return Machine(
-        device_type=device.type,
-        free_device_bytes=0 if device.type == "cpu" else free_device_bytes(device),
+        device_apart=backend.apart,
+        free_device_bytes=backend.free_bytes(),
         free_host_bytes=free_host_bytes(),
         free_disk_bytes=free_disk_bytes(disk_paths),
         cores=os.cpu_count() or 1,
@@ -98,12 +98,6 @@ def free_host_bytes() -> int:
     except (OSError, ValueError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(available, _cgroup_free_bytes())
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that is free now."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
 
 
 def free_disk_bytes(paths: Sequence[Path]) -> int:

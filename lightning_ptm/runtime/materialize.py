@@ -263,11 +263,7 @@ class FirstValues:
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in modules:
             for name, parameter in module._parameters.items():
-                if (
-                    parameter is not None
-                    and id(parameter) not in ours
-                    and not (device == "meta" == parameter.device.type)
-                ):
+                if parameter is not None and id(parameter) not in ours and not (device == "meta" and parameter.is_meta):
                     replaced.append((module, name, parameter))
         for module, name, parameter in replaced:
             module._parameters[name] = self._stand_in(parameter, device)

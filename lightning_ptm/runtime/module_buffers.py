@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import RankError
+from lightning_ptm.memory.backend import in_ram
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of the module by which DDP is told which ones are each rank's own."""
@@ -133,6 +134,6 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 def _seen(buffer: Tensor) -> Any:
     """Equal to that of another moment if the buffer held the same; None where that cannot be told."""
-    if buffer.device.type != "cpu":
+    if not in_ram(buffer):
         return None
     return buffer.dtype, tuple(buffer.shape), zlib.crc32(_bytes(buffer).numpy().data) if buffer.numel() else 0

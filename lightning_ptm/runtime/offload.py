@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.memory.activations import Away, Mover
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.links import LinkStats
 
 LEAST_BYTES = 256 << 10
@@ -60,7 +61,7 @@ class Offload:
     def __init__(
         self,
         mover: Mover,
-        device: torch.device,
+        backend: Backend,
         modules: Iterable[nn.Module],
         in_pages: Callable[[Tensor], bool],
         *,
@@ -68,7 +69,7 @@ class Offload:
     ) -> None:
         # Configuration.
         self._mover = mover
-        self._device_type = device.type
+        self._backend = backend
         self._modules = tuple(modules)
         self._in_pages = in_pages
         self._least_bytes = least_bytes
@@ -164,7 +165,7 @@ class Offload:
                 del self._leaving[address]
 
     def _leaves(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self._device_type or tensor.layout is not torch.strided:
+        if type(tensor) is not Tensor or not self._backend.holds(tensor) or tensor.layout is not torch.strided:
             return False  # a parameter, a tensor subclass, what torch.compile traces with
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or (tensor.is_leaf and tensor.requires_grad):
             return False

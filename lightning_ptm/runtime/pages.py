@@ -57,7 +57,7 @@ class Pages:
         """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
         drawn = self._blueprint
         by_name = {item.name: item.parameter for item in drawn.units[unit].parameters}
-        late = drawn.updates_late(unit, self._device)
+        late = drawn.updates_late(unit, apart=self._allocator.backend.apart)
         flats = []
         for layout in drawn.layout.flats_of(unit):
             dtype = drawn.dtypes[layout.index]

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from time import perf_counter
 
-import torch
-
+from lightning_ptm.memory.backend import Backend, Mark
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
@@ -25,7 +24,7 @@ class _OpenTick:
     non_model_bytes: int
     started_s: float
     cpu_s: float = 0.0
-    event: torch.cuda.Event | None = None
+    mark: Mark | None = None
 
 
 class Tracer:
@@ -34,20 +33,20 @@ class Tracer:
     Args:
         units: the units, for the table of tensors.
         non_model_bytes: how many bytes live outside the page pools now.
-        device: the compute device; on CUDA, device seconds come from events.
+        backend: the compute device; where it computes beside the host, seconds are by its own clock.
     """
 
-    def __init__(self, units: tuple[Unit, ...], non_model_bytes: Callable[[], int], device: torch.device) -> None:
+    def __init__(self, units: tuple[Unit, ...], non_model_bytes: Callable[[], int], backend: Backend) -> None:
         self._units = units
         self._non_model_bytes = non_model_bytes
-        self._device = device
+        self._backend = backend
         self._ticks: list[_OpenTick] = []
-        self._end_event: torch.cuda.Event | None = None
+        self._end: Mark | None = None
 
     def start(self) -> None:
         """Forgets what was recorded."""
         self._ticks = []
-        self._end_event = None
+        self._end = None
 
     def tick(self, unit: int, phase: Phase, live: tuple[int, ...]) -> None:
         """A new tick begins; the one before ends."""
@@ -55,9 +54,8 @@ class Tracer:
         if self._ticks:
             self._close(self._ticks[-1], now)
         opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now)
-        if self._device.type == "cuda":
-            opened.event = torch.cuda.Event(enable_timing=True)
-            opened.event.record()
+        if self._backend.apart:
+            opened.mark = self._backend.mark(timed=True)
         self._ticks.append(opened)
 
     def observe(self) -> None:
@@ -69,10 +67,9 @@ class Tracer:
         """The trace of the iteration that ends here."""
         if self._ticks:
             self._close(self._ticks[-1], perf_counter())
-            if self._device.type == "cuda":
-                self._end_event = torch.cuda.Event(enable_timing=True)
-                self._end_event.record()
-                self._end_event.synchronize()
+            if self._backend.apart:
+                self._end = self._backend.mark(timed=True)
+                self._end.synchronize()
         seconds = [self._device_seconds(index) or tick.cpu_s for index, tick in enumerate(self._ticks)]
         ticks = tuple(
             Tick(tick.unit, tick.phase, tick.live, tick.non_model_bytes, spent)
@@ -85,11 +82,11 @@ class Tracer:
         tick.non_model_bytes = max(tick.non_model_bytes, self._non_model_bytes())
 
     def _device_seconds(self, index: int) -> float:
-        start = self._ticks[index].event
-        end = self._ticks[index + 1].event if index + 1 < len(self._ticks) else self._end_event
+        start = self._ticks[index].mark
+        end = self._ticks[index + 1].mark if index + 1 < len(self._ticks) else self._end
         if start is None or end is None:
             return 0.0
-        return start.elapsed_time(end) / 1e3
+        return end.seconds_since(start)
 
     def _tensors(self, seconds: list[float]) -> tuple[TensorUse, ...]:
         uses: list[TensorUse] = []
@@ -99,7 +96,7 @@ class Tracer:
             if not at:
                 continue
             cpu_s = sum(self._ticks[index].cpu_s for index in own)
-            gpu_s = sum(seconds[index] for index in own) if self._device.type == "cuda" else 0.0
+            gpu_s = sum(seconds[index] for index in own) if self._backend.apart else 0.0
             for item in unit.parameters:
                 uses.append(
                     TensorUse(

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.update.states import Run, Segment
 
 if TYPE_CHECKING:
+    from lightning_ptm.memory.backend import Backend
     from lightning_ptm.memory.paged import PagedTensor
     from lightning_ptm.planning.layout import FlatLayout
 
@@ -63,7 +65,7 @@ NO_TRANSFORM = Transform()
 
 def _is_one(factor: torch.Tensor | None) -> bool:
     # Asking a device tensor for its value would stop the host: there, multiply by one.
-    return factor is None or (factor.device.type == "cpu" and bool(factor == 1))
+    return factor is None or (in_ram(factor) and bool(factor == 1))
 
 
 def _value(factor: torch.Tensor | None) -> float:
@@ -192,12 +194,11 @@ class ParameterGradients:
         """Whether the flat's parameter at an index has a gradient."""
         return self._flat[parameter] is not None
 
-    def forget(self) -> None:
-        """Drop the gradients: the job has used them, or has queued their use on the current CUDA stream."""
+    def forget(self, backend: Backend) -> None:
+        """Drop the gradients: the job has used them, or has queued their use on the current stream."""
         for gradient in self._flat:
-            if gradient is not None and gradient.is_cuda:
-                # Made by another stream: its memory must not be handed out again before this one has read it.
-                gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            if gradient is not None:
+                backend.used_here(gradient)  # made by another stream
         self._flat.clear()
 
     def piece(self, segment: Segment) -> torch.Tensor:

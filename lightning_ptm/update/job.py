@@ -26,6 +26,7 @@ from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.traits import ScalarState
 
 if TYPE_CHECKING:
+    from lightning_ptm.memory.backend import Backend, Mark
     from lightning_ptm.memory.paged import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
 
@@ -87,14 +88,14 @@ class UpdateJob:
 class JobHandle:
     """The end of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
 
-    __slots__ = ("_event", "_on_done", "event", "name")
+    __slots__ = ("_event", "_on_done", "end", "name")
 
     def __init__(self, name: str, on_done: Callable[[], None] | None = None) -> None:
         self.name = name
         self._on_done = on_done
         self._event = threading.Event()
-        # CUDA: what the arithmetic's stream had queued when the job ended; another stream waits for it.
-        self.event: torch.cuda.Event | None = None
+        # What the arithmetic's stream had queued when the job ended; another stream waits for it.
+        self.end: Mark | None = None
 
     def done(self) -> bool:
         """True once updated and readable. Never blocks, never raises."""
@@ -215,8 +216,8 @@ class Progress:
         """Chunks whose reads were issued, in order of issue."""
         self.landing: list[Transfer] = []
         """Writes of compute parameters in flight."""
-        self.submitted: torch.cuda.Event | None = None
-        """CUDA: what the submitting stream had queued; the gradient and the compute parameter are older than that."""
+        self.submitted: Mark | None = None
+        """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
         self.predecessor: Progress | None = None
         """The job before this one on the same master states, until it is computed."""
         self._scalars: list[dict[tuple[int, int], ScalarState]] = []
@@ -273,6 +274,6 @@ class Progress:
             found[group] = merged
         return found
 
-    def forget_gradient(self) -> None:
+    def forget_gradient(self, backend: Backend) -> None:
         if isinstance(self.job.gradient, ParameterGradients):
-            self.job.gradient.forget()
+            self.job.gradient.forget(backend)

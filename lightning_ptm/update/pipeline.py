@@ -73,7 +73,6 @@ class Pipeline:
         block_numel: elements per optimizer call.
         staging: chunks that may hold buffers at once.
         staging_tier: where flats with master states on disk are updated.
-        device: what the device tier is.
         events: told of the arithmetic on each chunk.
     """
 
@@ -85,7 +84,6 @@ class Pipeline:
         block_numel: int,
         staging: int,
         staging_tier: Tier,
-        device: torch.device,
         events: Events | None = None,
     ) -> None:
         self._events = events or Events()
@@ -93,7 +91,7 @@ class Pipeline:
         self.staging = staging
         self.staging_tier = staging_tier
         self._allocator = allocator
-        self._device = device
+        self._backend = allocator.backend
 
         self.before_write: BeforeWrite | None = None
         """Told of every stretch of master states that is about to change."""
@@ -387,7 +385,7 @@ class Pipeline:
     @torch.no_grad()
     def _compute(self, progress: Progress, chunk: Chunk) -> None:
         if progress.submitted is not None:
-            torch.cuda.current_stream(self._device).wait_event(progress.submitted)
+            progress.submitted.order()
         for pending in progress.job.after:
             pending.wait()
         for transfer in chunk.reads.values():
@@ -427,13 +425,12 @@ class Pipeline:
         like = torch.empty(
             0,
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),
-            device=self._device if progress.tier is Tier.DEVICE else "cpu",
+            device=self._backend.device if progress.tier is Tier.DEVICE else "cpu",
         )
         progress.job.states.advance(progress.scalars_after(like)[-1], progress.present)
         self._queue.remove(progress)
-        progress.forget_gradient()
-        if self._device.type == "cuda":
-            progress.handle.event = torch.cuda.current_stream(self._device).record_event()
+        progress.forget_gradient(self._backend)
+        progress.handle.end = self._backend.mark()
         if progress.landing:
             self._landing.append(progress)
         else:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.update.known import is_known, known_group, known_initial
 from lightning_ptm.update.private import PrivateOptimizer, held_by
 from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
@@ -106,14 +107,15 @@ def _may_fuse(values: Mapping[str, Any], dtype: torch.dtype, device: torch.devic
 def _generators_as_they_are(device: torch.device) -> Iterator[None]:
     """A class that draws random numbers must not change those of the training."""
     python, here = random.getstate(), torch.get_rng_state()
-    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    backend = backend_of(device)
+    there = backend.random_state()
     try:
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(here)
         if there is not None:
-            torch.cuda.set_rng_state(there, device)
+            backend.set_random_state(there)
 
 
 class _Candidate:

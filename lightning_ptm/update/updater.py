@@ -18,6 +18,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
+from lightning_ptm.memory.backend import CurrentStream, Stream
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
 from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
@@ -42,14 +43,13 @@ class Updater:
     """Runs update jobs page by page.
 
     Args:
-        allocator: moves the bytes.
-        device: what the device tier is; updates of flats whose master states live there run on it.
+        allocator: moves the bytes. Updates of flats whose master states live in its device tier run on that device.
         chunk_numel: elements that travel together; a multiple of 4096. Default: one page of float32.
         block_numel: elements per optimizer call; a multiple of 64.
         staging: chunks that may hold staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
         staging_tier: where flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
-        stream: CUDA stream of the arithmetic; None: the current stream of whoever pumps.
+        stream: of the arithmetic; None: the current stream of whoever pumps.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -59,12 +59,11 @@ class Updater:
         self,
         allocator: Allocator,
         *,
-        device: torch.device | str = "cpu",
         chunk_numel: int | None = None,
         block_numel: int = BLOCK_NUMEL,
         staging: int = 4,
         staging_tier: Tier = Tier.DEVICE,
-        stream: torch.cuda.Stream | None = None,
+        stream: Stream | None = None,
         events: Events | None = None,
     ) -> None:
         if chunk_numel is None:
@@ -74,15 +73,14 @@ class Updater:
                 f"an updater with chunks of {chunk_numel} elements, blocks of {block_numel} and {staging} staging chunks "
                 f"cannot work: chunks are multiples of {BLOCK_BYTES}, blocks of {ALIGN_NUMEL}, staging is at least 1"
             )
-        self._stream = stream
-        self._device = torch.device(device)
+        self._stream = stream or CurrentStream()
+        self._backend = allocator.backend
         self._pipeline = Pipeline(
             allocator,
             chunk_numel=chunk_numel,
             block_numel=block_numel,
             staging=staging,
             staging_tier=staging_tier,
-            device=self._device,
             events=events,
         )
 
@@ -137,8 +135,7 @@ class Updater:
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
         progress = Progress(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
-        if self._device.type == "cuda":
-            progress.submitted = torch.cuda.current_stream(self._device).record_event()
+        progress.submitted = self._backend.mark()
         self._command(lambda: self._pipeline.enqueue(progress))
         return handle
 
@@ -189,7 +186,7 @@ class Updater:
     def finish(self, handle: JobHandle) -> None:
         """Block until a job is updated and its compute parameters are readable; serve it before all others.
 
-        On CUDA the current stream waits for the arithmetic; the host need not.
+        Where a device does the arithmetic, the current stream waits for it; the host need not.
 
         Raises:
             PageIOError: a read or write failed. The updater is of no further use (I2).
@@ -204,8 +201,8 @@ class Updater:
                 self._pipeline.to_front(handle)
                 while not handle.done():
                     self._go_on(handle, self._pipeline.wait)
-        if handle.event is not None:
-            torch.cuda.current_stream().wait_event(handle.event)
+        if handle.end is not None:
+            handle.end.order()
 
     def drain(self) -> None:
         """Block until every job is done and every write has landed; what was read ahead is dropped.
@@ -222,8 +219,7 @@ class Updater:
             with self._working():
                 while self._pipeline.busy:
                     self._go_on(None, self._pipeline.wait)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._stream.join()
 
     def busy(self) -> bool:
         """Whether any job is unfinished or any write in flight. Not meaningful while a thread does the work."""
@@ -291,7 +287,7 @@ class Updater:
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         try:
-            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            with self._stream.entered():
                 yield
         except Exception as error:
             self._failure = error

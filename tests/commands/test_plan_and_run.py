@@ -15,6 +15,7 @@ from planned_runs import LIMITS, NEAR, make_trainer, planned
 from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.data import TextBytes
 from lightning_ptm.half_products import products_here
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.terms import Tier
@@ -90,7 +91,7 @@ def warm() -> None:
     model = GPT(**MODEL).to(torch.bfloat16)
     model.configure_model()
     tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)
-    with products_here(torch.bfloat16, torch.device("cpu")):
+    with products_here(torch.bfloat16, CpuBackend()):
         model.to(torch.bfloat16).loss((tokens, tokens)).backward()
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.terms import Tier
 
 pytestmark = [
@@ -124,9 +125,9 @@ def test_fp16_with_a_dynamic_loss_scale_skips_overflowing_steps() -> None:
 
 
 def test_host_pages_are_page_locked_and_copies_are_ordered_behind_compute() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    backend = backend_here(torch.cuda.current_device())
     with Allocator(
-        page_size=1 << 20, device=device, device_bytes=64 << 20, host_bytes=64 << 20, disk_bytes=0, pin_host=True
+        page_size=1 << 20, backend=backend, device_bytes=64 << 20, host_bytes=64 << 20, disk_bytes=0, pin_host=True
     ) as allocator:
         host = allocator.allocate("host", 8 << 20, torch.float32, Tier.HOST)
         assert host.tensor().is_pinned()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.memory.streams import copy_streams
 
 pytestmark = [
@@ -131,8 +132,9 @@ def test_recomputed_units_keep_their_inputs_in_ram() -> None:
 
 
 def test_copies_are_ordered_behind_compute_and_buffers_are_page_locked() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    mover = Mover(device, copy_streams(device), HostBuffers(pin=True, free_bytes=lambda: 1 << 40))
+    backend = backend_here(torch.cuda.current_device())
+    device = backend.device
+    mover = Mover(device, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
     numel = 16 << 20
     held = []
     for number in range(6):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.backend import CpuBackend
 
 PAGE = 64 * 1024
 MakeAllocator = Callable[..., Allocator]
@@ -35,7 +36,7 @@ def make_allocator(tmp_path: Path) -> Iterator[MakeAllocator]:
             folder.mkdir(exist_ok=True)
         allocator = Allocator(
             page_size=PAGE,
-            device=torch.device("cpu"),
+            backend=CpuBackend(),
             device_bytes=pages * PAGE,
             host_bytes=pages * PAGE,
             disk_bytes=pages * PAGE,

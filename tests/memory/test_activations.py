@@ -15,8 +15,9 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.activations import HostBuffers, Mover, Where
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.links import LinkStats
-from lightning_ptm.memory.streams import CopyStreams, HostCopies, Pair
+from lightning_ptm.memory.streams import Copies, CopyStreams, Pair
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -81,8 +82,8 @@ class HandStream:
 class Bench:
     def __init__(self, free_bytes: int = 8 * GIB) -> None:
         self.to_host, self.to_device = HandStream(), HandStream()
-        self.buffers = HostBuffers(pin=False, free_bytes=lambda: free_bytes)
-        streams = CopyStreams(self.to_device, self.to_host, HostCopies(), HostCopies())
+        self.buffers = HostBuffers(CpuBackend(), free_bytes=lambda: free_bytes)
+        streams = CopyStreams(self.to_device, self.to_host, Copies(CpuBackend()), Copies(CpuBackend()))
         self.events = Events()
         self.mover = Mover(CPU, streams, self.buffers, self.events)
 
@@ -199,7 +200,7 @@ def test_the_table_of_where_a_storage_may_be() -> None:
 
 
 def test_a_buffer_is_little_larger_than_what_it_holds() -> None:
-    buffers = HostBuffers(pin=False, free_bytes=lambda: 1 << 50)
+    buffers = HostBuffers(CpuBackend(), free_bytes=lambda: 1 << 50)
     for size in (1, 4096, 4097, 100_000, 1_000_000, 3_333_333):
         region = buffers.take(size)
         assert size <= region.tensor.numel() <= max(size * 1.125 + 1, size + 4095)
@@ -208,7 +209,7 @@ def test_a_buffer_is_little_larger_than_what_it_holds() -> None:
 
 def test_buffers_of_other_sizes_are_used_or_given_up() -> None:
     free = [GIB + 300_000]
-    buffers = HostBuffers(pin=False, free_bytes=lambda: free[0])
+    buffers = HostBuffers(CpuBackend(), free_bytes=lambda: free[0])
     first = buffers.take(200_000)
     free[0] -= first.tensor.numel()
     buffers.give(first)

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError, UsageError
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 from .conftest import PAGE, MakeAllocator
@@ -480,12 +481,12 @@ def test_copy_within_a_tensor_must_not_overlap_itself(make_allocator: MakeAlloca
 def test_impossible_settings_are_refused(changes: dict[str, int], message: str) -> None:
     arguments = {"page_size": PAGE, "device_bytes": PAGE, "host_bytes": 0, "disk_bytes": 0} | changes
     with pytest.raises(ConfigError, match=message):
-        Allocator(device=torch.device("cpu"), **arguments)  # type: ignore[arg-type]
+        Allocator(backend=CpuBackend(), **arguments)  # type: ignore[arg-type]
 
 
 def test_tier_of_no_bytes_is_empty() -> None:
     with Allocator(
-        page_size=PAGE, device=torch.device("cpu"), device_bytes=2 * PAGE + 5, host_bytes=0, disk_bytes=0
+        page_size=PAGE, backend=CpuBackend(), device_bytes=2 * PAGE + 5, host_bytes=0, disk_bytes=0
     ) as allocator:
         assert allocator.capacity_bytes(Tier.DEVICE) == 2 * PAGE
         with pytest.raises(CapacityError, match="host_memory"):
@@ -547,7 +548,7 @@ class AllocatorAgainstTensors(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.allocator = Allocator(
             page_size=PAGE,
-            device=torch.device("cpu"),
+            backend=CpuBackend(),
             device_bytes=self.PAGES * PAGE,
             host_bytes=self.PAGES * PAGE,
             disk_bytes=self.PAGES * PAGE,

@@ -12,6 +12,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, PageIOError
 from lightning_ptm.memory import Allocator, DiskRegion, PagedTensor
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.disk import _file_system
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import Tier
@@ -89,7 +90,7 @@ def test_refused_disk_leaves_no_thread_or_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Allocator(
             page_size=PAGE,
-            device=torch.device("cpu"),
+            backend=CpuBackend(),
             device_bytes=PAGE,
             host_bytes=0,
             disk_bytes=PAGE,

@@ -11,6 +11,7 @@ import torch
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.terms import Tier
 
 from .conftest import PAGE
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def allocator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Allocator]:
     with Allocator(
         page_size=PAGE,
-        device=torch.device("cuda", 0),
+        backend=backend_of("cuda:0"),
         device_bytes=32 * PAGE,
         host_bytes=32 * PAGE,
         disk_bytes=32 * PAGE,
@@ -93,4 +94,4 @@ def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
 
 def test_device_without_room_says_what_to_lower() -> None:
     with pytest.raises(CapacityError, match="lower device_memory"):
-        Allocator(page_size=PAGE, device=torch.device("cuda", 0), device_bytes=1 << 50, host_bytes=0, disk_bytes=0)
+        Allocator(page_size=PAGE, backend=backend_of("cuda:0"), device_bytes=1 << 50, host_bytes=0, disk_bytes=0)

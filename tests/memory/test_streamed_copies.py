@@ -71,7 +71,7 @@ class Bench:
         self.ledgers = {tier: TierLedger(tier, 4, PAGE) for tier in Tier}
         regions = {tier: HostRegion(4 * PAGE) for tier in (Tier.DEVICE, Tier.HOST)}
         streams = CopyStreams(self.to_device, self.to_host, self.within, self.within)
-        self.machine = Machine(PAGE, regions, None, streams, is_cuda=True)
+        self.machine = Machine(PAGE, regions, None, streams, apart=True)
         self.lock = threading.RLock()
         self.copier = Copier(self.machine, None, self.ledgers, self.lock)
         self.ids = 0

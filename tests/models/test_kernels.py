@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import nn
 
 from lightning_ptm.models import kernels
@@ -53,9 +54,9 @@ def test_torchs_kernels_without_apex() -> None:
 
 
 def test_apex_is_used_on_cuda_only(with_apex: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: False)
     assert made() == (nn.LayerNorm, nn.RMSNorm)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: True)
     assert made() == (FusedLayerNorm, FusedRMSNorm)
     assert all(kernels.is_norm(module) for module in (kernels.layer_norm(4), kernels.rms_norm(4, 1e-6)))
     # Its optimizer has no kernel for parameters that are in RAM.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 
 PAGE = 64 * 1024
@@ -45,7 +46,7 @@ def shard_of(full: Tensor, flat: FlatLayout, rank: int) -> Tensor:
 
 def connect() -> ProcessGroupCommunicator:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    return ProcessGroupCommunicator(torch.device("cpu"), datetime.timedelta(seconds=60))
+    return ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
 
 
 def gather_and_reduce() -> list[str]:

@@ -16,6 +16,7 @@ from rank_harness import End, run_ranks, watch_ranks
 from torch import Tensor, nn
 
 from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.runtime.experts import ExpertGroups, ExpertRanks, TokenStats, divide
@@ -105,7 +106,7 @@ def result_of(layer: MixtureOfExperts, x: Tensor, stats: TokenStats | None = Non
 def exchanging(world_size: int) -> tuple[ExpertRanks, Agreement]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    whole = ProcessGroupCommunicator(torch.device("cpu"), datetime.timedelta(seconds=60))
+    whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     split = ExpertSplit(world_size, world_size)
     group = whole.part(split.groups)
     nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], split)

@@ -26,6 +26,7 @@ from plain_loop import Outcome, make_trainer
 from lightning_ptm import AngelPTMStrategy, saving
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.updates import SynchronousUpdates
@@ -534,7 +535,7 @@ CELL = 4096
 def allocator(request: pytest.FixtureRequest, disk: Path) -> Any:
     with Allocator(
         page_size=1 << 16,
-        device=torch.device("cpu"),
+        backend=CpuBackend(),
         device_bytes=1 << 24,
         host_bytes=0,
         disk_bytes=1 << 24,

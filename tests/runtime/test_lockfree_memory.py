@@ -20,6 +20,7 @@ from torch import nn
 from lightning_ptm import PageIOError
 from lightning_ptm.config import Settings
 from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime import gradient_pages, heap
 from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
 from lightning_ptm.runtime.engine import Engine
@@ -123,12 +124,12 @@ def drawn(depth: int, width: int) -> Blueprint:
         Settings(lock_free=True, disk_path="/"),
         torch.bfloat16,
         True,
-        torch.device("cpu"),
+        CpuBackend(),
         False,
         False,
         False,
     )
-    return decide(request, Machine("cpu", 0, 24 << 30, 1 << 40, 2, 1), 1)
+    return decide(request, Machine(False, 0, 24 << 30, 1 << 40, 2, 1), 1)
 
 
 @pytest.mark.parametrize(("depth", "width", "versions"), [(12, 768, 2 * 4 + 19), (24, 1024, 2 * 7 + 25)])
@@ -155,7 +156,7 @@ def test_sets_of_several_pages_lie_in_a_row_and_apart(disk: Path) -> None:
     numel = 5 * PAGE // 2 - 100
     with Allocator(
         page_size=PAGE,
-        device=torch.device("cpu"),
+        backend=CpuBackend(),
         device_bytes=0,
         host_bytes=24 * PAGE,
         disk_bytes=0,

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
 from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.runtime import blueprint, offload
 from lightning_ptm.runtime.offload import Offload, Sent
 
-CPU = torch.device("cpu")
+CPU = CpuBackend()
 BATCHES = tokens(5)
 
 
@@ -37,9 +38,9 @@ def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
 
 @pytest.fixture
 def taking() -> Any:
-    buffers = HostBuffers(pin=False, free_bytes=lambda: 1 << 40)
+    buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
-    taken = Offload(Mover(CPU, copy_streams(CPU), buffers), CPU, [module], lambda tensor: False, least_bytes=64)
+    taken = Offload(Mover(CPU.device, copy_streams(CPU), buffers), CPU, [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
     taken.close()

@@ -8,13 +8,13 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from plain_loop import fit, tokens
 from tiny_models import Stack
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.config import DEFAULT_PAGE_BYTES
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -37,12 +37,12 @@ def test_the_smallest_page_that_saturates_every_link(rates: dict[str, dict[int, 
 
 def test_a_measurement_is_short_and_leaves_nothing(tmp_path: Path) -> None:
     before_s = time.process_time()
-    rates = measured_rates([tmp_path], torch.device("cpu"))
+    rates = measured_rates([tmp_path], CpuBackend())
     assert time.process_time() - before_s < 2
     assert sorted(rates) == [f"read {tmp_path}", f"write {tmp_path}"]
     assert all(rate > 0 for by_size in rates.values() for rate in by_size.values())
     assert [found.name for found in tmp_path.iterdir()] == ["here"]  # which the tests have made
-    assert measured_rates([], torch.device("cpu")) == {}
+    assert measured_rates([], CpuBackend()) == {}
 
 
 class Seen(L.Callback):

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import (
@@ -52,7 +53,7 @@ def make_allocator(
     mib = 1 << 20
     return Allocator(
         page_size=PAGE_SIZE,
-        device=torch.device("cpu"),
+        backend=CpuBackend(),
         device_bytes=device_mib * mib,
         host_bytes=host_mib * mib,
         disk_bytes=disk_mib * mib if disk is not None else 0,

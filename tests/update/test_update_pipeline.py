@@ -28,6 +28,7 @@ from torch import optim
 
 from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageError
 from lightning_ptm.memory import FileOps, Transfer
+from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, Shadow, ShardGradient, UpdateJob, Updater, probe, snapshot
 from lightning_ptm.update.pipeline import Pipeline
@@ -540,18 +541,18 @@ def test_on_cuda(home: Tier) -> None:
     optimizer = optim.AdamW([torch.nn.Parameter(torch.ones(5000))], lr=1e-2)
     plain = torch.nn.Parameter(torch.ones(5000, device="cuda" if home is Tier.DEVICE else "cpu"))
     plain_optimizer = optim.AdamW([plain], lr=1e-2, fused=True)
-    device = torch.device("cuda")
+    backend = backend_here()
     with Allocator(
-        page_size=PAGE_SIZE, device=device, device_bytes=8 * mib, host_bytes=8 * mib, disk_bytes=0, pin_host=True
+        page_size=PAGE_SIZE, backend=backend, device_bytes=8 * mib, host_bytes=8 * mib, disk_bytes=0, pin_host=True
     ) as allocator:
         flat = make_flat([(5000,)], [0], torch.bfloat16)
-        traits = probe(optimizer, device=device if home is Tier.DEVICE else "cpu")
+        traits = probe(optimizer, device=backend.device if home is Tier.DEVICE else "cpu")
         states = FlatStates.allocate(allocator, flat, 0, traits, home, master_dtype=torch.float32)
         assert states.master is not None
         states.master.tensor().fill_(1.0)
         target = allocator.allocate("p", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
         gradient = allocator.allocate("g", flat.shard_numel, torch.bfloat16, home)
-        updater = Updater(allocator, device=device, staging_tier=Tier.HOST, stream=torch.cuda.Stream())
+        updater = Updater(allocator, staging_tier=Tier.HOST, stream=backend.stream())
         updater.reserve(states, target=target, gradient=gradient)
         updater.run_in_thread()
         for step in range(3):

@@ -1,0 +1,222 @@
+"""The port to the device: the stand-ins of a CPU, what is page-locked, and nobody goes around it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_ptm.callbacks
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import (
+    KINDS,
+    Backend,
+    CpuBackend,
+    CudaBackend,
+    CurrentStream,
+    backend_here,
+    backend_of,
+    in_ram,
+)
+from lightning_ptm.memory.region import HostRegion
+
+PAGE = 1 << 16
+PACKAGES = {"lightning_ptm": Path(lightning_ptm.__path__[0]), "callbacks": Path(lightning_ptm.callbacks.__path__[0])}
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for name, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            yield f"{name}/{path.relative_to(folder)}", path.read_text()
+
+
+def files_with(pattern: str) -> list[str]:
+    return [name for name, text in sources() if re.search(pattern, text)]
+
+
+def test_cuda_is_named_in_one_file() -> None:
+    assert files_with(r"torch\.cuda\b|\bcudart\b|from torch import .*\bcuda\b") == ["lightning_ptm/memory/backend.py"]
+
+
+def test_nobody_else_asks_what_the_device_is() -> None:
+    kinds = "|".join(KINDS)
+    asks = rf"\bis_(?:cuda|cpu)\b|[!=]=\s*[\"'](?:{kinds})[\"']|[\"'](?:{kinds})[\"']\s*[!=]="
+    # Models use public names only, and whether Apex's optimizer suits their parameters is nothing that a run decides.
+    assert set(files_with(asks)) <= {"lightning_ptm/memory/backend.py", "lightning_ptm/models/kernels.py"}
+
+
+def test_the_search_reaches_the_files() -> None:
+    found = dict(sources())
+    assert {"lightning_ptm/strategy.py", "lightning_ptm/runtime/engine.py", "callbacks/page_monitor.py"} <= set(found)
+    assert len(found) > 150
+
+
+def test_a_device_names_its_backend() -> None:
+    assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
+    second = backend_of(torch.device("cuda", 1))  # asks CUDA nothing
+    assert second == CudaBackend(torch.device("cuda:1")) != backend_of("cuda:0")
+    assert (second.name, second.apart, second.collectives) == ("cuda", True, "nccl")
+    assert set(KINDS) == {"cpu", "cuda"}
+    with pytest.raises(ConfigError, match="pages cannot live on meta devices, only on cpu and cuda"):
+        backend_of("meta")
+
+
+def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:
+    backend: Backend = CpuBackend()
+    stream = backend.stream()
+    began = backend.mark(timed=True)
+    stream.follow()
+    stream.follow(began)
+    with stream.entered():
+        values = torch.arange(1000).sum()
+    ended = backend.mark(timed=True)
+    stream.join()
+    ended.order()
+    ended.synchronize()
+    backend.synchronize()
+    backend.make_current()
+    backend.used_here(values)
+    assert began.done()
+    assert ended.done()
+    assert 0 <= ended.seconds_since(began) < 60
+    assert began.seconds_since(ended) <= 0
+
+
+def test_a_cpus_memory_is_ram() -> None:
+    backend: Backend = CpuBackend()
+    regions = backend.host_region(PAGE, pin=True), backend.device_region(PAGE)
+    for region in regions:
+        assert isinstance(region, HostRegion)
+        assert not region.pinned
+        assert backend.holds(region.tensor)
+        assert in_ram(region.tensor)
+        region.close()
+    assert not in_ram(torch.empty(1, device="meta"))
+    assert not backend.apart
+    assert backend.free_bytes() == 0
+    before = backend.bytes_beside(0)
+    kept = torch.ones(10 << 20, dtype=torch.uint8)
+    assert backend.bytes_beside(5) - before in (0, *range(kept.numel(), kept.numel() + PAGE))  # 0: not glibc
+    assert backend.random_state() is None
+    assert backend.count() == 1
+    assert backend.description().endswith("CPU cores")
+
+
+@dataclass
+class Ledger:
+    """Of page-locks."""
+
+    locked: dict[int, int] = field(default_factory=dict)
+    refuses: bool = False
+
+    def lock_pages(self, address: int, size_bytes: int) -> None:
+        if self.refuses:
+            raise ConfigError(f"no {size_bytes} bytes")
+        self.locked[address] = size_bytes
+
+    def unlock_pages(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_a_region_is_unlocked_once() -> None:
+    ledger = Ledger()
+    region = HostRegion(2 * PAGE, lock=ledger)
+    assert ledger.locked == {region.tensor.data_ptr(): 2 * PAGE}
+    assert region.pinned
+    region.close()
+    region.close()
+    assert ledger.locked == {}
+    assert not region.pinned
+    assert not HostRegion(0, lock=ledger).pinned
+    with pytest.raises(ConfigError, match=f"no {PAGE} bytes"):
+        HostRegion(PAGE, lock=Ledger(refuses=True))
+
+
+def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
+    """It carries copies within a device: they keep the order of the current stream, and of what they are told to follow."""
+    orders: list[str] = []
+
+    class Told:
+        def order(self) -> None:
+            orders.append("ordered")
+
+    stream = CurrentStream()
+    stream.follow()
+    assert orders == []
+    stream.follow(Told())  # type: ignore[arg-type]
+    assert orders == ["ordered"]
+
+
+@pytest.fixture
+def last() -> Backend:
+    """The last device of the machine: with several, not the one that threads begin with."""
+    return backend_here(torch.cuda.device_count() - 1)
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_thread_has_the_device_that_it_was_given(last: Backend) -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        last.make_current()
+        seen.append(torch.cuda.current_device())
+
+    before = torch.cuda.current_device()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [last.device.index]
+    assert torch.cuda.current_device() == before
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_streams_follow_and_are_joined(last: Backend) -> None:
+    stream = last.stream()
+    source = torch.zeros(1 << 20, device=last.device)
+    target = torch.empty_like(source)
+    last.synchronize()
+    began = last.mark(timed=True)
+    source.fill_(3.0)
+    stream.follow()
+    with stream.entered():
+        target.copy_(source, non_blocking=True)
+        copied = last.mark(timed=True)
+    copied.order()
+    last.used_here(target)
+    result = target + 1
+    stream.join()
+    last.synchronize()
+    assert copied.done()
+    assert copied.seconds_since(began) >= 0
+    assert result.eq(4.0).all()
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
+    beside = last.bytes_beside(0)
+    free = last.free_bytes()
+    region = last.device_region(64 << 20)
+    assert last.holds(region.tensor)
+    assert not in_ram(region.tensor)
+    assert last.free_bytes() <= free
+    assert 0 <= last.bytes_beside(64 << 20) - beside <= 2 << 20  # and a block, and torch's rounding
+    region.close()
+    locked = last.host_region(PAGE, pin=True)
+    assert locked.pinned
+    assert in_ram(locked.tensor)
+    locked.close()
+    state = last.random_state()
+    assert state is not None
+    first = torch.rand(5, device=last.device)
+    last.set_random_state(state)
+    assert torch.equal(torch.rand(5, device=last.device), first)
+    assert last.count() == torch.cuda.device_count()
