@@ -40,7 +40,7 @@ class IoQueue:
         lanes: number of disk paths.
         threads_per_lane: jobs of a lane that run at once; two keep a disk busy while a third is being prepared.
         page_size: bytes of each thread's staging.
-        backend: the device that bounces through it.
+        backend: the device that bounces through it; the current one of the threads.
         pin: page-lock the staging.
     """
 
@@ -96,6 +96,7 @@ class IoQueue:
         staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
         task: _Task | None = None
         try:
+            self._backend.make_current()  # page-locking would make a context on the first device, whatever this rank's is
             while (task := self._queues[lane].get()) is not None:
                 try:
                     task.job.run(staging)

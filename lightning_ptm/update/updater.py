@@ -309,6 +309,7 @@ class Updater:
         if cores is not None:
             use_cores(cores)
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
+            self._backend.make_current()
             while not self._stopping.is_set():
                 self._take_commands()
                 if not self._pipeline.advance_or_wait(None, self._wait_or_command):

@@ -1,4 +1,4 @@
-"""The port to the device: the stand-ins of a CPU, what is page-locked, and nobody goes around it."""
+"""The port to the device: the stand-ins of a CPU, who page-locks with which device current, and nobody goes around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lightning_ptm.memory.backend import (
     backend_of,
     in_ram,
 )
-from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.memory.io import IoQueue
+from lightning_ptm.memory.region import HostRegion, Staging
+from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16
 PACKAGES = {"lightning_ptm": Path(lightning_ptm.__path__[0]), "callbacks": Path(lightning_ptm.callbacks.__path__[0])}
@@ -136,6 +138,49 @@ def test_a_region_is_unlocked_once() -> None:
     assert not HostRegion(0, lock=ledger).pinned
     with pytest.raises(ConfigError, match=f"no {PAGE} bytes"):
         HostRegion(PAGE, lock=Ledger(refuses=True))
+
+
+@dataclass(frozen=True)
+class Watched(CpuBackend):
+    """Tells which thread came when."""
+
+    told: list[tuple[int, str]] = field(default_factory=list)
+
+    def make_current(self) -> None:
+        self.told.append((threading.get_ident(), "current"))
+
+    def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
+        self.told.append((threading.get_ident(), f"region, pin={pin}"))
+        return HostRegion(size_bytes)
+
+
+@dataclass(frozen=True)
+class Bounces:
+    """A job that needs staging; all threads have one before any ends."""
+
+    together: threading.Barrier
+
+    def run(self, staging: Staging) -> None:
+        self.together.wait(30)
+        assert staging.region.tensor.numel() > PAGE
+
+
+def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
+    watched, threads = Watched(), 4
+    together = threading.Barrier(threads)
+    queue = IoQueue(2, threads_per_lane=2, page_size=PAGE, backend=watched, pin=True)
+    try:
+        transfer = Transfer(threads)
+        for lane in (0, 0, 1, 1):
+            queue.submit(lane, Bounces(together), transfer)
+        transfer.wait()
+    finally:
+        queue.close()
+    threads_seen = {ident for ident, _ in watched.told}
+    assert len(threads_seen) == threads
+    assert threading.get_ident() not in threads_seen
+    for ident in threads_seen:
+        assert [what for who, what in watched.told if who == ident] == ["current", "region, pin=True"]
 
 
 def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
