@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1053,59 +1053,91 @@ class AngelPTMStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def _close_engine(self) -> None:
-        self._forget_shown_states()
-        paged = [] if self._engine is None else self._paged_optimizers()
-        replaced = [optimizer for optimizer in paged if not unguard(optimizer)]
-        engine, self._engine = self._engine, None
-        communicator, self._communicator = self._communicator, None
+        engine, communicator = self._engine, self._communicator
         if engine is None:
-            if communicator is not None:  # set-up failed
-                communicator.close()
+            self._communicator = None
+            with ExitStack() as steps:
+                if communicator is not None:  # set-up failed
+                    steps.callback(communicator.close)
+                self._forget_shown_states()
             return
-        if self._watches is not None:
-            self._watches.undo()
-            self._watches = None
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
-        self.precision_plugin.attach(None)
         torn = self._interruption is not None and self._interruption.torn
-        self._interruption = None
         known_audits, self._ended = self._ended.audits, afterwards.remember(engine, torn=torn)
-        unsaved: CheckpointError | None = None
-        try:
-            if engine.failed:
-                self._saves.farewell()
-            else:
-                engine.meet(Together.END_OF_RUN)
-                try:
-                    self._saves.finish()
-                except CheckpointError as error:  # the weights are the user's all the same
-                    unsaved = error
-            wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
-            if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
-                self._ended = dataclasses.replace(self._ended, weights=True)
-                self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
-                kept = [each for each in self.optimizers if checkpoints.plain_optimizer(each) not in replaced]
-                if restore.optimizer_states(engine, self.optimizers, kept if self.is_global_zero else ()):
-                    self._ended = dataclasses.replace(self._ended, optimizer_states=True)
-        except Exception as error:
-            engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
-            if not self._ended.weights:
-                engine.values.let_go()
-            raise
-        finally:
-            self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
-            if not self._ended.optimizer_states:
-                optimizers = enumerate(engine.updates.optimizers)
-                spend(each for index, each in optimizers if engine.values.has_optimizer_states(index))
-            # First: a collective in flight may still write into the pages that the engine frees.
+        replaced: list[Optimizer] = []
+        told_later: list[Exception] = []
+        with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
+            steps.callback(self._saves.forget)
+            steps.callback(engine.close)
             if communicator is not None:
-                communicator.close()
-            engine.close()
-            self._saves.forget()
-        if unsaved is not None:
-            raise unsaved
+                # First: a collective in flight may still write into the pages that the engine frees.
+                steps.callback(communicator.close)
+            steps.callback(self._settle_accounts, engine, known_audits)
+            try:
+                self._detach(replaced)
+            except Exception as error:  # the weights are the user's all the same
+                told_later.append(error)
+            try:
+                self._give_back(engine, replaced, told_later)
+            except Exception as error:
+                engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
+                if not self._ended.weights:
+                    engine.values.let_go()
+                raise
+        for each in told_later:
+            raise each
+
+    def _detach(self, replaced: list[Optimizer]) -> None:
+        """What the run has put into objects of others is taken out of all of them.
+
+        Args:
+            replaced: gets the optimizers whose `state` the user has replaced.
+        """
+
+        def give_back_state(optimizer: Optimizer) -> None:
+            if not unguard(optimizer):
+                replaced.append(optimizer)
+
+        paged, watches, before_step = self._paged_optimizers(), self._watches, self._steps
+        self._engine = self._communicator = self._watches = self._steps = self._interruption = None
+        with ExitStack() as steps:  # the last one first
+            steps.callback(self.precision_plugin.attach, None)
+            if before_step is not None:
+                steps.callback(before_step.close)
+            if watches is not None:
+                steps.callback(watches.undo)
+            for optimizer in reversed(paged):
+                steps.callback(give_back_state, optimizer)
+            steps.callback(self._forget_shown_states)
+
+    def _give_back(self, engine: Engine, replaced: Collection[Optimizer], told_later: list[Exception]) -> None:
+        """Weights and optimizer states are the user's again, as far as that is wanted and can be. Collective.
+
+        Args:
+            replaced: optimizers whose states are not.
+            told_later: gets why the last checkpoint was not written.
+        """
+        if engine.failed:
+            self._saves.farewell()
+        else:
+            engine.meet(Together.END_OF_RUN)
+            try:
+                self._saves.finish()
+            except CheckpointError as error:  # the weights are the user's all the same
+                told_later.append(error)
+        wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
+        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
+            self._ended = dataclasses.replace(self._ended, weights=True)
+            self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
+            kept = [each for each in self.optimizers if checkpoints.plain_optimizer(each) not in replaced]
+            if restore.optimizer_states(engine, self.optimizers, kept if self.is_global_zero else ()):
+                self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+
+    def _settle_accounts(self, engine: Engine, known_audits: tuple[UpdateAudit, ...]) -> None:
+        """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""
+        self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
+        if not self._ended.optimizer_states:
+            optimizers = enumerate(engine.updates.optimizers)
+            spend(each for index, each in optimizers if engine.values.has_optimizer_states(index))
 
 
 def _parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
