@@ -4,7 +4,8 @@ Owns the allocator, the updater and every part below, from `Engine(...)` to `clo
 engine passes events on: iterations, backward passes, optimizer steps.
 
 I1: between iterations nothing is gathered that an update will change. I2: `close` leaves no thread, file or hook behind,
-whatever failed before.
+whatever failed before; nor does a set-up that fails, however far it has come. I3: when set-up has ended, pages are taken for
+the rows of the inventory and for nothing else, in every tier.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import copy_streams
-from lightning_ptm.planning.inventory import What
+from lightning_ptm.planning.inventory import Lifetime, What
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.progress import Progress
@@ -170,35 +171,40 @@ class Engine:
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
-        pools = blueprint.pool_bytes
+        self._taken_over = False
+        self._adds_up = False
+        """Inside `without_reduction`."""
+        self._undo = ExitStack()
+        """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
         self._heap = None if backend.apart else Heap(blueprint.keep_freed_memory)
+        if self._heap is not None:
+            self._undo.callback(self._heap.close)
+        try:
+            self._build(recompute, given or Given(), poison, file_ops)
+        except BaseException:
+            with self._undo:
+                # The module must not be left with parameters that have no values because a budget was too small.
+                if self._taken_over and communicator.world_size == 1:
+                    self.values.restore()
+            raise
+
+    def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
+        drawn = self.blueprint
+        pools = drawn.pool_bytes
         self.allocator = Allocator(
-            page_size=blueprint.layout.page_size,
-            backend=backend,
+            page_size=drawn.layout.page_size,
+            backend=self.backend,
             device_bytes=pools[Tier.DEVICE],
             host_bytes=pools[Tier.HOST],
             disk_bytes=pools[Tier.DISK],
-            disk_paths=disk_paths,
+            disk_paths=self.disk_paths,
             pin_host=True,
             poison=poison,
             file_ops=file_ops,
             events=self.events,
             progress=self.bars,
         )
-        self._taken_over = False
-        self._adds_up = False
-        """Inside `without_reduction`."""
-        try:
-            self._build(recompute, given or Given())
-        except BaseException:
-            # The module must not be left with parameters that have no values because a budget was too small.
-            if self._taken_over and communicator.world_size == 1:
-                self.values.restore()
-            self.allocator.close()
-            raise
-
-    def _build(self, recompute: int, given: Given) -> None:
-        drawn = self.blueprint
+        self._undo.callback(self.allocator.close)
         pages = Pages(drawn, self.allocator, self._communicator_of, self.device)
         self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
         self.updater = Updater(
@@ -207,6 +213,7 @@ class Engine:
             staging_tier=drawn.placement.staging_tier,
             events=self.events,
         )
+        self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
         self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts, self.bars)
@@ -224,6 +231,8 @@ class Engine:
             self.updater.take_staging(row.tier, taken_dtype(row), row.count)
         self._save_buffers = pages.buffers_for_saves() if drawn.saves_behind else None
         self.updates = self._update_scheduler(pages)
+        self._undo.callback(self.updates.close)
+        self._check_taken()
         if drawn.lock_free is None:
             for unit, flats in enumerate(self.flats):
                 for flat in flats:
@@ -246,7 +255,6 @@ class Engine:
             else None
         )
         self.reduction = Reduction(self.flats, self._agreement, lambda: self.executor.release_all())
-        self.offload = self._offload() if drawn.activations_to_host else None
         # Ranks that hold different experts have different plans.
         planner = Planner(drawn, self.communicator if self._expert_ranks is None else self._expert_ranks.holders)
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.backend)
@@ -263,10 +271,16 @@ class Engine:
             self._used_bytes,
             drawn.by_need,
         )
+        self._undo.callback(self.executor.abandon)
         for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
             trace = drawn.planned(trace)
             if mode is Mode.FORWARD or self._optimizers:
                 self.executor.adopt(mode, planner.plan(mode, trace), trace)
+        self.offload = self._offload() if drawn.activations_to_host else None
+        if self.offload is not None:
+            self._undo.callback(self.offload.close)
+        for flat in self._all_flats():
+            self._undo.callback(flat.gradient.let_go)
         self.hooks = Hooks(
             drawn.units,
             self.stores,
@@ -275,13 +289,27 @@ class Engine:
             recomputed_units(len(drawn.units), recompute),
             self.offload,
         )
+        self._undo.callback(self.hooks.close)
         self._state_dicts = StateDicts(
             [module for module in self.module.modules() if not self._always_readable(module)], self.readable
         )
+        self._undo.callback(self._state_dicts.close)
         if drawn.experts is not None:
             assert self._agreement is not None and self._expert_ranks is not None
             self.expert_groups = ExpertGroups(drawn.experts, self._expert_ranks, self._agreement, self.executor.expect)
+            self._undo.callback(self.expert_groups.close)
         self.updates.start()
+
+    def _check_taken(self) -> None:
+        """I3. What is taken without a row would be missing where the plan counts on it."""
+        for tier in Tier:
+            taken = self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier)
+            rows = self.blueprint.inventory.held_bytes(tier, Lifetime.RUN)
+            if taken != rows:
+                raise InternalError(
+                    f"set-up has taken {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory come to "
+                    f"{rows}; nothing was trained; please report this with the settings of the strategy"
+                )
 
     def _communicator_of(self, unit: int) -> Communicator:
         """Of the ranks that hold a unit."""
@@ -864,22 +892,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
-            if self._heap is not None:
-                steps.callback(self._heap.close)
-            steps.callback(self.allocator.close)
-            steps.callback(self.updater.close)
-            steps.callback(self.updates.close)
-            steps.callback(self.executor.abandon)
-            if self.offload is not None:
-                steps.callback(self.offload.close)
-            for flats in self.flats:
-                for flat in flats:
-                    steps.callback(flat.gradient.let_go)
-            steps.callback(self.hooks.close)
-            steps.callback(self._state_dicts.close)
-            if self.expert_groups is not None:
-                steps.callback(self.expert_groups.close)
+        self._undo.close()
 
     def _check_frozen(self, among: Collection[int] | None = None) -> None:
         for item in self._frozen:

@@ -103,8 +103,9 @@ class Buffering:
     def start(self) -> None:
         """Start both threads; call once."""
         self._updater.run_in_thread(self._cores)
-        self._thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
+        thread.start()
+        self._thread = thread  # now that it is one: `stop` joins it
 
     def offer(self, flat: int, contribution: Contribution, *, begin: bool = True) -> None:
         """Hand over a reduced gradient; it is applied exactly once, some time later: not before `begin` or `hurry`."""

@@ -237,8 +237,9 @@ class Updater:
         if self._thread is not None:
             raise UsageError("the updater already runs in a thread; stop it before starting another")
         self._stopping.clear()
-        self._thread = threading.Thread(target=self._work, args=(cores,), name="lightning_ptm update", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(cores,), name="lightning_ptm update", daemon=True)
+        thread.start()
+        self._thread = thread  # now that it is one: `stop` joins it
 
     def stop(self) -> None:
         """End the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
