@@ -1,0 +1,152 @@
+"""What each of several ranks has taken when its set-up has ended is what its own inventory says, to the byte, in every tier.
+
+Ranks that hold different experts have different rows; the bytes of each are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rank_harness import run_ranks
+from rank_models import Tower, Uneven
+from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from test_rank_experts import MoETower
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.planning.inventory import Lifetime, Row, pages_of
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.terms import Tier
+
+DIVIDED = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
+BEHIND = {"state_dict_type": "sharded", "async_save": True}
+LOCK_FREE = {"lock_free": True, "max_staleness": 4}
+THREE_TIERS = {"device_memory": "2MiB", "host_memory": "64MiB"}
+
+
+class OneFrozen(Uneven):
+    """A flat without master states in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        tier: of rank_training.TIERS.
+    """
+
+    training: Training
+    tier: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    """Bytes of one tier, at one moment."""
+
+    when: str
+    tier: str
+    pool: int
+    rows: int
+    taken: int
+    rows_held: int
+
+
+class Weighs(L.Callback):
+    """Weighs when set-up has ended, and, with what came with the first gradients, when training has."""
+
+    def __init__(self) -> None:
+        self.found: list[Weighed] = []
+
+    def _weigh(self, when: str, engine: Engine, rows: Sequence[Row]) -> None:
+        inventory = engine.blueprint.inventory
+        for tier in Tier:
+            pool = engine.allocator.capacity_bytes(tier)
+            held = pages_of((row for row in rows if row.tier is tier), inventory.page_size) * inventory.page_size
+            taken = pool - engine.allocator.free_bytes(tier)
+            self.found.append(Weighed(when, tier.name, pool, inventory.pool_bytes(tier), taken, held))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        engine = _engine(trainer)
+        rows = [row for row in engine.blueprint.inventory.rows if row.lifetime is Lifetime.RUN]
+        self._weigh("after set-up", engine, rows)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        engine = _engine(trainer)
+        engine.drain("weigh")
+        engine.executor.release_all()
+        engine.reduction.reclaim(True)
+        # An expert that no token has come to has had no gradient.
+        later = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
+        had = {flat.store.layout.index for of in engine.flats for flat in of if flat.gradient.pages is not None}
+        kept = [row for row in engine.blueprint.inventory.rows if row.lifetime in later]
+        kept = [row for row in kept if row.lifetime is Lifetime.RUN or row.flat in had]
+        self._weigh("after training", engine, kept)
+
+
+def _engine(trainer: L.Trainer) -> Engine:
+    strategy = trainer.strategy
+    assert isinstance(strategy, AngelPTMStrategy)
+    return strategy.engine
+
+
+def weigh(case: Case, world_size: int, folder: Path) -> list[Weighed]:
+    """One rank's part."""
+    torch.manual_seed(0)
+    module = case.training.build()
+    weighs = Weighs()
+    strategy = make_strategy(folder, case.tier, **case.settings)
+    trainer = make_trainer(case.training, strategy, world_size, callbacks=[weighs])
+    trainer.fit(module, loader(tokens(case.training, world_size), world_size))
+    return weighs.found
+
+
+def weigh_all(cases: list[Case], world_size: int, folder: Path) -> list[list[Weighed]]:
+    """One after the other: starting ranks takes as long as a training."""
+    return [weigh(case, world_size, folder) for case in cases]
+
+
+MIXED, TRUE = "bf16-mixed", "32-true"
+
+
+def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
+    """Settings and combinations of them, by name."""
+
+    def case(precision: str, tier: str, clip: float | None = None, accumulate: int = 1, **settings: Any) -> Case:
+        training = Training(build, precision, batches=accumulate, clip=clip, accumulate=accumulate)
+        return Case(training, tier, {**more, **settings})
+
+    return {
+        "ram": case(MIXED, "ram"),
+        "updates behind the backward": case(MIXED, "all_on_disk"),
+        "updates at the step, saves behind": case(MIXED, "all_on_disk", 0.5, **BEHIND),
+        "gradients later": case(TRUE, "three_tiers"),
+        "gradients kept": case(MIXED, "three_tiers", 0.5),
+        "sums of gradients": case(MIXED, "masters_on_disk", None, 2, **BEHIND),
+        "reduced once": case(TRUE, "all_on_disk", None, 2, reduce_gradients="each_step"),
+        "lock-free": case(MIXED, "ram", **LOCK_FREE),
+        "lock-free, saves behind": case(TRUE, "ram", 0.5, **LOCK_FREE, **BEHIND),
+        "lock-free, three tiers, saves behind": case(MIXED, "ram", 0.5, **LOCK_FREE, **THREE_TIERS, **BEHIND),
+        "lock-free sums": case(MIXED, "ram", None, 2, **LOCK_FREE, **THREE_TIERS),
+    }
+
+
+@pytest.mark.parametrize(("build", "more"), [(OneFrozen, {}), (MoETower, DIVIDED)], ids=["whole", "divided"])
+def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], disk: Path) -> None:
+    named = cases(build, more)
+    wrong = []
+    for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
+        for name, weighed in zip(named, found, strict=True):
+            assert len(weighed) == 2 * len(Tier)
+            wrong += [(rank, name, each) for each in weighed if (each.pool, each.taken) != (each.rows, each.rows_held)]
+    assert not wrong, "\n".join(map(str, wrong))
