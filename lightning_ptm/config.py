@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.habits import unknown_setting
-from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
 
@@ -162,7 +162,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         page = DEFAULT_PAGE_BYTES if self.page_size == "auto" else self.page_bytes
-        if page < MIN_PAGE_BYTES or page % BLOCK_BYTES:
+        if not is_page_size(page):
             raise ConfigError(
                 f"page_size={self.page_size!r} is {page} bytes; a page is a multiple of {BLOCK_BYTES} bytes and at least "
                 f"64 KiB (disk transfers need it); use e.g. page_size='4MiB'"

@@ -30,6 +30,11 @@ class Tier(enum.IntEnum):
     DISK = 2
 
 
+def is_page_size(size: int) -> bool:
+    """Whether pages may be of so many bytes."""
+    return size >= MIN_PAGE_BYTES and size % BLOCK_BYTES == 0
+
+
 def chunk_numel(page_size: int) -> int:
     """Elements of a flat that an update, or a save, moves together: a page of float32, in whole blocks of any dtype."""
     return max(BLOCK_BYTES, page_size // 4)

@@ -9,6 +9,7 @@ from lightning_ptm.planning.beside import Beside, BesideFlat, BesideRates, Besid
 from lightning_ptm.planning.timing import Hardware
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
+from lightning_ptm.runtime.stock import taken_dtype
 from lightning_ptm.terms import Tier, chunk_numel
 
 
@@ -39,7 +40,7 @@ def beside_compute(
     ram = node.host_memory_bytes_per_s / node.ranks_per_node
     beside = Beside(
         flats,
-        {(kind.numel, kind.dtype): kind.count for kind in lock_free.spares},
+        {(row.numel, taken_dtype(row)): row.count for row in lock_free.spares},
         BesideRates(
             update_bytes_per_s=node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2,
             loss=1.0 if node.beside_loss is None else node.beside_loss,

@@ -37,7 +37,7 @@ from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
-from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
 
 POISON = 0xFF
 """Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
@@ -359,7 +359,7 @@ class Allocator:
 
 
 def _check_settings(page_size: int, sizes: dict[Tier, int], disk_paths: Sequence[Path]) -> None:
-    if page_size < MIN_PAGE_BYTES or page_size % BLOCK_BYTES:
+    if not is_page_size(page_size):
         raise ConfigError(
             f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
         )

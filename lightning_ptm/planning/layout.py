@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, is_page_size
 
 TAIL_BYTES = 512
 """Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
@@ -317,7 +317,7 @@ def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
-    if page_size < MIN_PAGE_BYTES or page_size % BLOCK_BYTES:
+    if not is_page_size(page_size):
         raise ConfigError(
             f"page_size is {page_size} bytes, no page of which can be moved to disk; use a multiple of {BLOCK_BYTES} "
             f"of at least {MIN_PAGE_BYTES}, such as 4MiB"

@@ -25,7 +25,7 @@ from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
-from lightning_ptm.planning.inventory import NOTHING, Inventory
+from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -33,7 +33,7 @@ from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
-from lightning_ptm.runtime.stock import take_stock
+from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -84,15 +84,6 @@ def compute_dtype(parameter: Tensor, compute: torch.dtype, *, mixed: bool, keeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
-    """`count` paged tensors of `numel` elements each."""
-
-    numel: int
-    dtype: torch.dtype
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class LockFree:
     """What lock-free updates need.
 
@@ -106,8 +97,8 @@ class LockFree:
     """
 
     max_staleness: int
-    spares: tuple[Kind, ...]
-    gradients: tuple[Kind, ...]
+    spares: tuple[Row, ...]
+    gradients: tuple[Row, ...]
     cores: int
     cores_in_all: int
     forecast: bool
@@ -423,16 +414,16 @@ def _make_room(
     plan = None
     if asked.lock_free:
         in_place = asked.unified and layout.world_size == 1
-        plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, in_place=in_place)
+        ram = Tier.DEVICE if asked.unified else Tier.HOST
+        plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place)
         beside = _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
         budget = _without(budget, beside, asked.unified)
-    staged = _staged_columns(model.dtypes, model.master_dtypes, model.traits)
-    chunks, staging_bytes = 1, 0
-    if disk and staged:
+    of_one, chunks = chunk_bytes(model) if disk else 0, 1
+    if of_one:
         most = _LOCK_FREE_CHUNKS if asked.lock_free else _STAGING_CHUNKS
-        chunks, staging_bytes = _staging(settings, staged, budget, most)
+        chunks = _staging_chunks(settings, of_one, budget, most)
     at_step = request.keep_gradients or not settings.update_in_backward
-    return _Room(budget, plan, accumulates_whole, chunks, staging_bytes, at_step)
+    return _Room(budget, plan, accumulates_whole, chunks, chunks * of_one, at_step)
 
 
 def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
@@ -716,6 +707,7 @@ def _lock_free(
     dtypes: Sequence[torch.dtype],
     gradient_dtypes: Sequence[torch.dtype],
     *,
+    ram: Tier,
     in_place: bool,
 ) -> LockFree:
     kinds = Counter(
@@ -723,13 +715,15 @@ def _lock_free(
     )
     spares, gradients = [], []
     for (numel, dtype, gradient_dtype), count in kinds.items():
-        pages = max(1, -(-numel * dtype.itemsize // layout.page_size))
-        in_the_making = min(count, max(_SPARES, _SPARE_PAGES // pages))
-        spares.append(Kind(numel, dtype, in_the_making))
+        pages = pages_of((in_the_making(ram, numel, dtype, 1),), layout.page_size)
+        making = min(count, max(_SPARES, _SPARE_PAGES // pages))
+        spares.append(in_the_making(ram, numel, dtype, making))
         if in_place and gradient_dtype is dtype:
             continue  # `.grad` itself travels
         # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
-        gradients.append(Kind(numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + in_the_making + 1))
+        gradients.append(
+            travelling(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
+        )
     cores = max(1, machine.cores // machine.ranks)
     bound = request.settings.max_staleness
     paced = paced_steps(bound) if request.settings.hold_updates else 1
@@ -753,20 +747,15 @@ def _beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice:
         twice: a flat's gradient may wait while the next one is kept for the step.
     """
 
-    def pages(size: int) -> int:
-        return max(1, -(-size // layout.page_size)) * layout.page_size
-
-    def taken(kinds: Sequence[Kind]) -> int:
-        return sum(kind.count * pages(kind.numel * kind.dtype.itemsize) for kind in kinds)
-
+    page = layout.page_size
     in_pages, in_grad = 0, 0
     for flat in layout.flats:
         if flat.trainable and in_place and not flat.sums_gradients:
-            in_grad += pages(flat.shard_bytes)
+            in_grad += -(-flat.shard_bytes // page) * page
         elif flat.trainable:
             in_pages += flat.gradient_bytes
     # The homes of gradients are counted as they are laid end to end, which may be a page less for each.
-    return taken(plan.spares) + taken(plan.gradients) - in_pages + (in_grad if twice else 0)
+    return pages_of((*plan.spares, *plan.gradients), page) * page - in_pages + (in_grad if twice else 0)
 
 
 def _without(budget: Budget, size: int, unified: bool) -> Budget:
@@ -782,37 +771,18 @@ def _without(budget: Budget, size: int, unified: bool) -> Budget:
     return dataclasses.replace(budget, host_bytes=ram - size)
 
 
-def _staged_columns(
-    dtypes: Sequence[torch.dtype],
-    master_dtypes: Sequence[torch.dtype | None],
-    traits: Sequence[OptimizerTraits | None],
-) -> Counter[torch.dtype]:
-    """The most tensors of each dtype that an update streams: what the optimizer keeps, which may be nothing, the parameter
-    and its gradient. Empty where nothing is updated."""
-    most: Counter[torch.dtype] = Counter()
-    for dtype, master, known in zip(dtypes, master_dtypes, traits, strict=True):
-        if known is not None:
-            states = Counter(slot.dtype for slot in known.slots)
-            most |= states + Counter([dtype, dtype] if master is None else [dtype, dtype, master])
-    return most
-
-
-def _staging(settings: Settings, staged: Mapping[torch.dtype, int], budget: Budget, most: int) -> tuple[int, int]:
-    """(chunks in flight, bytes that they take). A chunk has the elements of a page of fp32, and a page at least, of each
-    of the tensors that are staged."""
-    page = settings.page_bytes
-    chunk_bytes = sum(count * max(1, dtype.itemsize // 4) for dtype, count in staged.items()) * page
+def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int) -> int:
+    """Chunks in flight, each of so many bytes."""
     if settings.staging_bytes is not None:
-        chunks = settings.staging_bytes // chunk_bytes
+        chunks = settings.staging_bytes // of_one
         if chunks < 1:
             raise ConfigError(
                 f"staging_memory is {format_bytes(settings.staging_bytes)} and one chunk of this optimizer's states takes "
-                f"{format_bytes(chunk_bytes)}; raise staging_memory or lower page_size"
+                f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
             )
-        return chunks, chunks * chunk_bytes
+        return chunks
     ram = budget.host_bytes or budget.device_bytes
-    chunks = min(most, max(2, int(ram * _STAGING_SHARE) // chunk_bytes))
-    return chunks, chunks * chunk_bytes
+    return min(most, max(2, int(ram * _STAGING_SHARE) // of_one))
 
 
 def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:

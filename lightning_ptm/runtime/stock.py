@@ -1,24 +1,27 @@
 """The rows of a blueprint's inventory: what its homes, gradients, updates and saves take, in the order of set-up.
 
-Counts only; `planning/inventory.py` says what a row is, pages.py and the engine take them.
+Counts only; `planning/inventory.py` says what a row is, pages.py and the engine take them. What is decided before there are
+homes asks here, too, what rows to come may take (`chunk_bytes`, `travelling`, `in_the_making`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lightning_ptm.planning.homes import arithmetic_tier
-from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
-from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
+    from lightning_ptm.update import OptimizerTraits
 
 _TRANSIT_PAGES = 2
 """Values on their way to or from the disk take no less."""
@@ -26,20 +29,79 @@ _TRANSIT_PAGES = 2
 
 def take_stock(drawn: Blueprint) -> Inventory:
     """All rows of a rank that follows `drawn`, whose own inventory is not asked."""
+    lock_free = drawn.lock_free
     rows = [
         *_parameters(drawn),
-        *_travelling_gradients(drawn),
+        *(lock_free.gradients if lock_free is not None else ()),
         *_states(drawn),
         *_kept_gradients(drawn),
         *_staging(drawn),
         *(save_rows(drawn) if drawn.saves_behind else ()),
-        *_versions(drawn),
+        *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(drawn),
     ]
     on_disk = drawn.placement.disk_home_bytes > 0
     transit = {drawn.ram: _TRANSIT_PAGES} if on_disk else {}
     page = drawn.layout.page_size
     return with_room(rows, page, transit, _gathered_bytes(drawn), _least_bytes(drawn, rows))
+
+
+class Flats(Protocol):
+    """How a model lies in flats, and what is kept of each; see Blueprint."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def master_dtypes(self) -> tuple[torch.dtype | None, ...]: ...
+    @property
+    def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def traits(self) -> tuple[OptimizerTraits | None, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """A tensor beside a flat's others, of as many elements."""
+
+    what: What
+    name: str
+    dtype: torch.dtype
+
+
+def columns(flats: Flats, flat: int) -> list[Column]:
+    """All that is kept of a flat; of one that is trained, what its update streams."""
+    master, traits = flats.master_dtypes[flat], flats.traits[flat]
+    found = [] if master is None else [Column(What.MASTERS, "master", master)]
+    if traits is not None:
+        found += [Column(What.STATES, slot.name, slot.dtype) for slot in traits.slots]
+    found.append(Column(What.PARAMETERS, "parameters", flats.dtypes[flat]))
+    if traits is not None:
+        found.append(Column(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
+    return found
+
+
+def chunk_bytes(flats: Flats) -> int:
+    """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
+    buffers share pages; 0: nothing is updated."""
+    most: Counter[torch.dtype] = Counter()
+    for flat in flats.layout.flats:
+        if flats.traits[flat.index] is not None:
+            most |= Counter(column.dtype for column in columns(flats, flat.index))
+    page = flats.layout.page_size
+    rows = (_staging_row(Tier.HOST, dtype, count, page) for dtype, count in most.items())
+    return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
+
+
+def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+    """Pages of versions that lock-free updates write beside the homes."""
+    return _row(What.VERSIONS, ram, numel, dtype, count=count, name="version in the making")
+
+
+def travelling(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+    """Pages of gradients on their way to updates that run beside compute: of no flat."""
+    return _row(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
 
 def taken_dtype(row: Row) -> torch.dtype:
@@ -68,23 +130,19 @@ def _parameters(drawn: Blueprint) -> Iterator[Row]:
 
 
 def _states(drawn: Blueprint) -> Iterator[Row]:
-    """In the order of `FlatStates.allocate`."""
     for flat in drawn.trained_flats():
-        tier, name = drawn.placement.homes[flat.unit].master, f"{flat.unit}/{flat.index}"
-        master, traits = drawn.master_dtypes[flat.index], drawn.traits[flat.index]
-        kinds = [] if master is None else [(What.MASTERS, "master", master)]
-        kinds += [(What.STATES, slot.name, slot.dtype) for slot in (traits.slots if traits is not None else ())]
-        for what, slot, dtype in kinds:
-            yield _row(
-                what,
-                tier,
-                flat.shard_numel,
-                dtype,
-                unit=flat.unit,
-                flat=flat.index,
-                name=f"{name}/{slot}",
-                shares_pages=True,
-            )
+        for column in columns(drawn, flat.index):
+            if column.what in (What.MASTERS, What.STATES):
+                yield _row(
+                    column.what,
+                    drawn.placement.homes[flat.unit].master,
+                    flat.shard_numel,
+                    column.dtype,
+                    unit=flat.unit,
+                    flat=flat.index,
+                    name=f"{flat.unit}/{flat.index}/{column.name}",
+                    shares_pages=True,
+                )
 
 
 def _gradient(drawn: Blueprint, flat: FlatLayout, tier: Tier, lifetime: Lifetime) -> Row:
@@ -119,43 +177,34 @@ def _later_gradients(drawn: Blueprint) -> Iterator[Row]:
                 yield _gradient(drawn, flat, tier, Lifetime.FIRST_GRADIENT)
 
 
-def _travelling_gradients(drawn: Blueprint) -> Iterator[Row]:
-    for kind in drawn.lock_free.gradients if drawn.lock_free is not None else ():
-        yield _row(What.GRADIENTS, drawn.ram, kind.numel, kind.dtype, count=kind.count, name="gradient")
-
-
-def _versions(drawn: Blueprint) -> Iterator[Row]:
-    for kind in drawn.lock_free.spares if drawn.lock_free is not None else ():
-        yield _row(What.VERSIONS, drawn.ram, kind.numel, kind.dtype, count=kind.count, name="version in the making")
-
-
 def _staging(drawn: Blueprint) -> Iterator[Row]:
     """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
     most: Counter[tuple[Tier, torch.dtype]] = Counter()
     for flat in drawn.trained_flats():
         most |= _staged(drawn, flat)
     for (tier, dtype), count in most.items():
-        yield _row(
-            What.STAGING,
-            tier,
-            chunk_numel(drawn.layout.page_size),
-            dtype,
-            count=count * drawn.staging_chunks,
-            name=f"update staging {dtype}",
-            shares_pages=True,
-        )
+        yield _staging_row(tier, dtype, count * drawn.staging_chunks, drawn.layout.page_size)
+
+
+def _staging_row(tier: Tier, dtype: torch.dtype, count: int, page_size: int) -> Row:
+    name = f"update staging {dtype}"
+    return _row(What.STAGING, tier, chunk_numel(page_size), dtype, count=count, name=name, shares_pages=True)
 
 
 def _staged(drawn: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch.dtype]]:
-    homes, traits, master = drawn.placement.homes[flat.unit], drawn.traits[flat.index], drawn.master_dtypes[flat.index]
-    states = [slot.dtype for slot in traits.slots] if traits is not None else []
-    states += [] if master is None else [master]
-    columns = [*((homes.master, dtype) for dtype in states), (homes.parameter, drawn.dtypes[flat.index])]
-    gradient = drawn.gradient_pages(flat)
-    if gradient is not None and drawn.lock_free is None:  # there it is in RAM, where it is used
-        columns.append((gradient, drawn.gradient_dtypes[flat.index]))
-    place = arithmetic_tier(homes.master if states else homes.parameter, drawn.placement.staging_tier)
-    return Counter((place, dtype) for tier, dtype in columns if tier is not place)
+    """Foretells `update.job.Progress.staged`, which is the rule by which a run goes: the updater takes no buffer that it does
+    not need, and a test looks whether it takes more than these."""
+    homes, kept = drawn.placement.homes[flat.unit], columns(drawn, flat.index)
+    tiers = {
+        What.MASTERS: homes.master,
+        What.STATES: homes.master,
+        What.PARAMETERS: homes.parameter,
+        # In lock-free mode it is in RAM, where it is used.
+        What.GRADIENTS: drawn.gradient_pages(flat) if drawn.lock_free is None else None,
+    }
+    stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
+    place = arithmetic_tier(homes.parameter if stateless else homes.master, drawn.placement.staging_tier)
+    return Counter((place, column.dtype) for column in kept if tiers[column.what] not in (None, place))
 
 
 def save_rows(drawn: Blueprint) -> Iterator[Row]:
@@ -163,16 +212,13 @@ def save_rows(drawn: Blueprint) -> Iterator[Row]:
     else while one is made."""
     longest: dict[torch.dtype, int] = {}
     for flat in drawn.layout.flats:
-        homes, traits, master = (
-            drawn.placement.homes[flat.unit],
-            drawn.traits[flat.index],
-            drawn.master_dtypes[flat.index],
-        )
-        precise = (homes.parameter, drawn.dtypes[flat.index]) if master is None else (homes.master, master)
-        kept = [precise, *((homes.master, slot.dtype) for slot in (traits.slots if traits is not None else ()))]
-        for tier, dtype in kept:
-            if tier is Tier.DISK:
-                longest[dtype] = max(longest.get(dtype, 0), flat.shard_numel)
+        homes, kept = drawn.placement.homes[flat.unit], columns(drawn, flat.index)
+        tiers = {What.MASTERS: homes.master, What.STATES: homes.master, What.PARAMETERS: homes.parameter}
+        if any(column.what is What.MASTERS for column in kept):
+            del tiers[What.PARAMETERS]  # a rounded copy
+        for column in kept:
+            if tiers.get(column.what) is Tier.DISK:
+                longest[column.dtype] = max(longest.get(column.dtype, 0), flat.shard_numel)
     for dtype, numel in longest.items():
         least = min(chunk_numel(drawn.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         yield _row(What.SAVES, drawn.ram, least, dtype, count=BUFFERS, name="values in transit")
@@ -207,9 +253,9 @@ def _least_bytes(drawn: Blueprint, rows: list[Row]) -> dict[Tier, int]:
         homes = placement.homes[flat.unit]
         if not drawn.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
             least[Tier.HOST] += max(whole(flat.gradient_bytes), page)
-    for row in rows:
-        if row.what in (What.SAVES, What.VERSIONS) or (row.what is What.GRADIENTS and row.flat is None):
-            least[drawn.ram] += row.count * whole(row.bytes_each)
+    travel = drawn.lock_free.gradients if drawn.lock_free is not None else ()
+    beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
+    least[drawn.ram] += pages_of((*travel, *beside), page) * page
     if drawn.lock_free is not None:  # their homes were counted one by one
         least[drawn.ram] -= sum(
             flat.gradient_bytes for flat in drawn.trained_flats() if drawn.gradient_pages(flat) is not None

@@ -6,8 +6,6 @@ I1: a buffer that was taken is given back once, when no transfer touches it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,15 +32,14 @@ class StagingPool:
         self._free: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
         self._owned: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
 
-    def reserve(self, tier: Tier, dtypes: Iterable[torch.dtype], sets: int) -> None:
-        """Own at least `sets` buffers for each mention of a dtype.
+    def reserve(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
+        """Own at least `count` buffers.
 
         Raises:
             CapacityError: the tier has too few pages.
         """
-        for dtype, count in Counter(dtypes).items():
-            while len(self._owned.get((tier, dtype), ())) < count * sets:
-                self.give_back(self._allocate(tier, dtype))
+        while len(self._owned.get((tier, dtype), ())) < count:
+            self.give_back(self._allocate(tier, dtype))
 
     def take(self, tier: Tier, dtype: torch.dtype) -> PagedTensor:
         """A buffer with undefined contents.

@@ -21,7 +21,7 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import CurrentStream, Stream
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
-from lightning_ptm.update.job import JobHandle, Progress, UpdateJob, arithmetic_tier
+from lightning_ptm.update.job import JobHandle, Progress, UpdateJob
 from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.stats import Stall, UpdateStats
@@ -29,7 +29,6 @@ from lightning_ptm.update.threads import use_cores
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
-    from lightning_ptm.memory.paged import PagedTensor
 
 BLOCK_NUMEL = 1 << 20
 """Elements per optimizer call. Measured on AdamW with 32 MB of last-level cache: what a call touches (20 bytes per
@@ -102,29 +101,14 @@ class Updater:
         """Elements that travel together."""
         return self._pipeline.chunk_numel
 
-    def staging_bytes(self, states: FlatStates, *, target: PagedTensor, gradient: PagedTensor | None = None) -> int:
-        """Bytes of staging that `reserve` takes for jobs on these states."""
-        _, dtypes = self._staged_dtypes(states, target, gradient)
-        return self._pipeline.staging * self.chunk_numel * sum(dtype.itemsize for dtype in dtypes)
-
-    def reserve(self, states: FlatStates, *, target: PagedTensor, gradient: PagedTensor | None = None) -> None:
-        """Take the staging buffers that jobs on these states need, so that none fails for want of pages in mid-run.
-
-        Call before `run_in_thread`. Buffers are shared: flats of the same dtypes and tiers need one set.
-
-        Raises:
-            CapacityError: the staging tier is too small; lower `staging` or raise its memory.
-        """
-        tier, dtypes = self._staged_dtypes(states, target, gradient)
-        self._pipeline.pool.reserve(tier, dtypes, self._pipeline.staging)
-
     def take_staging(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
-        """Take so many staging buffers at once: what `reserve` takes for all flats, where that is known.
+        """Take so many staging buffers, so that no job fails for want of pages in mid-run. Call before `run_in_thread`. They
+        are shared: flats of the same dtypes and tiers need one set.
 
         Raises:
             CapacityError: the tier is too small.
         """
-        self._pipeline.pool.reserve(tier, [dtype], count)
+        self._pipeline.pool.reserve(tier, dtype, count)
 
     def submit(self, job: UpdateJob) -> JobHandle:
         """Queue a job behind those submitted before.
@@ -340,13 +324,6 @@ class Updater:
         while self._pipeline.busy and not self._stopping.is_set():
             self._go_on(None, wait)
         idle.set()
-
-    def _staged_dtypes(
-        self, states: FlatStates, target: PagedTensor, gradient: PagedTensor | None
-    ) -> tuple[Tier, list[torch.dtype]]:
-        tier = arithmetic_tier(states, target, self._pipeline.staging_tier)
-        homes = [*states.tensors(), target, *((gradient,) if gradient is not None else ())]
-        return tier, [home.dtype for home in homes if home.tier is not tier]
 
 
 def _nothing() -> None:

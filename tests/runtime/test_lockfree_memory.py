@@ -137,7 +137,7 @@ def test_at_real_sizes_at_most_64_pages_are_in_flight(depth: int, width: int, ve
     """Of 4 MiB, for GPT 124M and 355M. Larger units have larger versions: two of a unit's size are always there."""
     found = drawn(depth, width)
     assert found.lock_free is not None and found.lock_free.gradients == ()
-    pages = sum(kind.count * -(-kind.numel * kind.dtype.itemsize // (4 << 20)) for kind in found.lock_free.spares)
+    pages = sum(row.count * -(-row.numel * row.item_bytes // (4 << 20)) for row in found.lock_free.spares)
     assert pages == versions
     assert pages + 3 * found.staging_chunks <= 64
 

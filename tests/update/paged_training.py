@@ -220,7 +220,6 @@ def make_twin(
     fill(allocator, target, full.to(compute))
     settings = {"chunk_numel": 4096 * 3, "block_numel": 4096, "staging": 2, **updater}
     paged = Updater(allocator, **settings)  # type: ignore[arg-type]
-    paged.reserve(states, target=target, gradient=gradient)
     return Twin(
         allocator,
         paged,

@@ -29,6 +29,7 @@ from torch import optim
 from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageError
 from lightning_ptm.memory import FileOps, Transfer
 from lightning_ptm.memory.backend import backend_here
+from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, Shadow, ShardGradient, UpdateJob, Updater, probe, snapshot
 from lightning_ptm.update.pipeline import Pipeline
@@ -419,24 +420,28 @@ def test_closing_with_work_in_flight(twins: list[Twin], tmp_path: Path, ops: Han
     assert twin.allocator.free_bytes(Tier.DISK) == twin.allocator.capacity_bytes(Tier.DISK)
 
 
-def test_nothing_is_allocated_after_reserve(twins: list[Twin], tmp_path: Path) -> None:
+def test_nothing_is_allocated_when_staging_was_taken(twins: list[Twin], tmp_path: Path) -> None:
     disk = Tier.DISK
     twins.append(make_twin(adamw, make_allocator(tmp_path), home=disk, target_home=disk, gradient_home=disk, staging=3))
-    twin = twins[0]
-    job = twin.job(gradients())
+    twin, chunks = twins[0], 3
+    before = twin.allocator.free_bytes(Tier.DEVICE)
+    rows = []
+    for dtype, count in ((torch.float32, 3 * chunks), (torch.bfloat16, 2 * chunks)):  # masters and moments, p16 and g16
+        twin.updater.take_staging(Tier.DEVICE, dtype, count)
+        numel = twin.updater.chunk_numel
+        rows.append(Row(What.STAGING, Tier.DEVICE, numel, str(dtype), dtype.itemsize, count, shares_pages=True))
     free = twin.allocator.free_bytes(Tier.DEVICE)
+    assert before - free == pages_of(rows, PAGE_SIZE) * PAGE_SIZE
+    job = twin.job(gradients())
     twin.updater.finish(twin.updater.submit(job))
     twin.updater.drain()
     assert twin.allocator.free_bytes(Tier.DEVICE) == free
-    bytes_per_element = 3 * 4 + 2 + 2
-    assert twin.gradient is not None
-    staging_bytes = twin.updater.staging_bytes(twin.states, target=twin.target, gradient=twin.gradient)
-    assert staging_bytes == 3 * twin.updater.chunk_numel * bytes_per_element
 
 
-def test_staging_that_does_not_fit(tmp_path: Path) -> None:
-    with make_allocator(tmp_path, device_mib=1) as allocator, pytest.raises(CapacityError):
-        make_twin(adamw, allocator, home=Tier.DISK, staging=64)
+def test_staging_that_does_not_fit(twins: list[Twin], tmp_path: Path) -> None:
+    twins.append(make_twin(adamw, make_allocator(tmp_path, device_mib=1), home=Tier.DISK))
+    with pytest.raises(CapacityError, match=r"update staging torch.float32 needs .* raise device_memory"):
+        twins[0].updater.take_staging(Tier.DEVICE, torch.float32, 64)
 
 
 @pytest.mark.parametrize("settings", [{"chunk_numel": 1000}, {"block_numel": 63}, {"staging": 0}])
@@ -553,7 +558,6 @@ def test_on_cuda(home: Tier) -> None:
         target = allocator.allocate("p", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
         gradient = allocator.allocate("g", flat.shard_numel, torch.bfloat16, home)
         updater = Updater(allocator, staging_tier=Tier.HOST, stream=backend.stream())
-        updater.reserve(states, target=target, gradient=gradient)
         updater.run_in_thread()
         for step in range(3):
             given = random_gradients(step, torch.bfloat16, [(5000,)])[0]
