@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -59,6 +59,7 @@ class Allocator:
         file_ops: the file calls, for tests of failing disks.
         events: told of every copy.
         progress: of the disk tier's reservation.
+        uses: by tier, what its pages are for, which an error tells when there are too few.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
         CapacityError: the device has no room.
@@ -80,6 +81,7 @@ class Allocator:
         file_ops: FileOps | None = None,
         events: Events | None = None,
         progress: Progress | None = None,
+        uses: Mapping[Tier, str] | None = None,
     ) -> None:
         sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
         _check_settings(page_size, sizes, disk_paths)
@@ -93,7 +95,7 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
-        self._ledgers = {tier: TierLedger(tier, frames[tier], page_size) for tier in Tier}
+        self._ledgers = {tier: TierLedger(tier, frames[tier], page_size, (uses or {}).get(tier, "")) for tier in Tier}
 
         with contextlib.ExitStack() as undo:
             regions: dict[Tier, Region] = {}

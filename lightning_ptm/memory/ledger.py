@@ -26,12 +26,13 @@ class TierLedger:
         tier: named in errors.
         total_frames: pages of the tier.
         page_size: bytes of a page.
+        uses: what the pages are for, for errors.
     """
 
-    def __init__(self, tier: Tier, total_frames: int, page_size: int) -> None:
+    def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
         self.tier = tier
         self.page_size = page_size
-        self.pool = PagePool(tier, total_frames, page_size)
+        self.pool = PagePool(tier, total_frames, page_size, uses)
         self.table = PageTable(tier, page_size)
 
         # State: where the last shared_tail tensor ended.

@@ -18,7 +18,7 @@ from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.terms import Tier
 
 SETTING = {
-    Tier.DEVICE: "device_memory",
+    Tier.DEVICE: "device_memory (host_memory on a CPU-only machine)",
     Tier.HOST: "host_memory",
     Tier.DISK: "disk_memory, or give a disk_path with more room",
 }
@@ -32,12 +32,14 @@ class PagePool:
         tier: named in errors.
         total_frames: how many pages the tier holds.
         page_size: bytes of a page, for errors only.
+        uses: what the frames are for, likewise.
     """
 
-    def __init__(self, tier: Tier, total_frames: int, page_size: int) -> None:
+    def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
         self.tier = tier
         self.total_frames = total_frames
         self.page_size = page_size
+        self._uses = uses
 
         # State: free intervals [start, stop), as two parallel sorted lists.
         self._starts: list[int] = [0] if total_frames else []
@@ -143,7 +145,7 @@ class PagePool:
             where += f", {longest_run} of them side by side"
         return CapacityError(
             f"{name} needs {count} pages of {size} bytes ({count * size} bytes), {where} "
-            f"({self._free_frames * size} bytes); raise {SETTING[self.tier]}"
+            f"({self._free_frames * size} bytes); raise {SETTING[self.tier]}{f' ({self._uses})' if self._uses else ''}"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_ptm.planning.layout import round_up
+from lightning_ptm.planning.report import uses_in_words
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 
@@ -112,6 +113,10 @@ class Inventory:
             if row.tier is tier:
                 found[row.what] = found.get(row.what, 0) + filled.add(row) * self.page_size
         return {what: size for what, size in found.items() if size}
+
+    def in_words(self, tier: Tier) -> str:
+        """What most of a tier's pages are for; empty when it has none."""
+        return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()})
 
 
 NOTHING = Inventory(0, ())

@@ -9,15 +9,17 @@ I3: home bytes hold for any order in which the homes are allocated (`_home_bytes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.demand import Demand, gradient_demands, gradient_linger, parameter_demands
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.occupancy import Occupancy
-from lightning_ptm.planning.report import device_refusal, format_bytes
+from lightning_ptm.planning.report import device_refusal, format_bytes, with_uses
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import BLOCK_BYTES, Kind, Tier
 
@@ -132,7 +134,8 @@ class _Problem:
         self._comfortable = False
         self._demand = Occupancy(uses.tick_count)
         self._left: dict[Tier, int] = {}
-        self._homes_left: dict[Tier, int] = {}
+        self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+        """Bytes that homes and others have of each tier, by what they are for."""
 
     def solve(self) -> Placement:
         """The first attempt that fits, most wanted first; the error of the last when none does."""
@@ -159,8 +162,11 @@ class _Problem:
             Tier.DISK: self._budget.disk_bytes,
         }
         capacity = dict(self._left)
+        self._given = {tier: Counter() for tier in Tier}
+        self._given[self._staging_tier][What.STAGING.value] = self._staging_bytes
+        self._given[Tier.DEVICE]["non-model data"] = self._trace.non_model_peak_bytes
         if self._wishes.master is Tier.DEVICE:
-            self._left[Tier.DEVICE] -= sum(self._master_bytes(unit) for unit in self._units)
+            self._give(Tier.DEVICE, Kind.MASTER, sum(self._master_bytes(unit) for unit in self._units))
         parameter_homes = self._place_parameters(resident)
         if not self._fits_device(0):
             raise self._device_error()
@@ -195,7 +201,7 @@ class _Problem:
         if resident:
             for unit in self._units:
                 self._add(self._demands(unit, Tier.DEVICE))
-                self._left[Tier.DEVICE] -= self._parameter_bytes(unit, Tier.DEVICE)
+                self._give(Tier.DEVICE, Kind.PARAMETER, self._parameter_bytes(unit, Tier.DEVICE))
             return [Tier.DEVICE for _ in self._units]
         away = self._slower_tiers(self._wishes.parameter)[0]
         for unit in self._units:
@@ -209,7 +215,7 @@ class _Problem:
                 homes.append(Tier.DEVICE)
                 continue
             size = self._parameter_bytes(unit, away)
-            tier = self._take(self._slower_tiers(self._wishes.parameter), size)
+            tier = self._take(self._slower_tiers(self._wishes.parameter), Kind.PARAMETER, size)
             if tier is None:
                 missing.append((unit, size))
             homes.append(away if tier is None else tier)
@@ -228,10 +234,10 @@ class _Problem:
             if wish is Tier.DEVICE or (wish is None and not size):  # Taken before the parameters, or nothing to take.
                 homes.append(Tier.DEVICE)
             elif wish is None and self._caches_masters and self._fits_device(size):
-                self._left[Tier.DEVICE] -= size
+                self._give(Tier.DEVICE, Kind.MASTER, size)
                 homes.append(Tier.DEVICE)
             else:
-                tier = self._take(slower, size)
+                tier = self._take(slower, Kind.MASTER, size)
                 if tier is None:
                     missing.append((unit, size))
                 homes.append(Tier.DEVICE if tier is None else tier)
@@ -247,19 +253,25 @@ class _Problem:
         self._remove(before)
         self._add(after)
         if self._fits_device(size):
-            self._left[Tier.DEVICE] -= size
+            self._give(Tier.DEVICE, Kind.PARAMETER, size)
             return True
         self._remove(after)
         self._add(before)
         return False
 
-    def _take(self, tiers: Sequence[Tier], size: int) -> Tier | None:
+    def _take(self, tiers: Sequence[Tier], kind: Kind, size: int) -> Tier | None:
         """Take bytes of homes in the first tier that has them; None when no tier has."""
         for tier in tiers:
             if size <= self._left[tier]:
-                self._left[tier] -= size
+                self._give(tier, kind, size)
                 return tier
         return None
+
+    def _give(self, tier: Tier, kind: Kind, size: int) -> None:
+        self._left[tier] -= size
+        with_gradients = self._keep_gradients or self._gradient_home(tier) is not Tier.DEVICE
+        words = "parameters and gradients" if with_gradients else "parameters"
+        self._given[tier]["master states" if kind is Kind.MASTER else words] += size
 
     def _fits_device(self, size: int) -> bool:
         left_pages = (self._left[Tier.DEVICE] - size) // self._layout.page_size
@@ -321,6 +333,7 @@ class _Problem:
             have_pages=have_pages,
             reserved_bytes=self._budget.device_bytes - self._left[Tier.DEVICE],
             setting=self._setting(Tier.DEVICE),
+            uses=self._given[Tier.DEVICE],
         )
 
     def _setting(self, tier: Tier) -> str:
@@ -340,10 +353,12 @@ class _Problem:
         settings = " or ".join(self._setting(tier) for tier in tiers)
         if Tier.DISK not in tiers and self._wishes.master is None:
             settings = f"{settings or self._setting(Tier.DEVICE)} or give a disk_path"
-        return CapacityError(
+        text = (
             f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
             f"{rooms or 'no tier is left for them'}; raise {settings}"
         )
+        # The last is the largest that could take them.
+        return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]]) if tiers else text)
 
 
 def _home_bytes(size: int, page_size: int) -> int:

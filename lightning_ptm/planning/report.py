@@ -5,9 +5,17 @@ Owns sentences only; decides nothing. Placement, schedule and simulation refuse 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.trace import Trace
+from lightning_ptm.terms import Tier
+
+_NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
+_NAMED_USES = 3
+"""Of what a tier is for, what is told by name."""
 
 
 def format_bytes(count: int) -> str:
@@ -18,6 +26,27 @@ def format_bytes(count: int) -> str:
             return f"{size:.4g} {suffix}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def uses_in_words(tier: Tier, uses: Mapping[str, int]) -> str:
+    """'the host tier is for optimizer states 60 MiB, master parameters 30 MiB, gradients 8 MiB, others 2 MiB': the largest
+    first; empty when it is for nothing.
+
+    Args:
+        uses: bytes by what they are for.
+    """
+    largest = sorted(((size, what) for what, size in uses.items() if size), key=lambda each: -each[0])
+    named = [f"{what} {format_bytes(size)}" for size, what in largest[:_NAMED_USES]]
+    others = sum(size for size, _ in largest[_NAMED_USES:])
+    if others:
+        named.append(f"others {format_bytes(others)}")
+    return f"the {tier.name.lower()} tier is for {', '.join(named)}" if named else ""
+
+
+def with_uses(text: str, tier: Tier, uses: Mapping[str, int]) -> str:
+    """A refusal, and what takes the tier's bytes."""
+    told = uses_in_words(tier, uses)
+    return f"{text} ({told})" if told else text
 
 
 def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
@@ -37,6 +66,7 @@ def device_refusal(
     have_pages: int,
     reserved_bytes: int,
     setting: str = "device_memory",
+    uses: Mapping[str, int] = _NOTHING_KNOWN,
 ) -> CapacityError:
     """The error for a tick whose gathered units and gradients do not fit on the device.
 
@@ -48,18 +78,21 @@ def device_refusal(
         have_pages: pages of the tier that are there for it; negative when what is reserved alone is too much.
         reserved_bytes: device bytes that are taken already: homes, staging, non-model data.
         setting: what to raise; where the device tier is RAM, that is another one.
+        uses: of `reserved_bytes`, bytes by what they are for.
     """
     label = tick_label(layout, trace, tick)
     if need_pages == 0:
-        return CapacityError(
+        text = (
             f"homes, staging and non-model data take {format_bytes(reserved_bytes)} at {label}, which is "
             f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; raise "
             f"{setting} or use smaller units"
         )
+        return CapacityError(with_uses(text, Tier.DEVICE, uses))
     have_pages = max(have_pages, 0)
     verb = "needs" if label.startswith("tick") else "the plan needs"
-    return CapacityError(
+    text = (
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), the device tier "
         f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes, staging "
         f"and non-model data; raise {setting} or use smaller units"
     )
+    return CapacityError(with_uses(text, Tier.DEVICE, uses))

@@ -203,6 +203,7 @@ class Engine:
             file_ops=file_ops,
             events=self.events,
             progress=self.bars,
+            uses={tier: drawn.inventory.in_words(tier) for tier in Tier},
         )
         self._undo.callback(self.allocator.close)
         pages = Pages(drawn, self.allocator, self._communicator_of, self.device)

@@ -17,6 +17,7 @@ from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Tier
 
 
 def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
@@ -67,7 +68,10 @@ class Planner:
             CapacityError: more is live at once than the budgets hold.
             RankError: other ranks have made another plan.
         """
-        plan = make_plan(self._blueprint, mode, trace)
+        try:
+            plan = make_plan(self._blueprint, mode, trace)
+        except CapacityError as error:
+            raise CapacityError(f"{error} ({self._blueprint.inventory.in_words(Tier.DEVICE)})") from error
         self._same_on_all_ranks(plan)
         return plan
 

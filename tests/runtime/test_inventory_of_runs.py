@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.comm import SoloCommunicator
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.inventory import Lifetime, What
+from lightning_ptm.runtime.blueprint import Request, decide
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.terms import Tier
 
 
@@ -150,3 +159,57 @@ def test_saves_behind_have_buffers_for_frozen_weights_on_disk(strategy_at: Any) 
         precision="bf16-mixed",
     ).fit(Net(sgd), DataLoader(torch.randn(8, 33), batch_size=4))  # type: ignore[arg-type]
     assert {row.dtype for row in found} == {"float32", "bfloat16"}
+
+
+# -- too few pages ----------------------------------------------------------------------------------------------------
+
+
+def test_too_few_pages_in_a_run_are_told_with_what_they_are_for(strategy_at: Any) -> None:
+    strategy = strategy_at("all_on_disk")
+    words: list[str] = []
+
+    class Takes(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            words.append(strategy.engine.blueprint.inventory.in_words(Tier.DISK))
+            strategy.engine.allocator.allocate("a tensor of mine", 1 << 30, torch.float32, Tier.DISK)
+
+    with pytest.raises(CapacityError) as caught:
+        L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            precision="bf16-mixed",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=[Takes()],
+        ).fit(Net(adam), DataLoader(torch.randn(8, 33), batch_size=4))  # type: ignore[arg-type]
+    (told,) = words
+    assert re.fullmatch(
+        r"the disk tier is for optimizer states [\d.]+ MiB, master parameters \d+ KiB, parameters \d+ KiB(, others .*)?",
+        told,
+    )
+    text = str(caught.value)
+    assert text.startswith("a tensor of mine needs 65536 pages of 65536 bytes")
+    assert text.endswith(f"raise disk_memory, or give a disk_path with more room ({told})")
+
+
+def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
+    module = Net(adam)
+    request = Request(
+        module,
+        [adam([parameter for parameter in module.parameters() if parameter.requires_grad])],
+        Settings(page_size="64KiB", device_memory="8MiB", parameter_home="host"),
+        torch.bfloat16,
+        True,
+        torch.device("cpu"),
+        False,
+        False,
+        False,
+    )
+    drawn = decide(request, Machine("cpu", 0, 24 << 30, 1 << 40, 2, 1), 1)
+    narrow = dataclasses.replace(drawn, placement=dataclasses.replace(drawn.placement, gather_bytes=0))
+    planner = Planner(narrow, SoloCommunicator())
+    with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
+        planner.plan(Mode.TRAIN, drawn.trace)
+    assert planner.replan(Mode.TRAIN, drawn.trace) is None
