@@ -27,7 +27,7 @@ from lightning_ptm import AngelPTMStrategy, saving
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.pieces import Buffers
+from lightning_ptm.runtime.pieces import BUFFERS, Buffers
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.updates import SynchronousUpdates
 from lightning_ptm.sharded import load
@@ -554,6 +554,12 @@ def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
     return paged
 
 
+def _buffers(allocator: Any) -> Buffers:
+    """Of a cell each, as a save behind training has them; for what is on disk."""
+    count = BUFFERS if allocator.tier is Tier.DISK else 0
+    return Buffers(allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)])
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -> None:
     chance = random.Random(seed)
@@ -568,7 +574,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
         times[index][start : start + values.numel()] += 1
 
     parts = [Part(paged, lambda start, values, i=i: put(i, start, values)) for i, paged in enumerate(tensors)]
-    buffers = Buffers.for_now(allocator, [(torch.float32, max(lengths))] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = _buffers(allocator)
     snapshot = Snapshot(allocator, parts, CELL, buffers)
 
     def update() -> None:
@@ -599,7 +605,7 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
     def put(start: int, values: torch.Tensor) -> None:
         raise CheckpointError("no room")
 
-    buffers = Buffers.for_now(allocator, [(torch.float32, 4 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = _buffers(allocator)
     snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
     snapshot.before_write(paged, CELL, torch.zeros(CELL))
     snapshot.before_write(paged, 0, torch.zeros(CELL))
@@ -621,7 +627,7 @@ def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
             signal.raise_signal(signal.SIGINT)
         taken[start + middle : start + values.numel()] = values[middle:]
 
-    buffers = Buffers.for_now(allocator, [(torch.float32, 3 * CELL)] if allocator.tier is Tier.DISK else [], CELL)
+    buffers = _buffers(allocator)
     snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
