@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def step_time(
         drawn.budget,
         # Lock-free updates have a thread of their own: see `beside_compute`.
         rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
+        staging_chunks=drawn.staging_chunks if drawn.placement.staging_bytes else math.inf,
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
         record=record,

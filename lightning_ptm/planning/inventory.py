@@ -30,6 +30,9 @@ class What(enum.Enum):
     TRANSIT = "values in transit"
     GATHERED = "units in use"
     ENDS = "ends of pages"
+    """Counted for homes, and not filled by them. Homes are chosen before it is known in what order they share pages, so each
+    is counted with what it costs at most (placement.py, I3), and so are gradients that then stay in `.grad`. These pages are
+    free: units in use and values in transit may take them."""
 
 
 class Lifetime(enum.Enum):
@@ -127,20 +130,20 @@ def with_room(
     page_size: int,
     transit_pages: Mapping[Tier, int],
     gathered_bytes: int,
-    least: Mapping[Tier, int],
+    counted: Mapping[Tier, int],
 ) -> Inventory:
     """The inventory of these rows, with the room that is left beside them.
 
     Args:
         transit_pages: by tier, pages through which values pass while a run is set up, gathered or saved.
         gathered_bytes: of the device, for gathered and fetched units and passing gradients.
-        least: by tier, bytes of the pool at least: homes were chosen by what they cost in whatever order they share pages.
+        counted: by tier, bytes with which all of these were counted when homes were chosen; the pool has no less (What.ENDS).
     """
     taken = list(rows)
     for tier, pages in transit_pages.items():
         taken.append(_room(What.TRANSIT, tier, pages, page_size))
     taken.append(_room(What.GATHERED, Tier.DEVICE, -(-gathered_bytes // page_size), page_size))
-    for tier, size in least.items():
+    for tier, size in counted.items():
         filled = pages_of((row for row in taken if row.tier is tier), page_size)
         taken.append(_room(What.ENDS, tier, size // page_size - filled, page_size))
     return Inventory(page_size, tuple(row for row in taken if row.count > 0))

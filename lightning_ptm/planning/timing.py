@@ -161,6 +161,7 @@ class Clock:
         budget: Budget,
         hardware: Hardware,
         *,
+        staging_chunks: float = math.inf,
         record: list[Activity] | None = None,
     ) -> None:
         # Configuration.
@@ -168,6 +169,7 @@ class Clock:
         self._layout = layout
         self._placement = placement
         self._hardware = hardware
+        self._chunks = staging_chunks
         self._has_host = budget.host_bytes > 0
         flats = [layout.flats_of(unit) for unit in range(len(layout.units))]
         self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
@@ -185,7 +187,6 @@ class Clock:
         self._updated: dict[int, _Arrival] = {}
         """When the parameters of a unit are those of the last step."""
         self._disk_free_s = 0.0
-        self._chunks = _staged_chunks(layout, placement)
         self._queued: list[_Owed] = []
         """Not read yet, in the order in which they were issued; `ready_s` is when their gradients are there."""
         self._read: list[_Owed] = []
@@ -469,14 +470,6 @@ def _part(load: _Load, index: int, count: int) -> _Load:
     return replace(load, bytes=load.bytes * (index + 1) // count - load.bytes * index // count)
 
 
-def _staged_chunks(layout: ModelLayout, placement: Placement) -> float:
-    """Chunks that staging holds: a page of fp32 of each master state, a compute copy, a gradient (runtime/blueprint.py)."""
-    if not placement.staging_bytes:
-        return math.inf
-    pages = -(-max(placement.master_bytes_per_element, default=0) // 4) + 2
-    return max(1, placement.staging_bytes // (pages * layout.page_size))
-
-
 _STEPS_BEFORE = 3
 """Steps that are replayed before the one that counts: the first waits for no updates, the second for no earlier writes, the
 third reads nothing ahead that the second has left."""
@@ -490,6 +483,7 @@ def steady(
     budget: Budget,
     hardware: Hardware,
     *,
+    staging_chunks: float = math.inf,
     micro_batches: int = 1,
     wait_for_updates: bool = True,
     record: list[Activity] | None = None,
@@ -499,13 +493,14 @@ def steady(
 
     Args:
         plan: of one micro-batch, one that `simulate` accepts; trace: with the seconds of its ticks.
+        staging_chunks: of updates, which staging between disk and CPU holds at once.
         micro_batches: in one optimizer step; updates belong to the last.
         wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
         record: takes what happened in the step that counts, its start at 0.
         exchanged_bytes: by tick, tokens that one rank sends to others before it computes.
     """
     activities: list[Activity] | None = None if record is None else []
-    clock = Clock(layout, placement, budget, hardware, record=activities)
+    clock = Clock(layout, placement, budget, hardware, staging_chunks=staging_chunks, record=activities)
     triggers = [plan.tasks_at(trigger) for trigger in range(plan.tick_count + 1)]
     exchanged = exchanged_bytes or {}
     before = clock.so_far()

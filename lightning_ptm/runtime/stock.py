@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_ptm.update import OptimizerTraits
 
 _TRANSIT_PAGES = 2
-"""Values on their way to or from the disk take no less."""
+"""Values on their way to or from the disk have no less."""
 
 
 def take_stock(drawn: Blueprint) -> Inventory:
@@ -40,10 +40,9 @@ def take_stock(drawn: Blueprint) -> Inventory:
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(drawn),
     ]
-    on_disk = drawn.placement.disk_home_bytes > 0
-    transit = {drawn.ram: _TRANSIT_PAGES} if on_disk else {}
-    page = drawn.layout.page_size
-    return with_room(rows, page, transit, _gathered_bytes(drawn), _least_bytes(drawn, rows))
+    transit = {drawn.ram: _transit_pages(drawn)} if drawn.placement.disk_home_bytes else {}
+    counted = _counted_bytes(drawn, rows, transit)
+    return with_room(rows, drawn.layout.page_size, transit, _gathered_bytes(drawn), counted)
 
 
 class Flats(Protocol):
@@ -224,6 +223,12 @@ def save_rows(drawn: Blueprint) -> Iterator[Row]:
         yield _row(What.SAVES, drawn.ram, least, dtype, count=BUFFERS, name="values in transit")
 
 
+def _transit_pages(drawn: Blueprint) -> int:
+    """For what `pieces.Buffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
+    there all the time."""
+    return max(_TRANSIT_PAGES, 0 if drawn.saves_behind else sum(1 for _ in save_rows(drawn)))
+
+
 def _gathered_bytes(drawn: Blueprint) -> int:
     """Of the device, for gathered and fetched units and passing gradients."""
     placement, layout = drawn.placement, drawn.layout
@@ -234,33 +239,33 @@ def _gathered_bytes(drawn: Blueprint) -> int:
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
 
 
-def _least_bytes(drawn: Blueprint, rows: list[Row]) -> dict[Tier, int]:
-    """Pools as homes were chosen by: what each costs at most in whatever order they share pages."""
+def _counted_bytes(drawn: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
+    """What the placement has counted for homes, each with what it costs at most in whatever order they share pages; and what
+    is beside them."""
     placement, page = drawn.placement, drawn.layout.page_size
 
     def whole(size: int) -> int:
         return -(-size // page) * page
 
-    on_disk = placement.disk_home_bytes > 0
-    least = {
+    counted = {
         Tier.DEVICE: whole(placement.device_home_bytes - _in_place_home_bytes(drawn)) + whole(_gathered_bytes(drawn)),
         Tier.HOST: whole(placement.host_home_bytes),
         Tier.DISK: whole(placement.disk_home_bytes),
     }
-    if on_disk:
-        least[drawn.ram] += whole(placement.staging_bytes) + _TRANSIT_PAGES * page
+    if placement.disk_home_bytes:
+        counted[drawn.ram] += whole(placement.staging_bytes) + transit[drawn.ram] * page
     for flat in drawn.trained_flats():
         homes = placement.homes[flat.unit]
         if not drawn.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-            least[Tier.HOST] += max(whole(flat.gradient_bytes), page)
+            counted[Tier.HOST] += max(whole(flat.gradient_bytes), page)
     travel = drawn.lock_free.gradients if drawn.lock_free is not None else ()
     beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
-    least[drawn.ram] += pages_of((*travel, *beside), page) * page
+    counted[drawn.ram] += pages_of((*travel, *beside), page) * page
     if drawn.lock_free is not None:  # their homes were counted one by one
-        least[drawn.ram] -= sum(
+        counted[drawn.ram] -= sum(
             flat.gradient_bytes for flat in drawn.trained_flats() if drawn.gradient_pages(flat) is not None
         )
-    return least
+    return counted
 
 
 def _in_place_home_bytes(drawn: Blueprint) -> int:

@@ -113,12 +113,12 @@ def test_a_disk_that_reads_and_writes_at_once_is_as_fast_as_both_together(
     assert 0.95 * expected_s <= timing.seconds <= expected_s + COMPUTE_S
 
 
-def on_disk(chunks: int) -> tuple[Budget, Placement, Plan]:
-    """All master states on a disk that reads and writes, each, for 20 s; so many chunks on their way."""
+def on_disk() -> tuple[Budget, Placement, Plan]:
+    """All master states on a disk that reads and writes, each, for 20 s."""
     budget = pages(100, disk=1000)
     placement = placed(LAYOUT, budget, trace=TRACE, wishes=Wishes(master=Tier.DISK), unified=True)
     plan = plan_of(LAYOUT, placement, TRACE, budget)
-    return budget, replace(placement, staging_bytes=chunks * 5 * LAYOUT.page_size), plan
+    return budget, placement, plan
 
 
 DISK_RATE = sum(flat.shard_numel * 12 for flat in LAYOUT.flats) / 20.0
@@ -128,14 +128,14 @@ DISK = replace(INSTANT, disk_read_bytes_per_s=DISK_RATE, disk_write_bytes_per_s=
 def test_with_little_staging_reads_wait_for_writes() -> None:
     seconds = []
     for chunks in (1, 2, 100):
-        budget, placement, plan = on_disk(chunks)
-        seconds.append(steady(LAYOUT, placement, plan, TRACE, budget, DISK).seconds)
+        budget, placement, plan = on_disk()
+        seconds.append(steady(LAYOUT, placement, plan, TRACE, budget, DISK, staging_chunks=chunks).seconds)
     assert 40.0 <= seconds[0] <= 40.0 + COMPUTE_S
     assert seconds[0] > seconds[1] >= seconds[2] >= 20.0 - 1e-6
 
 
 def test_what_chunks_take_beside_their_arithmetic_counts() -> None:
-    budget, placement, plan = on_disk(100)
+    budget, placement, plan = on_disk()
     fast = replace(INSTANT, shared_cores=True)
     chunks = sum(-(-flat.shard_numel // (LAYOUT.page_size // 4)) for flat in LAYOUT.flats)
     timing = steady(LAYOUT, placement, plan, TRACE, budget, replace(fast, chunk_s=0.5))
@@ -143,13 +143,13 @@ def test_what_chunks_take_beside_their_arithmetic_counts() -> None:
 
 
 def test_arithmetic_beside_transfers_has_a_rate_of_its_own() -> None:
-    budget, placement, plan = on_disk(100)
+    budget, placement, plan = on_disk()
     slower = replace(INSTANT, shared_cores=True, disk_update_bytes_per_s=UPDATE_BYTES / 3.0)
     assert steady(LAYOUT, placement, plan, TRACE, budget, slower).seconds == pytest.approx(COMPUTE_S + 3.0)
 
 
 def test_transfers_take_cores_from_compute_only_while_it_computes() -> None:
-    budget, placement, plan = on_disk(100)
+    budget, placement, plan = on_disk()
     fast_disk = replace(DISK, disk_read_bytes_per_s=10 * DISK_RATE, disk_write_bytes_per_s=10 * DISK_RATE)
     free = steady(LAYOUT, placement, plan, TRACE, budget, fast_disk).seconds
     taking = replace(fast_disk, disk_bytes_per_core_s=20 * DISK_RATE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -213,3 +214,44 @@ def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
     with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
         planner.plan(Mode.TRAIN, drawn.trace)
     assert planner.replan(Mode.TRAIN, drawn.trace) is None
+
+
+class ThreeDtypes(L.LightningModule):
+    """In mixed precision: frozen bf16, masters and moments in fp32, and a parameter in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 512).requires_grad_(False)
+        self.inner = nn.Linear(512, 64)
+        self.shift = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return (self.inner(self.frozen(batch)) + self.shift).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.inner.parameters(), self.shift], lr=1e-3)
+
+
+def test_a_save_finds_a_page_for_each_dtype_on_disk(strategy_at: Any, tmp_path: Path) -> None:
+    strategy = strategy_at("all_on_disk", state_dict_type="sharded")
+    rows: list[Any] = []
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            rows.extend(strategy.engine.blueprint.inventory.of(What.TRANSIT))
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Saves()],
+    ).fit(ThreeDtypes(), DataLoader(torch.randn(8, 64), batch_size=4))  # type: ignore[arg-type]
+    assert [row.count for row in rows] == [3]
+    assert (tmp_path / "saved.ckpt").is_dir()
