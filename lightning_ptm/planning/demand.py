@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_ptm.planning.layout import ModelLayout
-from lightning_ptm.planning.lifetime import Span, Uses
+from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.terms import Tier
 
@@ -65,32 +65,48 @@ def parameter_demands(
 def gradient_demands(
     layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
 ) -> Iterator[Demand]:
-    """A unit's gradients from the first backward tick that may write them until they are at home or used up.
+    """A unit's gradients, in each backward pass from the first tick that may write them until they are at home or used up.
 
     Without `keeps_gradients`, a device home holds them only until the update, in pages taken for that time.
     """
     use = uses.units[unit]
-    full_pages, shard_pages = layout.full_gradient_pages(unit), layout.trainable_pages(unit)
-    if not shard_pages or not use.backward_ticks:
-        return
-    first, reduced = compute_instant(use.backward_ticks[0]), use.backward_ticks[-1] + 1
-    updated = use.ticks[-1] + 1
     passing = gradient_home is Tier.DEVICE and not keeps_gradients
-    if layout.world_size > 1:
-        # The reduction reads the full gradients while it writes the shard: both are there at its trigger.
-        yield Demand(first, trigger_instant(reduced), full_pages)
-        yield Demand(trigger_instant(reduced), compute_instant(updated if passing else reduced), shard_pages)
-    elif passing:  # One rank: the full gradients are the shard.
-        yield Demand(first, trigger_instant(updated), full_pages)
-    elif gradient_home is not Tier.DEVICE:
-        yield Demand(first, trigger_instant(reduced), full_pages)
+    yield from full_gradient_demands(layout, uses, unit, gradient_home, keeps_gradients)
+    if layout.world_size > 1 and layout.trainable_pages(unit):
+        for written in gradient_spans(use, passing=passing):
+            # The reduction reads the full gradients while it writes the shard: both are there at its trigger.
+            reduced = written.end + 1
+            last = compute_instant(use.ticks[-1] + 1 if passing else reduced)
+            yield Demand(trigger_instant(reduced), last, layout.trainable_pages(unit))
+
+
+def full_gradient_demands(
+    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
+) -> Iterator[Demand]:
+    """Of these, the full gradients, which end at the trigger at which they are reduced, offloaded or used."""
+    use = uses.units[unit]
+    passing = gradient_home is Tier.DEVICE and not keeps_gradients
+    if not layout.trainable_pages(unit):
+        return
+    if layout.world_size == 1 and gradient_home is Tier.DEVICE and keeps_gradients:
+        return  # written where they are at home
+    for written in gradient_spans(use, passing=passing):
+        # Passing, on one rank: the full gradients are the shard.
+        end = use.ticks[-1] if passing and layout.world_size == 1 else written.end
+        yield Demand(compute_instant(written.first), trigger_instant(end + 1), layout.full_gradient_pages(unit))
+
+
+def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
+    """From the first tick that may write a unit's gradients to the last before they leave: those of each backward pass, or,
+    where they stay until the update, of all."""
+    if not passing or not use.backward:
+        return use.backward
+    return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
 def gradient_linger(
     layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
 ) -> Iterator[Demand]:
     """The tick in which a unit's gradients still leave while the next tick computes: wanted, not needed."""
-    demands = tuple(gradient_demands(layout, uses, unit, gradient_home, keeps_gradients))
-    if demands:
-        # The full gradients come first; they end at the trigger at which they are reduced, offloaded or used.
-        yield Demand(demands[0].last + 1, demands[0].last + 1, demands[0].pages)
+    for full in full_gradient_demands(layout, uses, unit, gradient_home, keeps_gradients):
+        yield Demand(full.last + 1, full.last + 1, full.pages)

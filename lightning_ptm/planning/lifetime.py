@@ -36,10 +36,10 @@ class LifeTime:
 
 @dataclass(frozen=True, slots=True)
 class UnitUse:
-    """When one unit is live: all ticks, and those of them that are backward ticks."""
+    """When one unit is live: all ticks, and for each backward pass that it takes part in, from its first tick to its last."""
 
     ticks: tuple[int, ...]
-    backward_ticks: tuple[int, ...]
+    backward: tuple[Span, ...]
 
     def spans(self) -> tuple[Span, ...]:
         """The unit's ticks as maximal runs of consecutive ones."""
@@ -71,8 +71,8 @@ class Uses:
         for unit, use in enumerate(self.units):
             if use.ticks:
                 found.append(LifeTime(unit, Kind.FULL, use.ticks[0], use.ticks[-1]))
-            if use.backward_ticks:
-                found.append(LifeTime(unit, Kind.GRADIENT, use.backward_ticks[0], use.backward_ticks[-1]))
+            if use.backward:
+                found.append(LifeTime(unit, Kind.GRADIENT, use.backward[0].first, use.backward[-1].end))
         return tuple(found)
 
 
@@ -83,7 +83,7 @@ def uses_of(trace: Trace, unit_count: int) -> Uses:
         ConfigError: a tick names a unit that the model does not have.
     """
     ticks: list[list[int]] = [[] for _ in range(unit_count)]
-    backward: list[list[int]] = [[] for _ in range(unit_count)]
+    backward: list[dict[int, Span]] = [{} for _ in range(unit_count)]
     for number, tick in enumerate(trace.ticks):
         if tick.live[-1] >= unit_count:
             raise ConfigError(
@@ -92,8 +92,9 @@ def uses_of(trace: Trace, unit_count: int) -> Uses:
         for unit in tick.live:
             ticks[unit].append(number)
             if tick.phase is Phase.BACKWARD:
-                backward[unit].append(number)
+                begun = backward[unit].get(tick.passes)
+                backward[unit][tick.passes] = Span(begun.first if begun else number, number)
     return Uses(
         len(trace.ticks),
-        tuple(UnitUse(tuple(all_ticks), tuple(late)) for all_ticks, late in zip(ticks, backward, strict=True)),
+        tuple(UnitUse(tuple(all_ticks), tuple(late.values())) for all_ticks, late in zip(ticks, backward, strict=True)),
     )

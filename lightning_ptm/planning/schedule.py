@@ -1,4 +1,4 @@
-"""From homes and a trace to a plan: Algorithm 1 of the paper, for forward and backward of one micro-batch.
+"""From homes and a trace to a plan: Algorithm 1 of the paper, for one iteration, of one micro-batch or several.
 
 Owns the order of tasks. Pure: equal inputs give equal plans on all ranks. The device budget counts pages over instants
 (occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops the last one while a unit does not fit; what it
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.demand import gradient_demands, gradient_linger
+from lightning_ptm.planning.demand import gradient_demands, gradient_linger, gradient_spans
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -51,7 +51,7 @@ class _Stay:
 def schedule(
     layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, *, update_in_backward: bool
 ) -> Plan:
-    """Make the plan of one micro-batch.
+    """Make the plan of one iteration.
 
     One rank: a unit at home on the device needs no fetch at all; another is fetched into its full run and released.
     Several: FETCH copies shard pages to the device, GATHER builds the full flats, EVICT gives the fetched pages up.
@@ -262,13 +262,14 @@ class _Scheduler:
     def _gradient_tasks(self, update_in_backward: bool) -> Iterator[Task]:
         for unit, use in enumerate(self._uses.units):
             pages = self._layout.trainable_pages(unit)
-            if not pages or not use.backward_ticks:
+            if not pages or not use.backward:
                 continue
-            arrived = use.backward_ticks[-1] + 1
-            if self._several:
-                yield Task(Operation.REDUCE, unit, Kind.GRADIENT, 0, pages, arrived)
-            if self._placement.homes[unit].gradient is not Tier.DEVICE:
-                yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, 0, pages, arrived)
+            at_home = self._placement.homes[unit].gradient is Tier.DEVICE
+            for written in gradient_spans(use, passing=at_home and not self._placement.keeps_gradients):
+                if self._several:
+                    yield Task(Operation.REDUCE, unit, Kind.GRADIENT, 0, pages, written.end + 1)
+                if not at_home:
+                    yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, 0, pages, written.end + 1)
             # A forward may follow the unit's last backward: it has to see the parameters of this step.
             trigger = use.ticks[-1] + 1 if update_in_backward else self._uses.tick_count
             yield Task(Operation.UPDATE, unit, Kind.MASTER, 0, pages, trigger)

@@ -105,12 +105,13 @@ class _Replay:
         self._reserved_bytes = placement.device_home_bytes + placement.staged_bytes(Tier.DEVICE) + non_model_bytes
         self._limit = min(budget.device_bytes - self._reserved_bytes, placement.gather_bytes) // layout.page_size
         self._last_use: dict[int, int] = {}
-        self._last_backward: dict[int, int] = {}
+        self._backward_ends: dict[int, dict[int, int]] = {}
+        """By unit and backward pass, the unit's last tick in it."""
         for number, tick in enumerate(trace.ticks):
             for unit in tick.live:
                 self._last_use[unit] = number
                 if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
-                    self._last_backward[unit] = number
+                    self._backward_ends.setdefault(unit, {})[tick.passes] = number
         # State.
         self._trigger = 0
         self._used = 0
@@ -121,6 +122,8 @@ class _Replay:
         """Bit k of a unit's kind is set while its page k is on the device as a copy."""
         self._gathered_at: dict[int, int] = {}
         self._gradient_pages: dict[int, int] = {}
+        self._written_in: dict[int, int] = {}
+        """By unit, the backward pass that its newest gradients are of."""
         self._progress = dict.fromkeys(range(len(layout.units)), _Progress.NONE)
 
     def run(self, plan: Plan) -> Simulation:
@@ -260,14 +263,16 @@ class _Replay:
             if not resident and self._present.get((unit, Kind.FULL), 0) != whole:
                 raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name}, which is not there")
             if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
-                self._write_gradients(task, unit)
+                self._write_gradients(task, unit, tick.passes)
         if self._clock is not None:
             self._clock.compute(tick)
 
-    def _write_gradients(self, task: Task, unit: int) -> None:
+    def _write_gradients(self, task: Task, unit: int, backward_pass: int) -> None:
+        before, self._written_in[unit] = self._written_in.get(unit), backward_pass
         if self._progress[unit] is _Progress.WRITTEN:
             return
-        if self._progress[unit] is not _Progress.NONE:
+        added = before != backward_pass and not self._passes(unit)
+        if self._progress[unit] is not _Progress.NONE and not added:
             raise InternalError(f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, which left")
         self._progress[unit] = _Progress.WRITTEN
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
@@ -284,10 +289,10 @@ class _Replay:
         self._check_whole(task)
 
     def _check_gradients_complete(self, task: Task) -> None:
-        if self._trigger != self._last_backward[task.unit] + 1:
+        ends = sorted(self._backward_ends[task.unit].values())
+        if self._trigger - 1 not in (ends[-1:] if self._passes(task.unit) else ends):
             raise InternalError(
-                f"{self._words(task)}: its last backward tick is {self._last_backward[task.unit]}, so its gradients "
-                "leave at the trigger after that"
+                f"{self._words(task)}: its backward ends with ticks {ends}, so its gradients leave at the trigger after"
             )
 
     def _check_range(self, task: Task) -> None:
@@ -327,7 +332,7 @@ class _Replay:
         if self._present:
             unit, kind = next(iter(self._present))
             raise InternalError(f"the {kind.value} copy of {self._layout.units[unit].name} is never given back")
-        for unit in self._last_backward:
+        for unit in self._backward_ends:
             if self._progress[unit] is not _Progress.UPDATED:
                 raise InternalError(
                     f"gradients of {self._layout.units[unit].name} are {self._progress[unit].value} at the end, "

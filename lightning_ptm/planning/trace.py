@@ -30,6 +30,7 @@ class Tick:
             those that may receive gradients.
         non_model_bytes: device bytes of everything but model states (activations...) at the worst moment of the tick.
         seconds: compute time of the tick; 0.0 when not measured.
+        passes: backward passes of the iteration that were over when it began: several micro-batches have several.
     """
 
     unit: int
@@ -37,6 +38,7 @@ class Tick:
     live: tuple[int, ...]
     non_model_bytes: int = 0
     seconds: float = 0.0
+    passes: int = 0
 
     def __post_init__(self) -> None:
         if self.unit not in self.live:

@@ -123,6 +123,8 @@ class Executor:
         self._following = False
         self._repeating = False
         self._tracing = False
+        self._passes = 0
+        """Backward passes of the iteration in progress that are over."""
         self._plans: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
         self._to_plan: list[tuple[Mode, Trace]] = []
@@ -184,7 +186,7 @@ class Executor:
             self._plan_anew()
         self.end(together=together)
         self._mode = mode
-        self._tick = 0
+        self._tick = self._passes = 0
         self._following = mode in self._plans
         self._repeating = mode in self._traced
         self._tracing = trace
@@ -254,6 +256,7 @@ class Executor:
                 store.close()
 
     def computation_ends(self, phase: Phase) -> None:
+        self._passes += phase is Phase.BACKWARD and phase in self._computing
         self._computing.discard(phase)
         for store in self._closing if not self._computing else ():
             if not store.users:
@@ -291,7 +294,7 @@ class Executor:
         self.require(unit)
         if self._tracing:
             live = (s.unit.index for s in self._stores if s.users or s.held)
-            self._tracer.tick(unit, phase, tuple(index for index in live if index not in self._by_need))
+            self._tracer.tick(unit, phase, tuple(index for index in live if index not in self._by_need), self._passes)
         self._begin_tick(store, phase, index)
 
     def _begin_tick(self, store: UnitStore, phase: Phase, index: int) -> None:

@@ -23,6 +23,7 @@ class _OpenTick:
     live: tuple[int, ...]
     non_model_bytes: int
     started_s: float
+    passes: int
     cpu_s: float = 0.0
     mark: Mark | None = None
 
@@ -48,12 +49,12 @@ class Tracer:
         self._ticks = []
         self._end = None
 
-    def tick(self, unit: int, phase: Phase, live: tuple[int, ...]) -> None:
-        """A new tick begins; the one before ends."""
+    def tick(self, unit: int, phase: Phase, live: tuple[int, ...], passes: int = 0) -> None:
+        """A new tick begins, behind so many backward passes; the one before ends."""
         now = perf_counter()
         if self._ticks:
             self._close(self._ticks[-1], now)
-        opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now)
+        opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now, passes)
         if self._backend.apart:
             opened.mark = self._backend.mark(timed=True)
         self._ticks.append(opened)
@@ -72,7 +73,7 @@ class Tracer:
                 self._end.synchronize()
         seconds = [self._device_seconds(index) or tick.cpu_s for index, tick in enumerate(self._ticks)]
         ticks = tuple(
-            Tick(tick.unit, tick.phase, tick.live, tick.non_model_bytes, spent)
+            Tick(tick.unit, tick.phase, tick.live, tick.non_model_bytes, spent, tick.passes)
             for tick, spent in zip(self._ticks, seconds, strict=True)
         )
         return Trace(ticks, self._tensors(seconds))
