@@ -269,14 +269,19 @@ class _Replay:
 
     def _write_gradients(self, task: Task, unit: int, backward_pass: int) -> None:
         before, self._written_in[unit] = self._written_in.get(unit), backward_pass
+        another = before not in (None, backward_pass)
+        at_home = self._placement.homes[unit].gradient is Tier.DEVICE
         if self._progress[unit] is _Progress.WRITTEN:
+            if another and not self._passes(unit) and not (self._one_rank and at_home):
+                raise InternalError(
+                    f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, whose last ones never left"
+                )
             return
-        added = before != backward_pass and not self._passes(unit)
+        added = another and not self._passes(unit)
         if self._progress[unit] is not _Progress.NONE and not added:
             raise InternalError(f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, which left")
         self._progress[unit] = _Progress.WRITTEN
-        at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
-        if not (self._one_rank and at_home):
+        if not (self._one_rank and at_home and self._placement.keeps_gradients):
             self._gradient_pages[unit] = self._run_pages(unit, gradient=True)
             self._hold(self._gradient_pages[unit])
 

@@ -515,7 +515,7 @@ class Engine:
             for flat in self._all_flats():
                 flat.gradient.settle()
                 flat.gradient.show()
-        self.stores[0].held = self._inside
+        self.executor.stay(0, held=self._inside)
 
     def progress(self) -> None:
         """Called at ticks."""

@@ -1,10 +1,11 @@
 """Carries a plan out: at each tick it issues the plan's tasks, waits for the unit that computes, and keeps the trace.
 
-Owns the logical clock and which units hold device pages. It has no policy but one for when there is no plan to follow
-(the order of units changed, or the plan left too little room): fetch on use, and give up the unit whose next use lies
-farthest away (Belady). Never wrong, only slower; the next iteration is then planned anew from its trace.
+Owns the logical clock, the leases of units, and which of them hold device pages. It has no policy but one for when there is
+no plan to follow (the order of units changed, or the plan left too little room): fetch on use, and give up the unit whose
+next use lies farthest away (Belady). Never wrong, only slower; the next iteration is then planned anew from its trace.
 
-I1: a unit is live while one of its calls is in progress. I2: with several ranks every all-gather has been agreed on.
+I1: a unit is live while one of its calls is in progress, and not given up while anybody leases it.
+I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
     tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
 I4: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
@@ -28,6 +29,7 @@ from lightning_ptm.errors import CapacityError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace, one_pass
+from lightning_ptm.runtime.leases import Leases
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.terms import Kind, Operation, Phase
@@ -107,6 +109,7 @@ class Executor:
         by_need: Collection[int] = (),
     ) -> None:
         self._stores = stores
+        self._leases = Leases(len(stores))
         self._tracer = tracer
         self._agreement = agreement
         self._update_pending = update_pending
@@ -206,8 +209,7 @@ class Executor:
         self._expected.clear()
         if followed:
             self._perform(self._plans[mode][0], self._tick)
-        for store in self._stores:
-            store.held = False
+        self._leases.let_go_all()
         if self._tracing and self._tick:
             trace = self._tracer.finish()
             if mode is Mode.FORWARD:
@@ -236,9 +238,8 @@ class Executor:
         self._expected.clear()
         self._computing.clear()
         self._waited_for.clear()
+        self._leases.forget()
         for store in self._stores:
-            store.users = 0
-            store.held = False
             store.close()
 
     def computation_begins(self, phase: Phase) -> None:
@@ -252,14 +253,14 @@ class Executor:
         """Of units, which an optimizer's step does not wait for: these have to be called, or held, to be read again."""
         self._waited_for.clear()
         for store in self._closing:
-            if store.late and not store.users:
+            if store.late and not self.used(store.unit.index):
                 store.close()
 
     def computation_ends(self, phase: Phase) -> None:
         self._passes += phase is Phase.BACKWARD and phase in self._computing
         self._computing.discard(phase)
         for store in self._closing if not self._computing else ():
-            if not store.users:
+            if not self.used(store.unit.index):
                 store.close()
 
     @property
@@ -268,14 +269,18 @@ class Executor:
         return bool(self._computing)
 
     def enter(self, unit: int, phase: Phase) -> None:
-        """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow."""
+        """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow, or in a backward
+        `leave_backward`."""
         self.rest()
         self._go_round(unit, phase)
         self._reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
         store = self._stores[unit]
-        self.use(unit)
         if phase is Phase.FORWARD:
+            self.use(unit)
             self._called.add(unit)
+        else:
+            self._leases.take_backward(unit)
+            store.open()
         if unit in self._by_need:
             self.require(unit)
             self._has_come(unit)
@@ -293,7 +298,7 @@ class Executor:
             self._repeating = _is_at(self._traced[self._mode], index, unit, phase)
         self.require(unit)
         if self._tracing:
-            live = (s.unit.index for s in self._stores if s.users or s.held)
+            live = (index for index in range(len(self._stores)) if self._leases.leased(index))
             self._tracer.tick(unit, phase, tuple(index for index in live if index not in self._by_need), self._passes)
         self._begin_tick(store, phase, index)
 
@@ -328,18 +333,42 @@ class Executor:
 
     def use(self, unit: int) -> None:
         """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
-        store = self._stores[unit]
-        store.users += 1
-        store.open()
+        self._leases.take(unit)
+        self._stores[unit].open()
 
     def leave(self, unit: int) -> None:
         """The call that `enter` or `use` announced is over."""
-        store = self._stores[unit]
-        store.users -= 1
-        if not store.users and not self._computing:
-            store.close()
+        self._leases.give_back(unit)
+        self._left(unit)
+
+    def leave_backward(self, unit: int) -> None:
+        """The backward that `enter` announced has ended, or waits for others; nothing happens where it has left."""
+        if self._leases.in_backward(unit):
+            self._leases.give_back_backward(unit)
+            self._left(unit)
+
+    def end_backward(self, unit: int) -> None:
+        """As `leave_backward`, and nobody holds the unit any more."""
+        self.leave_backward(unit)
+        self._leases.let_go(unit)
+
+    def _left(self, unit: int) -> None:
+        if not self._computing and not self.used(unit):
+            self._stores[unit].close()
         if self._tracing:
             self._tracer.observe()
+
+    def used(self, unit: int) -> bool:
+        """Whether a call of `unit`, or its backward, is in progress."""
+        return self._leases.used(unit)
+
+    def held(self, unit: int) -> bool:
+        """Whether somebody holds `unit`."""
+        return self._leases.held(unit)
+
+    def _movable(self, store: UnitStore) -> bool:
+        """Whether a unit's pages may be given up now (I1)."""
+        return not self._leases.leased(store.unit.index) and store.movable
 
     def expect(self, units: Sequence[int]) -> None:
         """These will be called next, in this order: each is fetched while the one before computes."""
@@ -363,9 +392,16 @@ class Executor:
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
-        self._stores[unit].held = True
+        self._leases.hold(unit)
         self.require(unit)
         self._has_come(unit)
+
+    def stay(self, unit: int, *, held: bool) -> None:
+        """Whether somebody goes on to hold `unit`, which is there."""
+        if held:
+            self._leases.hold(unit)
+        else:
+            self._leases.let_go(unit)
 
     def require(self, unit: int) -> None:
         """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
@@ -402,7 +438,7 @@ class Executor:
     def release_all(self) -> None:
         """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""
         for store in self._stores:
-            if store.movable:
+            if self._movable(store):
                 store.release()
             store.evict()
 
@@ -432,7 +468,7 @@ class Executor:
         for task in plan.tasks_at(index):
             store = self._stores[task.unit]
             if task.operation is Operation.RELEASE:
-                if store.movable:
+                if self._movable(store):
                     store.release()
             elif task.operation is Operation.EVICT:
                 store.evict()
@@ -461,7 +497,7 @@ class Executor:
         """Gives up a unit that is in no plan and that nobody expects; whether there was one."""
         for unit in self._by_need:
             store = self._stores[unit]
-            if store.movable and unit not in self._expected:
+            if self._movable(store) and unit not in self._expected:
                 store.release()
                 store.evict()
                 return True
@@ -474,7 +510,12 @@ class Executor:
 
     def _agree(self, unit: int) -> None:
         assert self._agreement is not None
-        self._agreement.request(Request(Operation.GATHER, unit))
+        # Meanwhile this rank may take part in what others asked for, which may look for pages to give up.
+        self._leases.take(unit)
+        try:
+            self._agreement.request(Request(Operation.GATHER, unit))
+        finally:
+            self._leases.give_back(unit)
 
     def _make_room_and_start(self, store: UnitStore) -> None:
         """Gives units up, farthest next use first, until `store` fits; raises CapacityError if it cannot."""
@@ -485,7 +526,7 @@ class Executor:
             except CapacityError as error:
                 if self._reclaim(True):
                     continue  # the shortest wait: these bytes are leaving anyway
-                victims = [other for other in self._stores if other.movable and other is not store]
+                victims = [other for other in self._stores if self._movable(other) and other is not store]
                 spare = [other for other in self._stores if other.has_spare_shards and other is not store]
                 if not victims and spare:
                     # Fetched for an all-gather that the plan had next and that did not come.

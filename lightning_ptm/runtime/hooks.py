@@ -2,10 +2,7 @@
 
 Owns every hook that is put on the user's modules and tensors, and takes them all off again. Knows nothing of tiers.
 
-How the end of a unit's backward is known: all its parameters that require a gradient have got theirs, and the gradients
-of all its inputs have been computed (a frozen weight may be needed for an input's gradient after the last parameter's).
-What never completes (an unused parameter) is ended with the whole backward pass. Under a reentrant checkpoint a unit's
-forward runs without gradients first: its backward has not ended before each such call has been recomputed.
+How far a unit is in a backward pass, and what follows from an event, is calls.py's.
 
 I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
 I2: parameters that autograd saves are named instead of kept (saved.py); those saved inside a recomputed forward are not,
@@ -25,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.calls import Action, Calls
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload
@@ -54,24 +52,6 @@ class BackwardListener(Protocol):
 
     def progress(self) -> None:
         """A good moment for work in the background to be moved on."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Watch:
-    """Progress of one unit through the backward pass."""
-
-    due: int = 0
-    """Parameters whose gradient is still to come."""
-    open_calls: int = 0
-    """Forward calls whose inputs' gradients are still to come."""
-    blind_calls: int = 0
-    """Forward calls without gradients, which a reentrant checkpoint may still recompute."""
-    active: bool = False
-    using: bool = False
-    """`executor.enter` has been called for the backward and `leave` has not."""
-    ended: bool = False
-    recomputed: bool = False
-    reentrant: bool = False
 
 
 _DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
@@ -136,9 +116,11 @@ class Hooks:
         self._recompute = Recompute(units[0].module, self._recompute_starts)
         self._saved = SavedTensors(stores, executor, offload)
         self._owned: dict[int, list[int]] = {}
-        self._guarded: list[tuple[int, nn.Module]] = []
+        self._guarded: list[tuple[int, nn.Module, int | None]] = []
         self._input_hooks: list[RemovableHandle] = []
-        self._watches = [_Watch() for _ in units]
+        self._nodes: dict[int, tuple[Any, ...]] = {}
+        """By number of a call, nodes of its graph by which autograd tells whether a pass goes through it."""
+        self._calls = Calls(len(units), self._trained, self._takes_part)
         self._in_pass = False
         self._wrapped = False
         self.copyable = all(store.readable for store in stores) and not recompute and offload is None
@@ -164,15 +146,12 @@ class Hooks:
 
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came, and what ended in an error which the user caught."""
-        for index, watch in enumerate(self._watches):
-            if self._in_pass and watch.using:
-                watch.using = False
-                self._executor.leave(index)
-            watch.open_calls = watch.blind_calls = 0
-            watch.recomputed = False
+        for unit in self._units:
+            self._executor.leave_backward(unit.index)
+        self._calls.forget()
         self._in_pass = self._wrapped = False
         self._executor.computation_ends(Phase.BACKWARD)
-        for index, _ in self._guarded:
+        for index, *_ in self._guarded:
             self._executor.leave(index)
         self._guarded = []
         self._saved.abandon()
@@ -185,7 +164,7 @@ class Hooks:
         self._guarded = []
         self._in_pass = False
         self._wrapped = False
-        self._watches = [_Watch() for _ in self._units]
+        self._calls.forget()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -251,12 +230,12 @@ class Hooks:
     def _call_of_unit(
         self, index: int, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        self._before_forward(index, module, args, kwargs)
+        call = self._before_forward(index, args, kwargs)
         output = None
         try:
             output = original(*args, **kwargs)
         finally:
-            self._after_forward(index, module, args, kwargs, output)
+            self._after_forward(index, call, output)
         return output
 
     def _guard(self, owner: nn.Module, index: int) -> None:
@@ -273,49 +252,45 @@ class Hooks:
         for index in self._owned[id(module)]:
             self._guard_starts(index, module, args)
         output = original(*args, **kwargs)
-        self._guard_ends(module, args, output)
+        self._guard_ends(module, output)
         return output
 
     def _guard_starts(self, index: int, module: nn.Module, args: Any) -> None:
         if _in_derivative():
             self._refuse_derivative(index)
-        store = self._stores[index]
-        if store.users:
+        if self._executor.used(index):
             return
-        if store.held:
+        if self._executor.held(index):
             self._executor.require(index)
         elif index == 0:
             self._executor.hold(0)  # outside an iteration: it stays until the next one ends
         else:
-            self._before_forward(index, module, args, {})
+            call = self._before_forward(index, args, {})
             if not in_backward():
-                self._guarded.append((index, module))
+                self._guarded.append((index, module, call))
         if index == 0 and not self._executor.computing:
             self._executor.use(0)
-            self._guarded.append((0, module))
+            self._guarded.append((0, module, None))
 
-    def _guard_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _guard_ends(self, module: nn.Module, output: Any) -> None:
         while self._guarded and self._guarded[-1][1] is module and not in_backward():
-            index, _ = self._guarded.pop()
+            index, _, call = self._guarded.pop()
             if index == 0:
                 self._executor.leave(0)
             else:
-                self._after_forward(index, module, args, {}, output)
+                self._after_forward(index, call, output)
 
     @_not_compiled
-    def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
+        """Returns the number of the call, if its inputs want gradients."""
         if _in_derivative() and (self._stores[index].readable or self._refuse_derivative(index)):
-            return
-        watch = self._watches[index]
+            return None
         if in_backward():
             self._recompute_starts(index)
             if torch.is_grad_enabled() and not inside_checkpoint():
-                watch.blind_calls -= 1
-                if watch.reentrant:
-                    watch.due += self._trained(index)  # each call has a backward of its own, with gradients for all
-                watch.reentrant = True
+                self._calls.called_again(index)
                 self._watch_inputs(index, args, kwargs)
-            return
+            return None
         if torch._C._get_tracing_state() is not None and not self._stores[index].resident:
             raise UsageError(
                 f"{self._units[index].name} is traced (torch.jit.trace, or a logger with log_graph=True) while its weights "
@@ -324,11 +299,11 @@ class Hooks:
         self._executor.enter(index, Phase.FORWARD)
         self._listener.progress()
         if not torch.is_grad_enabled():
-            watch.blind_calls += 1
-            return
+            self._calls.called_blind(index)
+            return None
         if self._saved.hooks_in(index) and not inside_checkpoint():
             self._saved.begin(index)
-        self._watch_inputs(index, args, kwargs)
+        return self._watch_inputs(index, args, kwargs)
 
     def _refuse_derivative(self, index: int) -> NoReturn:
         raise UsageError(
@@ -337,12 +312,19 @@ class Hooks:
             f"precision on one rank"
         )
 
-    def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> None:
+    def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if inputs:
-            self._watches[index].open_calls += 1
-            done = partial(self._inputs_done, index)
-            self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all"))
+        if not inputs:
+            return None
+        call = self._calls.called(index)
+        self._nodes[call] = _nodes_of(inputs)
+        done = partial(self._inputs_done, index, call)
+        self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all"))
+        return call
+
+    def _takes_part(self, call: int) -> bool:
+        """Whether the backward pass in progress, in this thread, goes through a call."""
+        return any(map(torch._C._will_engine_execute_node, self._nodes[call]))
 
     def _forget_inputs(self) -> None:
         # A hook over several inputs holds the nodes of all of them, and each node holds the hook. Where units share an input
@@ -350,17 +332,21 @@ class Hooks:
         for handle in self._input_hooks:
             handle.remove()
         self._input_hooks = []
+        self._nodes = {}
 
     @_not_compiled
-    def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, index: int, call: int | None, output: Any) -> None:
         if in_backward() or _in_derivative():
             return
         self._saved.end(index)
         self._executor.leave(index)
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._output_gradient, index))
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(partial(self._output_gradient, index))
+            if call is not None and outputs:
+                # More exact than the inputs, which calls of several micro-batches may share.
+                self._nodes[call] = _nodes_of(outputs)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -369,13 +355,11 @@ class Hooks:
             return
         self._in_pass = True
         self._executor.computation_begins(Phase.BACKWARD)
-        for index, watch in enumerate(self._watches):
-            watch.due = self._trained(index)
-            watch.active = watch.using = watch.ended = watch.reentrant = False
+        self._calls.begin_pass()
         if not self._wrapped:
             self._listener.backward_begins()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
-        self._enter_backward(0)
+        self._act(0, self._calls.output(0))
 
     def _trained(self, index: int) -> int:
         return sum(item.parameter.requires_grad for item in self._units[index].parameters)
@@ -390,86 +374,60 @@ class Hooks:
                 "strategy, or use a strategy that keeps all parameters in place"
             )
 
-    def _enter_backward(self, index: int) -> None:
-        watch = self._watches[index]
-        watch.active = watch.using = True
-        self._executor.enter(index, Phase.BACKWARD)
+    def _act(self, index: int, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Action.ENTER:
+                    self._executor.enter(index, Phase.BACKWARD)
+                case Action.HOLD:
+                    self._executor.hold(index)
+                case Action.LEAVE:
+                    self._executor.leave_backward(index)
+                case Action.END:
+                    self._executor.end_backward(index)
+                    self._listener.unit_backward_ended(index)
+                case Action.REFUSE:
+                    raise UsageError(
+                        f"a gradient arrived for unit {self._units[index].name or 'root'} after its backward had ended; the "
+                        f"unit is used in a way that two graphs share it; set update_in_backward=False and report this"
+                    )
 
     @_not_compiled
     def _output_gradient(self, index: int, gradient: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
-        watch = self._watches[index]
-        if not watch.active:
-            self._enter_backward(index)
+        actions = self._calls.output(index)
+        self._act(index, actions)
+        if actions:
             self._listener.progress()
 
     def _recompute_starts(self, index: int) -> None:
         self._start_pass()
-        watch = self._watches[index]
-        watch.recomputed = True
-        if not watch.using:
-            self._executor.hold(index)
+        self._act(index, self._calls.recompute(index))
 
     @_not_compiled
-    def _inputs_done(self, index: int, gradients: Any) -> None:
-        watch = self._watches[index]
-        watch.open_calls -= 1
-        if watch.open_calls > 0:
-            return
-        if watch.due > 0 and watch.using and not watch.recomputed and index != 0:
-            # Some parameter may get no gradient at all; do not hold the pages for it (a late reader fetches again).
-            watch.using = False
-            self._executor.leave(index)
-        self._maybe_end(index)
+    def _inputs_done(self, index: int, call: int, gradients: Any) -> None:
+        self._act(index, self._calls.inputs(index, call))
 
     @_not_compiled
     def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
-        watch = self._watches[index]
-        if watch.ended:
-            raise UsageError(
-                f"a gradient arrived for unit {self._units[index].name or 'root'} after its backward had ended; the unit "
-                f"is used in a way that two graphs share it; set update_in_backward=False and report this"
-            )
-        watch.active = True
-        watch.due -= 1
-        self._maybe_end(index)
-
-    def _maybe_end(self, index: int) -> None:
-        watch = self._watches[index]
-        waits = watch.open_calls > 0 or watch.blind_calls > 0
-        if index != 0 and watch.due == 0 and waits and watch.using and not watch.recomputed:
-            # An input that other units use too (an encoder's output) has its whole gradient only when they are done, and a
-            # reentrant checkpoint may still compute a call again: do not hold the pages until then. A late reader fetches
-            # again.
-            watch.using = False
-            self._executor.leave(index)
-            return
-        # The root computes before and after all others: it ends with the pass.
-        if index != 0 and watch.active and not watch.ended and watch.due == 0 and not waits:
-            self._end_unit(index)
-
-    def _end_unit(self, index: int) -> None:
-        watch = self._watches[index]
-        watch.ended = True
-        if watch.using:
-            watch.using = False
-            self._executor.leave(index)
-        self._stores[index].held = False
-        self._listener.unit_backward_ended(index)
+        self._act(index, self._calls.gradient(index))
 
     @_not_compiled
     def _finish_pass(self) -> None:
         if not self._in_pass:
             return
-        for index in reversed(range(len(self._units))):
-            if self._watches[index].active and not self._watches[index].ended:
-                self._end_unit(index)
+        for index, actions in self._calls.end_pass():
+            self._act(index, actions)
         self._in_pass = False
         self._executor.computation_ends(Phase.BACKWARD)
         self._listener.backward_ended()
+
+
+def _nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple(torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors)
 
 
 class _OfACopy(Hooks):
@@ -478,8 +436,8 @@ class _OfACopy(Hooks):
     def __init__(self) -> None:
         self.copyable = True
 
-    def _before_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
         return None
 
-    def _after_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, index: int, call: int | None, output: Any) -> None:
         return None

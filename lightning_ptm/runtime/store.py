@@ -244,7 +244,6 @@ class FlatStore:
 class UnitStore:
     """All flats of one unit, fetched and released together.
 
-    `users` counts calls in progress that need the unit gathered; `held` says that it stays until the iteration's end.
     `absent` are flats that this rank has no part in: those of an expert that other ranks hold. Their parameters are never
     bound. `late` says that an update may be under way when the optimizer's step has returned.
     """
@@ -253,8 +252,6 @@ class UnitStore:
     flats: tuple[FlatStore, ...]
     absent: tuple[FlatBinding, ...] = ()
     late: bool = False
-    users: int = 0
-    held: bool = False
 
     @property
     def resident(self) -> bool:
@@ -306,12 +303,8 @@ class UnitStore:
 
     @property
     def movable(self) -> bool:
-        """Holds pages that may be given up now."""
-        return (
-            self.users == 0
-            and not self.held
-            and any(not flat.resident and flat.state is not FullState.RELEASED for flat in self.flats)
-        )
+        """Holds pages that may be given up while nobody leases it."""
+        return any(not flat.resident and flat.state is not FullState.RELEASED for flat in self.flats)
 
     @property
     def full_bytes(self) -> int:
@@ -330,12 +323,7 @@ class UnitStore:
                 flat.release()
             raise
         if agree is not None and taken:
-            # Meanwhile this rank may take part in what others asked for, which may look for pages to give up.
-            self.users += 1
-            try:
-                agree()
-            finally:
-                self.users -= 1
+            agree()
         for flat in taken:
             flat.fill()
 

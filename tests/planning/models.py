@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from lightning_ptm.planning import (
     UnitSpec,
     build_layout,
     schedule,
+    sequential_trace,
 )
 from lightning_ptm.planning.plan import ISSUE_ORDER
 from lightning_ptm.terms import Phase
@@ -144,6 +145,13 @@ def replanned(plan: Plan, tasks: Sequence[Task]) -> Plan:
         tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation]))),
         plan.tick_count,
     )
+
+
+def two_micro_batches(layout: ModelLayout) -> Trace:
+    """Both forwards come before both backwards; the root is live all along."""
+    once = sequential_trace(layout).ticks
+    forward, backward = once[: len(layout.units)], once[len(layout.units) :]
+    return Trace((*forward, *forward[1:], *backward, *(replace(tick, passes=1) for tick in backward)))
 
 
 def plan_of(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:

@@ -19,7 +19,7 @@ from lightning_ptm.planning import (
 )
 from lightning_ptm.terms import Operation, Phase, Tier
 
-from .models import PAGE, even_layout, plan_of
+from .models import PAGE, even_layout, plan_of, two_micro_batches
 from .test_placement import pages, placed
 
 ON_DISK = Wishes(parameter=Tier.DISK, master=Tier.DISK)
@@ -134,6 +134,17 @@ def test_a_unit_that_is_used_after_its_backward_is_updated_after_that_use() -> N
     plan = planned(layout, pages(100, disk=100), ON_DISK, trace)
     assert triggers(plan, Operation.UPDATE, 1) == [4]
     assert triggers(plan, Operation.UPDATE, 0) == [3]
+
+
+def test_gradients_leave_at_the_end_of_each_backward_pass() -> None:
+    layout = even_layout([1, 4, 4])
+    trace = two_micro_batches(layout)  # forwards 0..4, backwards 5 6 7 and 8 9 10
+    # A block and its gradients beside the root's, but never the gradients of both blocks.
+    plan = planned(layout, pages(1 + 1 + 4 + 4, disk=1000), ON_DISK, trace, keep_gradients=True)
+    assert triggers(plan, Operation.OFFLOAD, 2) == [6, 9]
+    assert triggers(plan, Operation.OFFLOAD, 1) == [7, 10]
+    assert triggers(plan, Operation.OFFLOAD, 0) == [8, 11]
+    assert [triggers(plan, Operation.UPDATE, unit) for unit in range(3)] == [[11], [10], [9]]
 
 
 def test_evaluation_moves_parameters_only() -> None:

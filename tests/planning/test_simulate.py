@@ -29,7 +29,7 @@ from lightning_ptm.planning import (
 )
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
-from .models import PAGE, even_layout, plan_of, replanned, traces, unit_lists
+from .models import PAGE, even_layout, plan_of, replanned, traces, two_micro_batches, unit_lists
 from .test_placement import pages, placed
 from .test_schedule import ON_DISK, ON_HOST
 
@@ -133,10 +133,12 @@ def _least_pages(layout: ModelLayout, trace: Trace, number: int) -> int:
     return count
 
 
-def _valid(world_size: int, wishes: Wishes, budget: Budget) -> tuple[ModelLayout, Placement, Plan, Trace, Budget]:
+def _valid(
+    world_size: int, wishes: Wishes, budget: Budget, *, in_flight: bool = False
+) -> tuple[ModelLayout, Placement, Plan, Trace, Budget]:
     layout = even_layout([size * world_size for size in (1, 3, 3, 3)], world_size)
-    trace = sequential_trace(layout)
-    placement = placed(layout, budget, wishes=wishes)
+    trace = two_micro_batches(layout) if in_flight else sequential_trace(layout)
+    placement = placed(layout, budget, wishes=wishes, trace=trace, keep_gradients=in_flight)
     return layout, placement, plan_of(layout, placement, trace, budget), trace, budget
 
 
@@ -146,6 +148,8 @@ VALID = {
     "two ranks, tight": _valid(2, ON_HOST, pages(22, host=1000)),
     "two ranks, roomy": _valid(2, ON_HOST, pages(40, host=1000)),
     "two ranks, resident": _valid(2, Wishes(), pages(1000)),
+    "one rank, two micro-batches": _valid(1, ON_DISK, pages(9, disk=1000), in_flight=True),
+    "two ranks, two micro-batches": _valid(2, ON_HOST, pages(22, host=1000), in_flight=True),
 }
 
 
