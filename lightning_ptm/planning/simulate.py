@@ -239,11 +239,7 @@ class _Replay:
         self._used -= self._gradient_pages.pop(task.unit, 0)
 
     def _update(self, task: Task) -> None:
-        if self._placement.homes[task.unit].gradient is not Tier.DEVICE:
-            arrived = _Progress.OFFLOADED
-        else:
-            arrived = _Progress.WRITTEN if self._one_rank else _Progress.REDUCED
-        self._step(task, arrived, _Progress.UPDATED)
+        self._step(task, self._arrived(task.unit), _Progress.UPDATED)
         if self._trigger not in (self._last_use[task.unit] + 1, len(self._trace.ticks)):
             raise InternalError(f"{self._words(task)}: an update follows the unit's last use, or the last tick")
         pages = self._gradient_pages.pop(task.unit, 0)
@@ -267,21 +263,25 @@ class _Replay:
         if self._clock is not None:
             self._clock.compute(tick)
 
+    def _arrived(self, unit: int) -> _Progress:
+        """How far gradients have come that an update, or those of another pass that are added to them, may follow."""
+        if self._placement.homes[unit].gradient is not Tier.DEVICE:
+            return _Progress.OFFLOADED
+        return _Progress.WRITTEN if self._one_rank else _Progress.REDUCED
+
     def _write_gradients(self, task: Task, unit: int, backward_pass: int) -> None:
         before, self._written_in[unit] = self._written_in.get(unit), backward_pass
-        another = before not in (None, backward_pass)
-        at_home = self._placement.homes[unit].gradient is Tier.DEVICE
-        if self._progress[unit] is _Progress.WRITTEN:
-            if another and not self._passes(unit) and not (self._one_rank and at_home):
-                raise InternalError(
-                    f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, whose last ones never left"
-                )
+        progress = self._progress[unit]
+        if progress is _Progress.WRITTEN and (before == backward_pass or self._passes(unit)):
             return
-        added = another and not self._passes(unit)
-        if self._progress[unit] is not _Progress.NONE and not added:
-            raise InternalError(f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, which left")
+        added = before != backward_pass and progress is self._arrived(unit) and not self._passes(unit)
+        if progress is not _Progress.NONE and not added:
+            raise InternalError(
+                f"{self._words(task)} writes gradients of {self._layout.units[unit].name}, which are {progress.value}"
+            )
         self._progress[unit] = _Progress.WRITTEN
-        if not (self._one_rank and at_home and self._placement.keeps_gradients):
+        at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
+        if not (self._one_rank and at_home):
             self._gradient_pages[unit] = self._run_pages(unit, gradient=True)
             self._hold(self._gradient_pages[unit])
 
