@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Home, Settings, format_bytes, home_tier
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
@@ -32,6 +32,7 @@ from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
+from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
 from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
@@ -112,11 +113,9 @@ class Blueprint:
     Attributes:
         dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
         copies: whether the compute parameters of each flat are copies of more precise ones: of masters, or of the user's.
-        gradient_dtypes: of gradients where they wait for the update.
+        routes: how each flat's gradient gets to its update; None for frozen flats.
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
-        keep_gradients: gradients have homes, for they outlive the backward pass.
-        gradients_stay: see Request.
         update_in_backward: a unit's gradients go to the update when its backward has ended.
         lock_free: None for synchronous updates.
         accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
@@ -139,6 +138,7 @@ class Blueprint:
     master_dtypes: tuple[torch.dtype | None, ...]
     copies: tuple[bool, ...]
     gradient_dtypes: tuple[torch.dtype, ...]
+    routes: tuple[GradientRoute | None, ...]
     traits: tuple[OptimizerTraits | None, ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
@@ -146,8 +146,6 @@ class Blueprint:
     placement: Placement
     trace: Trace
     staging_chunks: int
-    keep_gradients: bool
-    gradients_stay: bool
     update_in_backward: bool
     lock_free: LockFree | None
     accumulates_whole: bool
@@ -199,20 +197,15 @@ class Blueprint:
         return _without_units(trace, self.by_need)
 
     def gradient_home(self, unit: int) -> Tier:
-        """Tier where a unit's gradients wait for the update.
+        """Tier where a unit's gradients wait for the update."""
+        return _gradient_home(self.placement.homes[unit], unified=self.unified)
 
-        A device with memory of its own hands them to the host at once when the update runs there.
-        """
-        homes = self.placement.homes[unit]
-        if not self.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-            return Tier.HOST
-        return homes.gradient
-
-    def gradient_pages(self, flat: FlatLayout) -> Tier | None:
-        """Tier of the pages in which a flat's gradients wait for the update; None: they wait in `.grad`."""
-        home = self.gradient_home(flat.unit)
-        in_grad = self.layout.world_size == 1 and home is Tier.DEVICE and not flat.sums_gradients
-        return None if in_grad else home
+    def route(self, flat: FlatLayout) -> GradientRoute:
+        """Of a trained flat's gradient."""
+        found = self.routes[flat.index]
+        if found is None:
+            raise InternalError(f"flat {flat.index} is not trained, so it has no gradient")
+        return found
 
     def trained_flats(self) -> Iterator[FlatLayout]:
         return (flat for flat in self.layout.flats if self.traits[flat.index] is not None)
@@ -467,6 +460,7 @@ def _drawn(
             for dtype, master in zip(model.dtypes, model.master_dtypes, strict=True)
         ),
         gradient_dtypes=model.gradient_dtypes,
+        routes=_routes(request, asked, model, placement),
         traits=model.traits,
         master_bytes_per_element=model.per_element,
         unified=asked.unified,
@@ -475,8 +469,6 @@ def _drawn(
         trace=model.trace,
         # A disk that nothing lives on: there is no room for more.
         staging_chunks=room.chunks if placement.disk_home_bytes else 1,
-        keep_gradients=keep,
-        gradients_stay=request.gradients_stay,
         update_in_backward=not room.at_step if asked.lock_free else not keep,
         lock_free=room.lock_free,
         accumulates_whole=room.accumulates_whole,
@@ -489,6 +481,34 @@ def _drawn(
         outside=outside,
         may_be_outside=outside,
     )
+
+
+def _routes(request: Request, asked: _Asked, model: _Model, placement: Placement) -> tuple[GradientRoute | None, ...]:
+    found: list[GradientRoute | None] = []
+    for flat, dtype, master, gradient, traits in zip(
+        model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
+    ):
+        of_flat = None
+        if traits is not None:
+            of_flat = route(
+                _gradient_home(placement.homes[flat.unit], unified=asked.unified),
+                gradient,
+                one_rank=model.layout.world_size == 1,
+                sums=flat.sums_gradients,
+                widens=master not in (None, dtype),
+                lock_free=asked.lock_free,
+                outlives_backward=placement.keeps_gradients,
+                outlives_step=request.gradients_stay,
+            )
+        found.append(of_flat)
+    return tuple(found)
+
+
+def _gradient_home(homes: Homes, *, unified: bool) -> Tier:
+    """A device with memory of its own hands gradients to the host at once when the update runs there."""
+    if not unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+        return Tier.HOST
+    return homes.gradient
 
 
 def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprint:

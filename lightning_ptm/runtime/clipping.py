@@ -57,7 +57,7 @@ class Clipping:
     def _clip(self, optimizer: int, how: Transform, scale: LossScale | None) -> None:
         flats = [flat for _, flat in self._updates.flats_of(optimizer) if flat.gradient.any]
         for flat in flats:
-            if flat.gradient.clips_here and scale is None:
+            if flat.gradient.route.clips_in_place and scale is None:
                 flat.gradient.transform_(how)
             else:
                 flat.gradient.clip_later()

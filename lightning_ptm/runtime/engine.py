@@ -52,6 +52,7 @@ from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
+from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.state_dicts import StateDicts
 from lightning_ptm.runtime.stock import save_rows, taken_dtype
@@ -226,7 +227,7 @@ class Engine:
         self._taken_over = True
         for flats in self.flats:
             for flat in flats:
-                if drawn.keep_gradients and gradient_pages is None:
+                if flat.gradient.route.waits is Waits.KEPT:
                     flat.gradient.reserve()
         for row in drawn.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count)
@@ -246,7 +247,7 @@ class Engine:
             for unit in in_order
             if unit not in drawn.by_need
             for flat in self.flats[unit]
-            if flat.states.home() is Tier.DISK and not drawn.keep_gradients
+            if flat.states.home() is Tier.DISK and not drawn.placement.keeps_gradients
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         teams = drawn.experts.teams if drawn.experts is not None else Teams()
@@ -334,7 +335,6 @@ class Engine:
             self.updater,
             pages.spares(),
             max_staleness=drawn.lock_free.max_staleness,
-            gradients_stay=drawn.gradients_stay,
             room=drawn.staging_chunks,
             cores=drawn.lock_free.cores,
             forecast=drawn.lock_free.forecast,
@@ -669,7 +669,7 @@ class Engine:
         self.updates.step(index, transform)
         for _, flat in self.updates.flats_of(index):
             scratch = flat.states.traits.writes_gradient
-            if scratch or not self.blueprint.gradients_stay:
+            if scratch or not flat.gradient.route.outlives_step:
                 flat.gradient.retire(clipped=not transform.is_identity, scratch=scratch)
         self.executor.updates_begin()
         if self._inside:

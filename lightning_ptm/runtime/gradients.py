@@ -1,10 +1,10 @@
 """Where gradients wait between backward and update: in the parameters' `.grad`, or reduced, in pages of their own.
 
-Owns the gradient pages of every trainable flat. One of two ways per flat, fixed at set-up:
+Owns the gradient pages of every trainable flat. Where a gradient waits, and until when, its route says (route.py):
 
-* **in place** (one rank in all, gradient home on the device): autograd accumulates into `.grad`; nothing is copied.
-* **in pages** (several ranks, another home, or sums of a wider dtype): when a unit's backward has ended, its gradients are
-  laid into a full flat, reduced to this rank's shard, added to what earlier micro-batches left there, and `.grad` is dropped.
+* **in place** (`Waits.IN_GRAD`): autograd accumulates into `.grad`; nothing is copied.
+* **in pages** (all others): when a unit's backward has ended, its gradients are laid into a full flat, reduced to this rank's
+  shard, added to what earlier micro-batches left there, and `.grad` is dropped.
 
 I1: a flat in pages holds the sum over micro-batches since the last `clear`, rounded to the gradient dtype after each, as
 autograd does in place. Under mixed precision that dtype is fp32 where there may be several: in 16 bits, what is added to a
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.runtime.route import GradientRoute, Waits
 from lightning_ptm.runtime.shown import ShownGradient
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.terms import Tier
@@ -57,38 +58,30 @@ class FlatGradient:
 
     Args:
         store: the flat's compute parameters.
-        home: tier of the gradient pages; dtype: of what is in them.
-        passing: the pages are taken when gradients come and given back when the update has used them.
-        clips_here: clipping changes the gradient where it is, as torch's does; else the update does it on its way.
-        supply: where pages come from that are given away with the gradient (`detach`, `duplicate`).
+        route: where the gradient waits.
+        supply: where pages come from that are given away with a travelling gradient (`detach`, `duplicate`).
         divided_by: what autograd's gradients are over; the reduced ones are not.
     """
 
     def __init__(
         self,
         store: FlatStore,
-        home: Tier,
-        dtype: torch.dtype,
+        route: GradientRoute,
         allocator: Allocator,
         communicator: Communicator,
         *,
-        passing: bool,
-        clips_here: bool = False,
         supply: GradientPages | None = None,
         divided_by: int = 1,
     ) -> None:
         self._divided_by = divided_by
-        self._passing = passing
-        self.clips_here = clips_here
+        self.route = route
         self._supply = supply
         self.store = store
         self._allocator = allocator
         self._communicator = communicator
-        self._home = home
-        self._dtype = dtype
         layout = store.layout
-        self._sums = dtype != store.binding.dtype
-        self.in_place = communicator.mean_over == 1 and home is Tier.DEVICE and not self._sums
+        self._sums = route.dtype != store.binding.dtype
+        self.in_place = route.waits is Waits.IN_GRAD
         self._whole: list[Tensor | None] = [None] * len(layout.slots)
         """Sums of passes that the ranks have not reduced, shaped as the parameters (`postpone`)."""
         self._present = [False] * len(layout.slots)
@@ -115,12 +108,15 @@ class FlatGradient:
         """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
         if self.in_place or self._pages is not None:
             return
-        if self._supply is not None:
-            self._pages = self._supply.take(self.store.layout.shard_numel, self._dtype)
+        if self.route.waits is Waits.TRAVELLING:
+            assert self._supply is not None
+            self._pages = self._supply.take(self.store.layout.shard_numel, self.route.dtype)
         else:
             layout = self.store.layout
             name = f"flat {layout.index} gradient"
-            self._pages = self._allocator.allocate(name, layout.shard_numel, self._dtype, self._home, shared_tail=True)
+            self._pages = self._allocator.allocate(
+                name, layout.shard_numel, self.route.dtype, self.route.tier, shared_tail=True
+            )
 
     # -- what the user sees in `.grad` ----------------------------------------------------------------------------------
 
@@ -302,7 +298,7 @@ class FlatGradient:
             clipped: the update has done something to it.
             scratch: so has the optimizer's class, to a copy.
         """
-        untouched = self.in_place and not scratch and (self.clips_here or not clipped)
+        untouched = self.in_place and not scratch and (self.route.clips_in_place or not clipped)
         used = self._spent or (() if untouched else self.present())
         for slot, parameter in enumerate(self.store.binding.parameters):
             if slot in self._shown:
@@ -352,7 +348,7 @@ class FlatGradient:
         for slot, parameter in enumerate(self.store.binding.parameters):
             if parameter.grad is not None:
                 sum_ = self._whole[slot]
-                self._whole[slot] = parameter.grad.to(self._dtype) if sum_ is None else sum_.add_(parameter.grad)
+                self._whole[slot] = parameter.grad.to(self.route.dtype) if sum_ is None else sum_.add_(parameter.grad)
                 parameter.grad = None
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
@@ -380,7 +376,7 @@ class FlatGradient:
             if layout.world_size > 1:
                 other = self._take("reduced gradient", layout.shard_numel)
             elif self._adds_on_device:
-                other = self._take("gradient so far", layout.shard_numel, self._dtype)
+                other = self._take("gradient so far", layout.shard_numel, self.route.dtype)
         except CapacityError:
             self._allocator.release(full)
             raise
@@ -485,7 +481,7 @@ class FlatGradient:
             self._allocator.release(arriving.full)
             arriving.full = None
         numel = self.store.layout.shard_numel
-        before = self._take("gradient so far", numel, self._dtype) if self._adds_on_device else None
+        before = self._take("gradient so far", numel, self.route.dtype) if self._adds_on_device else None
         self._arriving = None
         self._add(arriving.part, before)
 
@@ -538,7 +534,7 @@ class FlatGradient:
 
     def used(self) -> None:
         """The update has read the gradients."""
-        if self._passing and self._pages is not None:
+        if self.route.waits is Waits.PASSING and self._pages is not None:
             self.settle()
             self._allocator.release(self._pages)
             self._pages = None
@@ -560,7 +556,7 @@ class FlatGradient:
             raise InternalError(f"flat {self.store.layout.index} has no gradient pages")
         if self._pages.tier is not Tier.DISK:
             return self._pages.tensor()
-        buffer = self._take("gradient copy", self.store.layout.shard_numel, self._dtype)
+        buffer = self._take("gradient copy", self.store.layout.shard_numel, self.route.dtype)
         transfer = self._allocator.copy(self._pages, buffer)
         transfer.wait(host=True)
         self._leaving.append((transfer, buffer))

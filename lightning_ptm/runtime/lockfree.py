@@ -130,7 +130,6 @@ class LockFreeUpdates(UpdateScheduler):
         updater: not running yet; the buffering thread has the use of it until `close`.
         spares: pages for versions in the making, see `SparePages`.
         max_staleness: steps whose gradients a parameter in use may lack.
-        gradients_stay: gradients are the user's until zero_grad, so a step takes copies (manual optimization).
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
         forecast: parameters in use forecast the updates that they lack (update/forecast.py).
@@ -147,7 +146,6 @@ class LockFreeUpdates(UpdateScheduler):
         spares: Sequence[PagedTensor],
         *,
         max_staleness: int,
-        gradients_stay: bool,
         room: int,
         cores: int,
         forecast: bool,
@@ -157,7 +155,6 @@ class LockFreeUpdates(UpdateScheduler):
         super().__init__(flats, optimizers)
         self._units = units
         self._max_staleness = max_staleness
-        self._gradients_stay = gradients_stay
         self._clocks = [_Clock(flat) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
@@ -191,7 +188,8 @@ class LockFreeUpdates(UpdateScheduler):
 
     def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
         # A step's gradients stay until zero_grad where the user may use them again.
-        source, after, discard = flat.gradient.duplicate() if self._gradients_stay else flat.gradient.detach()
+        gradient = flat.gradient
+        source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()
         place = self._place_of[id(flat)]
         if self._staleness(place) > self._max_staleness:
             # Steps without a forward in between: with a bound of 0 each must be an update of its own.

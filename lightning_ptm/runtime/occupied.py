@@ -16,6 +16,7 @@ from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.replay import Replay
+from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import Tier
 
 
@@ -73,10 +74,10 @@ def _gradients_beside(drawn: Blueprint) -> int:
     in_place: list[int] = []
     for unit in range(len(drawn.units)):
         flats = [flat for flat in drawn.layout.flats_of(unit) if drawn.traits[flat.index] is not None]
-        whole = [flat for flat in flats if drawn.accumulates_whole or drawn.gradient_pages(flat) is None]
+        whole = [flat for flat in flats if drawn.accumulates_whole or drawn.route(flat).waits is Waits.IN_GRAD]
         in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
     total = sum(in_place)
-    if drawn.keep_gradients or drawn.accumulates_whole:
+    if drawn.placement.keeps_gradients or drawn.accumulates_whole:
         return total
     most = in_place[0] + max(drawn.gradient_room_bytes, 2 * max(in_place[1:], default=0))
     return min(total, most)

@@ -87,25 +87,18 @@ class Pages:
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats."""
         drawn, unit = self._blueprint, store.unit.index
-        gradient_home, communicator = drawn.gradient_home(unit), self._communicator_of(unit)
+        communicator = self._communicator_of(unit)
         updates = []
         for flat in store.flats:
             traits = drawn.traits[flat.layout.index]
             if traits is None:
                 continue
             states = self._states(flat.layout, traits, communicator.rank)
-            # Where the update takes `.grad` as it is, clipping it first costs what plain training pays for it.
-            in_grad = drawn.layout.world_size == 1 and gradient_home is Tier.DEVICE
-            widens = drawn.master_dtypes[flat.layout.index] not in (None, flat.binding.dtype)
-            passing = drawn.lock_free is None and not drawn.keep_gradients and gradient_home is Tier.DEVICE
             gradient = FlatGradient(
                 flat,
-                gradient_home,
-                drawn.gradient_dtypes[flat.layout.index],
+                drawn.route(flat.layout),
                 self._allocator,
                 communicator,
-                passing=passing,
-                clips_here=drawn.gradients_stay or (in_grad and not widens),
                 supply=self.gradient_pages,
                 divided_by=1 if drawn.experts is None else drawn.experts.divisor(unit),
             )

@@ -28,7 +28,7 @@ def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
     """
     # Budgets are for pages; what lives beside them is reported, not planned.
     pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
-    in_backward = mode is Mode.TRAIN and not drawn.keep_gradients
+    in_backward = mode is Mode.TRAIN and not drawn.placement.keeps_gradients
     try:
         room = drawn.placement.gather_bytes - drawn.by_need_bytes
         placement = dataclasses.replace(drawn.placement, gather_bytes=max(0, room))

@@ -214,7 +214,11 @@ class Replay:
             self._give_up(unit, self._trigger)
 
     def _passes(self, unit: int) -> bool:
-        return self._home(unit) is Tier.DEVICE and not self._drawn.keep_gradients and self._drawn.lock_free is None
+        return (
+            self._home(unit) is Tier.DEVICE
+            and not self._drawn.placement.keeps_gradients
+            and self._drawn.lock_free is None
+        )
 
     def _home(self, unit: int) -> Tier:
         return self._drawn.gradient_home(unit)

@@ -17,6 +17,7 @@ from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.runtime.pieces import BUFFERS
+from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
 
 if TYPE_CHECKING:
@@ -144,12 +145,12 @@ def _states(drawn: Blueprint) -> Iterator[Row]:
                 )
 
 
-def _gradient(drawn: Blueprint, flat: FlatLayout, tier: Tier, lifetime: Lifetime) -> Row:
+def _gradient(drawn: Blueprint, flat: FlatLayout, lifetime: Lifetime) -> Row:
     return _row(
         What.GRADIENTS,
-        tier,
+        drawn.route(flat).tier,
         flat.shard_numel,
-        drawn.gradient_dtypes[flat.index],
+        drawn.route(flat).dtype,
         lifetime=lifetime,
         unit=flat.unit,
         flat=flat.index,
@@ -160,20 +161,16 @@ def _gradient(drawn: Blueprint, flat: FlatLayout, tier: Tier, lifetime: Lifetime
 
 def _kept_gradients(drawn: Blueprint) -> Iterator[Row]:
     """Those with homes for the whole run. What travels to lock-free updates has pages of no flat."""
-    if drawn.keep_gradients and drawn.lock_free is None:
-        for flat in drawn.trained_flats():
-            tier = drawn.gradient_pages(flat)
-            if tier is not None:
-                yield _gradient(drawn, flat, tier, Lifetime.RUN)
+    for flat in drawn.trained_flats():
+        if drawn.route(flat).waits is Waits.KEPT:
+            yield _gradient(drawn, flat, Lifetime.RUN)
 
 
 def _later_gradients(drawn: Blueprint) -> Iterator[Row]:
     """Those that leave the device for the update: taken when the first comes, as units end in a backward pass, and kept."""
-    if not drawn.keep_gradients and drawn.lock_free is None:
-        for flat in reversed(list(drawn.trained_flats())):
-            tier = drawn.gradient_pages(flat)
-            if tier is not None and tier is not Tier.DEVICE:
-                yield _gradient(drawn, flat, tier, Lifetime.FIRST_GRADIENT)
+    for flat in reversed(list(drawn.trained_flats())):
+        if drawn.route(flat).waits is Waits.FROM_FIRST:
+            yield _gradient(drawn, flat, Lifetime.FIRST_GRADIENT)
 
 
 def _staging(drawn: Blueprint) -> Iterator[Row]:
@@ -198,8 +195,8 @@ def _staged(drawn: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch.dty
         What.MASTERS: homes.master,
         What.STATES: homes.master,
         What.PARAMETERS: homes.parameter,
-        # In lock-free mode it is in RAM, where it is used.
-        What.GRADIENTS: drawn.gradient_pages(flat) if drawn.lock_free is None else None,
+        # A travelling one is in RAM, where it is used.
+        What.GRADIENTS: drawn.route(flat).own_pages,
     }
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
     place = arithmetic_tier(homes.parameter if stateless else homes.master, drawn.placement.staging_tier)
@@ -263,7 +260,7 @@ def _counted_bytes(drawn: Blueprint, rows: list[Row], transit: Mapping[Tier, int
     counted[drawn.ram] += pages_of((*travel, *beside), page) * page
     if drawn.lock_free is not None:  # their homes were counted one by one
         counted[drawn.ram] -= sum(
-            flat.gradient_bytes for flat in drawn.trained_flats() if drawn.gradient_pages(flat) is not None
+            flat.gradient_bytes for flat in drawn.trained_flats() if drawn.route(flat).waits is Waits.TRAVELLING
         )
     return counted
 

@@ -162,7 +162,7 @@ class UpdateScheduler(abc.ABC):
                 if hyper is None:
                     hyper = snapshot(self.optimizers[optimizer], flat.states.traits)
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
-                clipped = flat.gradient.clips_here and transform.unscale is None
+                clipped = flat.gradient.route.clips_in_place and transform.unscale is None
                 self._update(unit, flat, hyper, Transform() if clipped else transform)
         self._stepped(optimizer)
         self.steps_taken += 1
