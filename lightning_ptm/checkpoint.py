@@ -8,9 +8,12 @@ function is collective.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -23,12 +26,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.paged_states import guard, opened
 from lightning_ptm.progress import Progress, Seen
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.storage.archive import unreadable
@@ -187,38 +192,158 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     Raises:
         RuntimeError: names are missing or unexpected under `strict`, in torch's own words.
         ConfigError: a shape differs.
+        UsageError: the module's own code changes values of parameters while they are loaded.
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    # As a part of the module names its parameters itself, and otherwise as it would say, but for hooks that change values.
-    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-    names_of = module.state_dict if takes_keywords(module) else partial(torch.nn.Module.state_dict, module)
     with engine.values.lent(None):
-        named |= {
-            name: item
-            for name, item in names_of(keep_vars=True).items()
-            if name not in named or isinstance(item, torch.nn.Parameter)
-        }
+        named = _named(module)
     parameters = {id(parameter) for _, parameter in engine.values.names()}
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
+    _load_rest(module, state, named, parameters, strict=strict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of a state dict that was loaded before there are pages.
+
+    Args:
+        parameters: values for parameters without storage, which pages will have.
+        buffers: the same of buffers: module, attribute, value.
+        versions: of these parameters, when the state dict was loaded.
+        here: what has been loaded, as `Given` files it: by id of the parameter, or of the module and attribute.
+    """
+
+    parameters: tuple[tuple[torch.nn.Parameter, Tensor], ...] = ()
+    buffers: tuple[tuple[torch.nn.Module, str, Tensor], ...] = ()
+    versions: tuple[tuple[torch.nn.Parameter, int], ...] = ()
+    here: frozenset[int | tuple[int, str]] = frozenset()
+
+    def refuse_written(self, module: torch.nn.Module) -> None:
+        """Raises:
+        UsageError: parameters without storage were written to since.
+        """
+        written = {id(parameter) for parameter, version in self.versions if parameter._version != version}
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in written]
+        if names:
+            raise UsageError(
+                f"{_some(names)}: written to between the loading of a checkpoint and the start of the run, while on the meta "
+                f"device, so what was written would be lost; build the module with real weights, change "
+                f"checkpoint['state_dict'] in the LightningModule's on_load_checkpoint, or edit weights in on_fit_start, "
+                f"inside of `with self.trainer.strategy.gathered(self):`"
+            )
+
+    @torch.no_grad()
+    def fill(self, engine: Engine) -> None:
+        """Writes into pages what has waited for them.
+
+        Raises:
+            ConfigError: a shape differs.
+        """
+        if self.parameters:
+            engine.drain("load a state dict")
+            engine.executor.release_all()
+            engine.values.load_parameters({id(parameter): value for parameter, value in self.parameters})
+        for owner, name, value in self.buffers:
+            buffer = owner._buffers.get(name)
+            if buffer is not None:
+                buffer.copy_(value)
+
+
+def load_before_pages(module: LightningModule, state: Mapping[str, Any], *, strict: bool) -> Restored:
+    """Loads a state dict as torch does, at once, into all that has storage; what is on the meta device or closed waits.
+
+    Raises: as `load_module_state`.
+    """
+    lacking = {id(each) for each in module.parameters() if each.is_meta or isinstance(each, ClosedParameter)}
+    stand_ins = _StandIns(module, lacking)
+    with stand_ins:
+        named = {name: stand_ins.stands_for(item) for name, item in _named(module).items()}
+    result = _load_rest(module, state, named, lacking, strict=strict)
+    parameters = {
+        id(item): (item, state[name]) for name, item in named.items() if name in state and id(item) in lacking
+    }
+    missing = result if result is not None else named.keys() - state.keys()
+    places = [
+        (owner, name, f"{path}.{name}" if path else name, buffer)
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    ]
+    here: set[int | tuple[int, str]] = set()
+    here |= {id(item) for name, item in named.items() if name not in missing} - lacking
+    here |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
+    return Restored(
+        tuple(parameters.values()),
+        tuple((owner, name, state[path]) for owner, name, path, buffer in places if buffer.is_meta and path in state),
+        tuple((parameter, parameter._version) for parameter in module.parameters() if id(parameter) in lacking),
+        frozenset(here),
+    )
+
+
+def _named(module: LightningModule) -> dict[str, Any]:
+    """Parameters, and what else there is, by name: as a part of the module names its parameters itself, and otherwise as it
+    would say, but for hooks that change values."""
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    names_of = module.state_dict if takes_keywords(module) else partial(torch.nn.Module.state_dict, module)
+    named |= {
+        name: item
+        for name, item in names_of(keep_vars=True).items()
+        if name not in named or isinstance(item, torch.nn.Parameter)
+    }
+    return named
+
+
+def _load_rest(
+    module: LightningModule,
+    state: Mapping[str, Any],
+    named: Mapping[str, Any],
+    elsewhere: Collection[int],
+    *,
+    strict: bool,
+) -> Collection[str] | None:
+    """Has the module load all but the parameters in `elsewhere`, by id, whose values get where they are on another way.
+
+    Returns:
+        Names that the state lacks; None where an override does not say.
+    """
     # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
     # as empty meta tensors of the right shape, so that it copies nothing into released storage.
     rest = cast(dict[str, Any], copy(state))
-    for name in state:
-        if name in named and id(named[name]) in parameters:
-            rest[name] = torch.empty_like(named[name], device="meta")
-    with _frozen_copies(module, parameters):
+    given: list[tuple[Tensor, int]] = []
+    for name, value in state.items():
+        if name in named and id(named[name]) in elsewhere:
+            rest[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            given.append((rest[name], id(named[name])))
+    stand_ins = _StandIns(module, elsewhere)
+    with stand_ins, stand_ins.watched(given), warnings.catch_warnings():
+        if given:
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         result = module.load_state_dict(rest, strict=strict)
+    if stand_ins.changed:
+        names = [name for name, item in named.items() if id(item) in stand_ins.changed]
+        raise UsageError(
+            f"{_some(names)}: changed by a hook or an override of load_state_dict of the {type(module).__name__} while a "
+            f"checkpoint is loaded; these parameters have no storage of their own then, since they are on the meta device or "
+            f"in pages, so the change would be lost; change checkpoint['state_dict'] in the LightningModule's "
+            f"on_load_checkpoint instead"
+        )
     # An override of the user's may return anything, such as nothing.
-    missing_keys = result.missing_keys if isinstance(result, _IncompatibleKeys) else named.keys() - state.keys()
-    missing = {id(named[name]) for name in missing_keys if name in named}
+    told = result.missing_keys if isinstance(result, _IncompatibleKeys) else None
+    missing = {id(named[name]) for name in (named.keys() - state.keys() if told is None else told) if name in named}
+    known = {of for _, of in given}
     for name, item in named.items():
-        if id(item) in parameters and id(item) not in by_id and id(item) not in missing:
+        if id(item) in elsewhere and id(item) not in known and id(item) not in missing:
             raise ConfigError(
                 f"{name} is not in the checkpoint under this name and a hook of the module provides it while loading; pages "
                 f"cannot follow such hooks: rename the checkpoint's keys in on_load_checkpoint"
             )
+    return told
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
@@ -258,27 +383,87 @@ def _copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
     return copy_of
 
 
-class _frozen_copies:
-    """Inside, `load_state_dict` of the module leaves the parameters in `paged`, by id, alone."""
+class _StandIns:
+    """Inside, empty meta tensors stand in the module for the parameters in `elsewhere`, by id."""
 
-    def __init__(self, module: torch.nn.Module, paged: Collection[int]) -> None:
+    def __init__(self, module: torch.nn.Module, elsewhere: Collection[int]) -> None:
         self._module = module
-        self._paged = paged
-        self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+        self._elsewhere = elsewhere
+        self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]] = []
+        self._of: dict[int, torch.nn.Parameter] = {}
+        self.changed: set[int] = set()
+        """Parameters, by id, that were to get other values than those given, as far as they were watched."""
 
     def __enter__(self) -> None:
         for owner in self._module.modules():
             for name, parameter in owner._parameters.items():
-                if id(parameter) in self._paged:
+                if id(parameter) in self._elsewhere:
                     assert parameter is not None
-                    self._taken.append((owner, name, parameter))
-                    owner._parameters[name] = torch.nn.Parameter(
-                        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
-                    )
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    stand_in = torch.nn.Parameter(empty, requires_grad=False)
+                    self._taken.append((owner, name, parameter, stand_in))
+                    self._of[id(stand_in)] = parameter
+                    owner._parameters[name] = stand_in
 
     def __exit__(self, *exception: object) -> None:
-        for owner, name, parameter in self._taken:
+        for owner, name, parameter, _ in self._taken:
             owner._parameters[name] = parameter
+
+    def stands_for(self, item: Any) -> Any:
+        """What an item of the module's state dict stands for, itself if for nothing."""
+        return self._of.get(id(item), item)
+
+    @contextmanager
+    def watched(self, given: Sequence[tuple[Tensor, int]]) -> Iterator[None]:
+        """Inside, `changed` learns of parameters that get something else than what was given for them, by id.
+
+        Ends inside of the stand-ins.
+        """
+        if not self._taken:
+            yield
+            return
+        owners = {_storage(stand_in): id(parameter) for _, _, parameter, stand_in in self._taken}
+        owners |= {_storage(value): of for value, of in given}
+        with _Writes(owners, self.changed):
+            yield
+        for owner, name, parameter, _ in self._taken:
+            if owners.get(_storage(owner._parameters.get(name))) != id(parameter):  # another tensor was put there
+                self.changed.add(id(parameter))
+
+
+class _Writes(TorchDispatchMode):
+    """Inside, finds out which stand-ins are written to, other than by copying what stands for the same parameter.
+
+    Args:
+        owners: which parameter a meta tensor stands for, by its storage.
+        changed: where to tell it.
+    """
+
+    def __init__(self, owners: Mapping[int | None, int], changed: set[int]) -> None:
+        super().__init__()
+        self._owners = owners
+        self._changed = changed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            written = [args[0]] if self._owner(args[0]) != self._owner(args[1]) else []
+        else:
+            values = [*args, *(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])]
+            marks = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments]
+            chosen = [value for value, is_written in zip(values, marks, strict=False) if is_written]
+            written = [each for value in chosen for each in (value if isinstance(value, (list, tuple)) else (value,))]
+        self._changed.update(of for of in map(self._owner, written) if of is not None)
+        return func(*args, **kwargs)
+
+    def _owner(self, value: Any) -> int | None:
+        return self._owners.get(_storage(value))
+
+
+def _storage(value: Any) -> int | None:
+    """Equal for views of one meta tensor; None for all else."""
+    is_meta = isinstance(value, Tensor) and value.is_meta and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_meta else None
 
 
 def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

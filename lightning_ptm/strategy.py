@@ -61,7 +61,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN, ClosedParameter
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.experts import divide_ranks
@@ -146,8 +146,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._steps: OptimizerSteps | None = None
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
-        self._given_state: Callable[[], Callable[[], None]] | None = None
-        """Makes what loads the rest of a checkpoint, which Lightning has given before there were pages for it."""
+        self._restored: checkpoints.Restored | None = None
+        """Of a checkpoint that Lightning has given before there were pages for it; so are `_random_states`."""
+        self._random_states: Sequence[Any] = ()
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
         self.file_ops: FileOps | None = None
@@ -312,8 +313,6 @@ class AngelPTMStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._close_engine()
         self._signals = None
-        load = None if self._given_state is None else self._given_state()
-        self._given_state = None
         self._reset_optimizers_and_schedulers()
         if fitting and self.settings.state_dict_type == "sharded":
             refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
@@ -322,10 +321,14 @@ class AngelPTMStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
+        if self._restored is not None:
+            self._restored.refuse_written(self.lightning_module)
         self._build(trainer)
         self._setting_up = False
-        if load is not None:
-            load()
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            restored.fill(self.engine)
+            self._go_on_drawing(self._random_states)
         assert self._watches is not None
         for optimizer in self._paged_optimizers():
             forget = checkpoints.take_over_optimizer_state(self.engine, optimizer)
@@ -487,7 +490,8 @@ class AngelPTMStrategy(ParallelStrategy):
         known = self._began_with() if self._began_with is not None else None
         if self.settings.weights is None or known is self.lightning_module:
             return None
-        return weights.first_values(self.lightning_module, self.settings, communicator, progress)
+        given = weights.first_values(self.lightning_module, self.settings, communicator, progress)
+        return given if self._restored is None else given.without(self._restored.here)
 
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
@@ -586,7 +590,7 @@ class AngelPTMStrategy(ParallelStrategy):
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
         ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
-        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_steps", "_given_state")
+        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_steps", "_restored")
         return {
             **state,
             **dict.fromkeys(of_the_run),
@@ -719,19 +723,17 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        if self._setting_up and self._holds(checkpoint["state_dict"]):
-            # As Lightning: configure_optimizers may look at weights. Pages take theirs from the module.
-            progress = self._progress_for(self.lightning_module.trainer)
-            total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
-            with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
-                super().load_model_state_dict(checkpoint, strict)
-            random_states = randomness.found(checkpoint)
-            self._given_state = lambda: partial(self._go_on_drawing, random_states)
-        elif self._setting_up:
-            versions = {name: tensor._version for name, tensor in _parameters_and_buffers(self.lightning_module)}
-            self._given_state = partial(self._load_given_state, checkpoint, strict, versions)
-        else:
+        if not self._setting_up:
             self._load_model_state_dict(checkpoint, strict)
+            return
+        # As Lightning: hooks and configure_optimizers may see and change weights. Pages take theirs from the module.
+        progress = self._progress_for(self.lightning_module.trainer)
+        total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
+        with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
+            self._restored = checkpoints.load_before_pages(
+                self.lightning_module, checkpoint["state_dict"], strict=strict
+            )
+        self._random_states = randomness.found(checkpoint)
 
     def _load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         assert self.lightning_module is not None
@@ -744,20 +746,6 @@ class AngelPTMStrategy(ParallelStrategy):
         checkpoints.load_module_state(self._engine, self.lightning_module, checkpoint["state_dict"], strict=strict)
         self._go_on_drawing(randomness.found(checkpoint))
 
-    def _holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether the module itself, before there are pages, can take a checkpoint's weights as they are."""
-        assert self.lightning_module is not None
-        return (
-            self.settings.weights is None  # what a checkpoint has comes after what files have
-            and self.settings.expert_parallel_size == 1
-            and all(
-                not parameter.is_meta
-                and not isinstance(parameter, ClosedParameter)
-                and getattr(state.get(name), "dtype", parameter.dtype) == parameter.dtype
-                for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False)
-            )
-        )
-
     def _go_on_drawing(self, random_states: Sequence[Any]) -> None:
         """Random numbers, where the run is one that is resumed."""
         assert self.lightning_module is not None
@@ -765,25 +753,6 @@ class AngelPTMStrategy(ParallelStrategy):
         resumed = self.lightning_module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
             randomness.restore(random_states[self.global_rank], self._backend)
-
-    def _load_given_state(
-        self, checkpoint: Mapping[str, Any], strict: bool, versions: Mapping[str, int]
-    ) -> Callable[[], None]:
-        """Before there are pages: what is to be loaded into them. What has been written into the module since it was given
-        (by a hook that loads other weights: an average's callback) has the last word, as where weights are loaded at once.
-
-        Args:
-            versions: of parameters and buffers, when the state was given.
-        """
-        assert self.lightning_module is not None
-        written = {
-            name: tensor.detach().clone()
-            for name, tensor in _parameters_and_buffers(self.lightning_module)
-            if name in versions and tensor._version != versions[name] and not tensor.is_meta
-        }
-        written = {name: value for name, value in written.items() if name in checkpoint["state_dict"]}
-        state = {**checkpoint["state_dict"], **written} if written else checkpoint["state_dict"]
-        return partial(self._load_model_state_dict, {**checkpoint, "state_dict": state}, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -1029,7 +998,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._setting_up, self._given_state = False, None
+        self._setting_up, self._restored = False, None
         self._close_engine()
         if self.lightning_module is not None:
             trainer = self.lightning_module._trainer
@@ -1138,11 +1107,6 @@ class AngelPTMStrategy(ParallelStrategy):
         if not self._ended.optimizer_states:
             optimizers = enumerate(engine.updates.optimizers)
             spend(each for index, each in optimizers if engine.values.has_optimizer_states(index))
-
-
-def _parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -46,6 +46,13 @@ class Given:
 
     parameters: Mapping[int, Read] = dataclasses.field(default_factory=dict)
     buffers: Mapping[tuple[int, str], Read] = dataclasses.field(default_factory=dict)
+
+    def without(self, known: Container[int | tuple[int, str]]) -> Given:
+        """The same but for what has its values already: a checkpoint's, which come after those of files."""
+        return Given(
+            {key: read for key, read in self.parameters.items() if key not in known},
+            {key: read for key, read in self.buffers.items() if key not in known},
+        )
 
 
 def _lineages(root: nn.Module) -> dict[int, tuple[nn.Module, ...]]:

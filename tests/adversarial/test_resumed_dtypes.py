@@ -1,0 +1,235 @@
+"""Runs that go on from a checkpoint whose dtype is not the module's before the run: every run of `bf16-true`, among others.
+
+A plain Trainer loads the weights into the module before it converts that, and hooks and configure_optimizers see them there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged import MakeStrategy
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from twins import Twin, assert_alike, quietly, trainer, vectors
+
+from lightning_ptm.errors import UsageError
+
+
+class PerturbsInConfigureOptimizers(Twin):
+    def configure_optimizers(self) -> Any:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+        return super().configure_optimizers()
+
+
+class LoadPreHook(Twin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, state: dict[str, Tensor], *_: Any) -> None:
+        state.update({name: value * 0.5 for name, value in state.items()})
+
+
+class LoadPostHook(Twin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, keys: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+
+class OverriddenLoad(Twin):
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name: value * 0.5 for name, value in state.items()}, *args, **kwargs)
+
+
+class Anchored(Twin):
+    """L2 towards the weights that fine-tuning began with."""
+
+    def configure_optimizers(self) -> Any:
+        self.anchors = [parameter.detach().clone().double() for parameter in self.parameters()]
+        return super().configure_optimizers()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        pairs = zip(self.parameters(), self.anchors, strict=True)
+        total = loss + sum((each.double() - anchor).square().sum() for each, anchor in pairs).to(loss.dtype)  # type: ignore[union-attr]
+        self.losses[-1] = total.detach().clone()
+        return total
+
+
+class EditsData(Callback):
+    def on_load_checkpoint(self, _trainer: Any, module: Any, checkpoint: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+
+
+class EditsInPlace(Callback):
+    def on_load_checkpoint(self, _trainer: Any, module: Any, checkpoint: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+
+def checkpoint_of(path: Path, precision: Any, kind: type[Twin] = Twin) -> Path:
+    """What a plain Trainer leaves after an epoch."""
+    with quietly():
+        torch.manual_seed(3)
+        plain = trainer(precision=precision)
+        plain.fit(kind(), vectors())
+        plain.save_checkpoint(path)
+    return path
+
+
+def resumed(
+    kind: type[Twin], strategy: Any, path: Path, callback: type[Callback] | None = None, **options: Any
+) -> Twin:
+    with quietly():
+        torch.manual_seed(9)
+        module = kind()
+        callbacks = [callback()] if callback is not None else []
+        chosen = trainer(strategy, max_epochs=2, callbacks=callbacks, **options)
+        chosen.fit(module, vectors(), ckpt_path=path, weights_only=False)
+    return module
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+@pytest.mark.parametrize(
+    ("saved", "goes_on"), [("bf16-true", "bf16-true"), ("bf16-true", "32-true"), ("64-true", "64-true")]
+)
+@pytest.mark.parametrize(
+    ("kind", "callback"),
+    [
+        (Twin, None),
+        (PerturbsInConfigureOptimizers, None),
+        (LoadPreHook, None),
+        (LoadPostHook, None),
+        (OverriddenLoad, None),
+        (Anchored, None),
+        (Twin, EditsData),
+        (Twin, EditsInPlace),
+    ],
+)
+def test_what_is_done_to_loaded_weights_counts(
+    kind: type[Twin],
+    callback: type[Callback] | None,
+    saved: str,
+    goes_on: str,
+    home: str,
+    strategy_at: MakeStrategy,
+    tmp_path: Path,
+) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", saved)
+    ours = resumed(kind, strategy_at(home, half_products="native"), path, callback, precision=goes_on)
+    assert_alike(ours, resumed(kind, None, path, callback, precision=goes_on))
+
+
+def test_a_float16_run_goes_on(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", "bf16-true")  # a CPU's plain Trainer has no 16-true
+    state = torch.load(path, weights_only=False)
+    state["state_dict"] = {name: value.half() for name, value in state["state_dict"].items()}
+    torch.save(state, path)
+    ours = resumed(PerturbsInConfigureOptimizers, strategy_at("ram"), path)
+    assert_alike(ours, resumed(PerturbsInConfigureOptimizers, None, path))
+
+
+# -- without storage: what would be lost is refused ------------------------------------------------------------------------
+
+
+def built_on_meta(kind: type[Twin]) -> type[Twin]:
+    class OnMeta(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            with torch.device("meta"):
+                super().__init__()
+
+    return OnMeta
+
+
+class Reads(Twin):
+    """Renames nothing and changes nothing, but looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda _module, state, *_: self.seen.extend(state))
+        self.seen: list[str] = []
+
+
+@pytest.mark.parametrize("kind", [Twin, Reads])
+def test_weights_on_the_meta_device_get_the_checkpoints(
+    kind: type[Twin], strategy_at: MakeStrategy, tmp_path: Path
+) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", "32-true")
+    assert_alike(resumed(built_on_meta(kind), strategy_at("ram"), path), resumed(Twin, None, path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "callback", "match"),
+    [
+        (LoadPreHook, None, r"stem.weight.* changed by a hook or an override of load_state_dict .*on_load_checkpoint"),
+        (LoadPostHook, None, r"stem.weight.* changed by a hook"),
+        (OverriddenLoad, None, r"stem.weight.* changed by a hook"),
+        (Twin, EditsInPlace, r"stem.weight.* written to between the loading of a checkpoint and the start of the run"),
+        (PerturbsInConfigureOptimizers, None, r"stem.weight.* written to between the loading of a checkpoint"),
+    ],
+)
+def test_changes_to_weights_without_storage_are_refused(
+    kind: type[Twin], callback: type[Callback] | None, match: str, strategy_at: MakeStrategy, tmp_path: Path
+) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", "32-true")
+    with pytest.raises(UsageError, match=match):
+        resumed(built_on_meta(kind), strategy_at("ram"), path, callback)
+
+
+class PartlyOnMeta(Twin):
+    """A block without storage among others; a buffer that is halved."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        with torch.device(device):
+            self.blocks[1] = nn.Linear(66, 66)
+        self.register_buffer("scale", torch.ones(66))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](torch.tanh(self.stem(x))) * self.scale)  # type: ignore[no-any-return]
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["state_dict"]["scale"] = checkpoint["state_dict"]["scale"] * 3
+
+
+class EditsWhatIsThere(Callback):
+    def on_load_checkpoint(self, _trainer: Any, module: Any, checkpoint: Any) -> None:
+        with torch.no_grad():
+            module.stem.weight.mul_(0.5)
+            module.scale.mul_(0.5)
+
+
+class WhollyThere(PartlyOnMeta):
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+
+def test_what_has_storage_is_loaded_at_once_beside_what_has_none(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", "32-true", WhollyThere)
+    ours = resumed(PartlyOnMeta, strategy_at("ram"), path, EditsWhatIsThere)
+    assert_alike(ours, resumed(WhollyThere, None, path, EditsWhatIsThere))
+
+
+def test_a_hook_that_changes_values_is_refused_where_pages_hold_them(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path / "x.ckpt", "32-true")
+
+    class LoadsInMidRun(LoadPreHook):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.strategy.load_model_state_dict(torch.load(path, weights_only=False))
+
+    with quietly(), pytest.raises(UsageError, match=r"stem.weight.* changed by a hook"):
+        trainer(strategy_at("all_on_disk")).fit(LoadsInMidRun(), vectors())
