@@ -139,6 +139,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
         self._ended = afterwards.Ended()
+        self._trains = False
+        """The run in progress is a fit. Others have no optimizers, though `optimizers` has those of the last fit."""
         self._saves = Saves(self.settings.failed_save)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._watches: Watches | None = None
@@ -313,7 +315,8 @@ class AngelPTMStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._close_engine()
         self._signals = None
-        self._reset_optimizers_and_schedulers()
+        if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
+            self._reset_optimizers_and_schedulers()
         if fitting and self.settings.state_dict_type == "sharded":
             refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self.world_size > 1:
@@ -321,8 +324,12 @@ class AngelPTMStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
+        self._trains = fitting
+        known = self._began_with() if self._began_with is not None else None
         if self._restored is not None:
             self._restored.refuse_written(self.lightning_module)
+        if self._restored is not None or known is not self.lightning_module:
+            self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)
         self._setting_up = False
         restored, self._restored = self._restored, None
@@ -370,7 +377,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._engine = Engine(
             self.lightning_module,
             blueprint,
-            self.optimizers,
+            self._trained,
             self._communicator,
             backend,
             disk_paths=settings.disk_paths,
@@ -404,7 +411,8 @@ class AngelPTMStrategy(ParallelStrategy):
         )
         self._watches = Watches(self._engine)
         self._signals = self._signals or Signals(trainer)
-        for optimizer, wrapper in zip(self.optimizers, self._lightning_optimizers, strict=True):
+        wrappers = self._lightning_optimizers if self._trains else []
+        for optimizer, wrapper in zip(self._trained, wrappers, strict=True):
             self._watches.zero_grad_of(optimizer, wrapper)
             self._watches.state_dict_of(
                 checkpoints.plain_optimizer(optimizer),
@@ -424,8 +432,13 @@ class AngelPTMStrategy(ParallelStrategy):
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)
 
+    @property
+    def _trained(self) -> list[Optimizer]:
+        """The optimizers of the run in progress."""
+        return self.optimizers if self._trains else []
+
     def _paged_optimizers(self) -> list[Optimizer]:
-        plain = map(checkpoints.plain_optimizer, self.optimizers)
+        plain = map(checkpoints.plain_optimizer, self._trained)
         return [optimizer for optimizer in plain if not self.engine.steps_itself(optimizer)]
 
     def _tell_where_states_are(self) -> None:
@@ -434,7 +447,7 @@ class AngelPTMStrategy(ParallelStrategy):
             return
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self.engine)}")
         paged = self._paged_optimizers()
-        plain = map(checkpoints.plain_optimizer, self.optimizers)
+        plain = map(checkpoints.plain_optimizer, self._trained)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
         if themselves:
             rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
@@ -467,7 +480,7 @@ class AngelPTMStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         return Request(
             module=self.lightning_module,
-            optimizers=self.optimizers,
+            optimizers=self.optimizers if fitting else [],
             settings=settings,
             compute=plan.compute,
             mixed=plan.mixed,
@@ -756,7 +769,12 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is None or self._interruption is None:
+        if self._engine is not None and not self._trains and self.settings.state_dict_type == "sharded":
+            raise UsageError(
+                "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
+                "when the evaluation is over, or give save_checkpoint(..., weights_only=True)"
+            )
+        if self._engine is None or self._interruption is None or not self._trains:
             return afterwards.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
         if not self._unsaved:
             with self._interruption.told():
@@ -774,7 +792,7 @@ class AngelPTMStrategy(ParallelStrategy):
         else:
             self._forget_shown_states()
             # As Lightning: a checkpoint may have fewer, or none.
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            for optimizer, state in zip(self._trained, checkpoint["optimizer_states"], strict=False):
                 forget = checkpoints.load_optimizer_state(self._engine, optimizer, state)
                 self._shown_states[checkpoints.plain_optimizer(optimizer)] = forget
         for optimizer in map(checkpoints.plain_optimizer, self.optimizers):
@@ -865,7 +883,7 @@ class AngelPTMStrategy(ParallelStrategy):
         saving = Saving(
             self.engine,
             self.lightning_module,
-            self.optimizers,
+            self._trained,
             checkpoint,
             path,
             behind=behind,
@@ -1031,7 +1049,11 @@ class AngelPTMStrategy(ParallelStrategy):
                 self._forget_shown_states()
             return
         torn = self._interruption is not None and self._interruption.torn
-        known_audits, self._ended = self._ended.audits, afterwards.remember(engine, torn=torn)
+        before, self._ended = self._ended, afterwards.remember(engine, torn=torn)
+        if not self._trains:  # of optimizers, and of weights that nobody has loaded since, the fit before has told
+            self._ended = dataclasses.replace(
+                self._ended, optimizer_states=before.optimizer_states, torn=torn or before.torn
+            )
         replaced: list[Optimizer] = []
         told_later: list[Exception] = []
         with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
@@ -1040,7 +1062,7 @@ class AngelPTMStrategy(ParallelStrategy):
             if communicator is not None:
                 # First: a collective in flight may still write into the pages that the engine frees.
                 steps.callback(communicator.close)
-            steps.callback(self._settle_accounts, engine, known_audits)
+            steps.callback(self._settle_accounts, engine, before.audits)
             try:
                 self._detach(replaced)
             except Exception as error:  # the weights are the user's all the same
@@ -1097,8 +1119,9 @@ class AngelPTMStrategy(ParallelStrategy):
         if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
             self._ended = dataclasses.replace(self._ended, weights=True)
             self.precision_plugin.over = self.world_size == 1 and self.precision_plugin.loss_scale is None
-            kept = [each for each in self.optimizers if checkpoints.plain_optimizer(each) not in replaced]
-            if restore.optimizer_states(engine, self.optimizers, kept if self.is_global_zero else ()):
+            kept = [each for each in self._trained if checkpoints.plain_optimizer(each) not in replaced]
+            keep_here = kept if self.is_global_zero else ()
+            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
 
     def _settle_accounts(self, engine: Engine, known_audits: tuple[UpdateAudit, ...]) -> None:
