@@ -558,7 +558,10 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
-        return nullcontext() if self._engine is None and self.precision_plugin.over else self.engine.iteration(mode)
+        if self._engine is None and self.precision_plugin.over:
+            return nullcontext()
+        assert self.lightning_module is not None
+        return self.engine.iteration(mode, manual=not self.lightning_module.automatic_optimization)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

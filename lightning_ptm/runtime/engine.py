@@ -162,6 +162,7 @@ class Engine:
         """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
         self._backwards = 0
         self._inside = False
+        self._manual = False
         self._of_the_loss = False
         self._behind: list[int] = []
         self.failed = False
@@ -377,11 +378,12 @@ class Engine:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def iteration(self, mode: Mode) -> Iterator[None]:
+    def iteration(self, mode: Mode, *, manual: bool = False) -> Iterator[None]:
         """One training, validation, test or predict step.
 
         Args:
             mode: TRAIN when a backward may follow; it then ends with the next iteration.
+            manual: the step itself calls backward passes.
         """
         self._check_open()
         self._iteration += 1
@@ -413,8 +415,10 @@ class Engine:
         if self._module_buffers is not None:
             if together and seen & _CHANGED_BUFFERS:
                 self._module_buffers.follow_rank_0()
-            # As DDP does, behind a forward whose gradients are reduced.
-            self._module_buffers.iteration_begins(compare_next=mode is Mode.TRAIN and not self._adds_up)
+            # As DDP does, behind a forward whose gradients are reduced. A step that calls backward passes itself is what DDP
+            # takes for a forward, and Lightning tells it then that no gradients are to come.
+            self._module_buffers.iteration_begins(compare_next=mode is Mode.TRAIN and not self._adds_up and not manual)
+            self._manual = manual
         # All ranks that are here end the iteration before, and plan anew, together (executor I3).
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
@@ -458,6 +462,8 @@ class Engine:
         """
         for flat in self._all_flats():
             flat.gradient.check_forgotten()
+        if self._manual and not self._inside and self._module_buffers is not None:
+            self._module_buffers.backward_outside(reduced=not self._adds_up)
         self.backward_begins()
         self._of_the_loss = True
         with self.hooks.backward():

@@ -4,7 +4,9 @@ They are no model states: each rank has all of them, outside pages. What is save
 
 I1: a step begins with the same buffers on all ranks, and so does the first batch of an evaluation in mid-run; but, as with
 DDP, not the step behind an evaluation: what that writes, or a micro-batch before the last one of a step, stays each rank's
-own until the next. Outside of training they are each rank's own from set-up on.
+own until the next. Under manual optimization, as with Lightning's DDP, they are the same when the first iteration begins,
+which may be the sanity check's, and each rank's own from then on, but for one behind a backward pass outside of steps.
+Outside of training they are each rank's own from set-up on.
 I2: nothing is sent while no rank has changed any. A change is seen in the bytes, since not all that writes counts as one for
 torch (`.data`, numpy, batch_norm's running statistics); what is on a GPU, whose bytes are not here, is always sent.
 """
@@ -52,6 +54,14 @@ class ModuleBuffers:
             compare_next: whether what this iteration changes is to be looked for when the next one begins.
         """
         self._due = compare_next
+
+    def backward_outside(self, *, reduced: bool) -> None:
+        """A backward pass of manual optimization begins, not inside of a step.
+
+        Args:
+            reduced: its gradients are.
+        """
+        self._due = reduced
 
     def follow_rank_0(self) -> None:
         """Gives this rank's the values of rank 0's. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,53 @@ def evaluated(folder: Path) -> list[Any]:
 def test_outside_of_training_what_ranks_fill_is_their_own(tmp_path: Path) -> None:
     for rank, (theirs, ours) in enumerate(run_ranks(evaluated, 2, tmp_path, limit_s=120.0)):
         assert theirs == ours == [rank + 5, [rank + 5] * 2]
+
+
+class ByHand(Normed):
+    """Optimizes by hand, now and then behind a step.
+
+    Attributes:
+        behind: a backward pass follows each second step.
+        saves_up: gradients of each second step are reduced with those of the next.
+    """
+
+    def __init__(self, rank: int, *, behind: bool, saves_up: bool) -> None:
+        super().__init__(rank)
+        self.automatic_optimization = False
+        self.behind, self.saves_up = behind, saves_up
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:  # type: ignore[override]
+        optimizer = self.optimizers()
+        loss = self.loss_of(batch)
+        with self.trainer.strategy.block_backward_sync() if self.saves_up and index % 2 == 0 else nullcontext():
+            self.manual_backward(loss)
+        if not self.saves_up or index % 2:
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        self.log("loss", loss.detach(), sync_dist=True)
+        return loss.detach()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.behind and self.trainer.global_step % 2:
+            self.manual_backward(self.first(torch.ones(1, 8)).square().mean())
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+def by_hand(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
+    ddp = DDPStrategy(timeout=timedelta(seconds=TIMEOUT_S), find_unused_parameters=behind)
+    strategies = (ddp, make_strategy(folder, "ram"))
+    return [trained(each, ByHand(_rank(), behind=behind, saves_up=saves_up)) for each in strategies]
+
+
+@pytest.mark.parametrize(("behind", "saves_up"), [(False, False), (False, True), (True, False)])
+def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
+    """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""
+    results = run_ranks(by_hand, 2, tmp_path, behind, saves_up, limit_s=120.0)
+    for theirs, ours in results:
+        for expected, values in zip(theirs, ours, strict=True):
+            assert expected.keys() == values.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(values[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    (first, _), (second, _) = results
+    assert behind or not torch.equal(first[1]["codebook"], second[1]["codebook"])
