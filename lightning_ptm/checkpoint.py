@@ -24,6 +24,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -439,6 +440,8 @@ class _Writes(TorchDispatchMode):
         changed: where to tell it.
     """
 
+    supports_higher_order_operators = True  # they write to nothing that they are given
+
     def __init__(self, owners: Mapping[int | None, int], changed: set[int]) -> None:
         super().__init__()
         self._owners = owners
@@ -448,6 +451,8 @@ class _Writes(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             written = [args[0]] if self._owner(args[0]) != self._owner(args[1]) else []
+        elif not isinstance(func, OpOverload):
+            written = []
         else:
             values = [*args, *(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])]
             marks = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments]

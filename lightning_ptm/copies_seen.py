@@ -13,6 +13,8 @@ from lightning_ptm.progress import Seen
 class CopiesSeen(TorchDispatchMode):
     """Inside, `seen` is told of each `copy_` how many bytes it has written."""
 
+    supports_higher_order_operators = True  # they are torch's own inside: what these copy is not seen
+
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self._seen = seen

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch._C._dynamo.eval_frame import reset_code
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_ptm.comm import Communicator
@@ -37,6 +42,9 @@ long as for fp32, those without 8 to 70 times."""
 _SIDE = 128
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 40
+
+_CALLING_HIGHER_ORDER = tuple(str(Path(torch.__file__).parent / part) for part in ("_higher_order_ops", "nn/attention"))
+"""Where the functions are that torch compiles to call higher-order operators."""
 
 _aten = torch.ops.aten
 
@@ -87,12 +95,20 @@ another dtype, and attention's logarithms of sums are fp32, as its second output
 
 
 class WideProducts(TorchDispatchMode):
-    """Inside, in this thread, products of 16-bit tensors are computed in fp32 and rounded once, forward and backward."""
+    """Inside, in this thread, products of 16-bit tensors are computed in fp32 and rounded once, forward and backward.
+
+    Higher-order operators (`torch.cond`, `flex_attention`) are refused: torch compiles what calls them, so that gradients
+    find the parameters that are used inside, and compiles nothing inside of modes.
+    """
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            _refuse(func)
         if func in _PRODUCTS:
             deciding = args[: _ALWAYS_FP32[func]] if func in _ALWAYS_FP32 else (*args, *kwargs.values())
             half = _half_of(deciding)
@@ -101,6 +117,20 @@ class WideProducts(TorchDispatchMode):
             with self:  # nothing has taken it apart yet: a linear layer, an einsum
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _refuse(func: HigherOrderOperator) -> NoReturn:
+    # torch remembers for good what it could not compile, and runs without this mode may still come here.
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_CALLING_HIGHER_ORDER):
+            reset_code(frame.f_code)
+        frame = frame.f_back
+    raise ConfigError(
+        f"{func.name()} is compiled by torch wherever it is called, which it cannot be while products of 16-bit tensors are "
+        f"computed in fp32 on this CPU; set half_products='native', or precision='32-true', or write it with ordinary "
+        f"operators (torch.where, torch.nn.functional.scaled_dot_product_attention)"
+    )
 
 
 @contextmanager

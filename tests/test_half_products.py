@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptm import ConfigError
@@ -270,3 +271,32 @@ def test_wrong_settings_say_what_to_do() -> None:
         Settings(half_products="slow")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is for CPUs without 16-bit arithmetic.*leave it at 'auto'"):
         chosen_wide_products(Settings(half_products="fp32"), torch.bfloat16, SoloCommunicator(), backend_of("cuda:0"))
+
+
+# -- higher-order operators ------------------------------------------------------------------------------------------------
+
+
+def conditional(linear: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 1e9, lambda a: linear(a) * 2, lambda a: linear(a), (x,))  # type: ignore[no-any-return]
+
+
+def attention(linear: nn.Module, x: Tensor) -> Tensor:
+    heads = linear(x)[None, None]
+    return flex_attention(heads, heads, heads)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "grad"),
+    [("cond", conditional, False), ("cond", conditional, True), ("flex_attention", attention, False)],
+)
+def test_higher_order_operators_are_refused_and_work_behind_that(name, compute, grad) -> None:
+    """Also where they get gradients, which torch's `flex_attention` has not on CPUs."""
+    linear, x = nn.Linear(16, 16).bfloat16(), numbers(16, 16).bfloat16()
+    with torch.set_grad_enabled(grad):
+        with wide_products(), pytest.raises(ConfigError, match=rf"{name} is compiled by torch.*half_products='native'"):
+            compute(linear, x)
+        result = compute(linear, x)
+    assert result.isfinite().all()
+    if grad:
+        result.sum().backward()
+        assert linear.weight.grad is not None
