@@ -428,6 +428,7 @@ class AngelPTMStrategy(ParallelStrategy):
         if fitting:
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
+            self._watches.finetuning(trainer)
             warn_of_rearranging(trainer, self._engine)
             warn_of_gradients_in_pages(self.lightning_module, self._engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self.lightning_module, self._engine, self.settings)

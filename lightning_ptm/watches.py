@@ -6,6 +6,7 @@ Owns the methods that it puts in place of others', until `undo`. Knows objects o
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
+from lightning_ptm.errors import UsageError
 from lightning_ptm.paged_states import is_opened
 from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
@@ -206,6 +208,16 @@ class Watches:
             hook.remove()
         self._hooks = []
 
+    def finetuning(self, trainer: Trainer) -> None:
+        """Callbacks that unfreeze parameters in mid-run are refused with what helps them, where pages have them."""
+        assert self._engine is not None
+        if self._engine.blueprint.may_be_outside:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                self._replace(callback, "finetune_function", _told_to_train_in_two_fits(callback))
+                self._replace(callback, "on_fit_start", _with_groups_as_they_were(callback))
+
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         ours = Replacement(owner, name, method)
         self._replaced.append((owner, name, ours, owner.__dict__.get(name, _NOTHING)))
@@ -218,14 +230,54 @@ def rearrangers(trainer: Trainer) -> list[str]:
     return [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
 
 
+def _told_to_train_in_two_fits(callback: BaseFinetuning) -> Callable[..., Any]:
+    theirs = callback.finetune_function
+
+    @functools.wraps(theirs)
+    def finetune_function(module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        try:
+            theirs(module, epoch, optimizer)
+        except UsageError as error:
+            raise UsageError(
+                f"{type(callback).__name__} in epoch {epoch}: parameters cannot be unfrozen in mid-run where they are in "
+                f"pages; {_TWO_FITS}"
+            ) from error
+
+    return finetune_function
+
+
+def _with_groups_as_they_were(callback: BaseFinetuning) -> Callable[..., Any]:
+    theirs = callback.on_fit_start
+
+    @functools.wraps(theirs)
+    def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
+        before = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        theirs(trainer, module)
+        if [len(optimizer.param_groups) for optimizer in trainer.optimizers] != before:
+            raise UsageError(
+                f"the checkpoint is of a run in which {type(callback).__name__} had unfrozen parameters, whose groups have "
+                f"no pages in this run; keep everything in RAM, on one rank, with precision='32-true', or go on in a fit "
+                f"without {type(callback).__name__} and without ckpt_path: load the checkpoint's weights into the module "
+                f"(load_from_checkpoint), with all that shall be trained unfrozen and in the optimizer that "
+                f"configure_optimizers returns"
+            )
+
+    return on_fit_start
+
+
+_TWO_FITS = (
+    "keep everything in RAM, on one rank, with precision='32-true', or train in two fits, with what each of them shall not "
+    "train frozen before it"
+)
+
+
 def warn_of_rearranging(trainer: Trainer, engine: Engine) -> None:
     """Before the epochs that it would take to find out."""
     names = rearrangers(trainer)
     if names and not engine.blueprint.may_be_outside:
         rank_zero_warn(
             f"{', '.join(names)}: parameters that are unfrozen, or given other data, in mid-run will be refused when it "
-            f"comes to that, for these are in pages; keep everything in RAM, on one rank, with precision='32-true', or "
-            f"train in two fits, with what each of them shall not train frozen before it"
+            f"comes to that, for these are in pages; {_TWO_FITS}"
         )
 
 

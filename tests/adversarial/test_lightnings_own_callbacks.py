@@ -274,10 +274,48 @@ def test_finetuning_that_will_be_refused_is_warned_of_before_the_first_epoch(
         pytest.warns(
             UserWarning, match=r"BackboneFinetuning: parameters that are unfrozen.* in RAM.* or train in two fits"
         ),
-        pytest.raises(UsageError),
+        pytest.raises(UsageError, match=r"BackboneFinetuning in epoch 1: parameters cannot .* or train in two fits"),
     ):
         trainer(strategy_at(home), max_epochs=2, callbacks=[finetuning]).fit(module, batches())
     assert module.seen == [0]
+
+
+@pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
+def test_finetuning_that_went_on_without_pages_is_refused_before_the_first_step(
+    strategy_at: MakeStrategy, home: str, tmp_path: Path
+) -> None:
+    """With what helps; which does."""
+
+    class Backbone(Judged):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.blocks
+            self.steps = 0
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.steps += 1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam((each for each in self.parameters() if each.requires_grad), lr=1e-2, fused=True)
+
+    def finetuning() -> BackboneFinetuning:
+        return BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+
+    plain = trainer(None, max_epochs=2, callbacks=[finetuning()])
+    plain.fit(Backbone(), batches())
+    plain.save_checkpoint(tmp_path / "some.ckpt")
+    module = Backbone()
+    with pytest.raises(UsageError, match=r"BackboneFinetuning had unfrozen .* without ckpt_path: load the .*weights"):
+        trainer(strategy_at(home), max_epochs=3, callbacks=[finetuning()]).fit(
+            module, batches(), ckpt_path=tmp_path / "some.ckpt", weights_only=False
+        )
+    assert module.steps == 0
+    found = []
+    for strategy in (strategy_at(home), None):
+        again = Backbone.load_from_checkpoint(tmp_path / "some.ckpt", weights_only=False)
+        trainer(strategy).fit(again, batches())
+        found.append(again.state_dict())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused(strategy_at: MakeStrategy) -> None:
