@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 TIERS = ("device", "host", "disk")
 WIDTH, HEIGHT = 1000, 200
 """Of one tier's part of the picture, in pixels."""
+TITLE = 40
+_MOST_MARKS = 12
+"""So many changes between forward and backward are named."""
 PLANNED, MEASURED = BLUE, ORANGE
 
 
@@ -47,20 +50,21 @@ class Curve:
 class MemoryTimeline(Recorder, OutsideFit):
     """Shows the bytes of pages in each tier at each tick of one batch, planned against measured:
 
-    - TensorBoard's picture `memory/timeline`, and curves `memory_timeline/<tier>_planned_MB`, `..._measured_MB`, whose
-      axis of steps is that of ticks;
-    - `memory_timeline.csv` and the same picture, `memory_timeline.png`, in the logger's folder, or without a logger in
-      `lightning_ptm_logs` in the Trainer's root folder;
+    - TensorBoard's picture `memory/timeline`;
+    - the same picture, `memory_timeline.png`, and its numbers, `memory_timeline.csv`, in the logger's folder, or without a
+      logger in `lightning_ptm_logs` in the Trainer's root folder;
     - `memory_inventory.csv` there: what the pages of each tier are for;
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
       batch, as `memory/<tier>_MB/<loop>`.
 
     Planned is what a tier holds at the worst moment of a tick: homes, staging, and gathered units. Measured is the larger
     of the tick's begin and end; it may be more than planned where there is room: gradients keep their pages until they have
-    reached the disk. Activations and what else is no page are in neither. Where a batch goes through the plan several
-    times, a tick shows the most. Numbers are of rank 0. Does nothing with other strategies. A Trainer's second one adds
-    `_2` to what it names. Of validate, test and predict files end in `_<loop>` (`memory_timeline_test.csv`) and names in
-    TensorBoard in `/<loop>`, beside those of fit. `fast_dev_run` writes nothing.
+    reached the disk. Behind the last tick is what is there when the batch ends. Activations and what else is no page are in
+    neither. Where a batch goes through the plan several times, a tick shows the most. Numbers are of rank 0.
+
+    Other strategies are left alone. A Trainer's second one adds `_2` to what it names. Of validate, test and predict files
+    end in `_<loop>` (`memory_timeline_test.csv`) and names in TensorBoard in `/<loop>`, beside those of fit. `fast_dev_run`
+    writes nothing.
 
     Args:
         batch: the one that is recorded, counted from 0; the first two are traced and planned anew.
@@ -99,18 +103,12 @@ class MemoryTimeline(Recorder, OutsideFit):
             return  # a run without pages
         self._write(trainer, ticks)
         boards = boards_of(trainer)
-        group = own_name(trainer, self, "memory_timeline")
-        for logger in boards:
-            for curve in self.curves:
-                for name, values in (("planned", curve.planned), ("measured", curve.measured)):
-                    for tick, value in enumerate(values):
-                        tag = loop_tag(trainer, f"{group}/{curve.tier}_{name}_MB")
-                        logger.experiment.add_scalar(tag, value / 1e6, tick)
         self._write_inventory(trainer, strategy)
         path = file_of(trainer, self, "memory_timeline.png")
         if path is None and not boards:
             return
-        image = picture(self.curves)
+        loop = trainer.state.fn.value if trainer.state.fn is not None else "a run"
+        image = picture(self.curves, f"batch {batches[0].number} of {loop}", _names(ticks))
         if image is None:
             return
         if path is not None:
@@ -124,9 +122,7 @@ class MemoryTimeline(Recorder, OutsideFit):
         path = file_of(trainer, self, "memory_timeline.csv")
         if path is None:
             return
-        names: dict[int, str] = {}
-        for event in ticks:
-            names.setdefault(event.index, event.name)
+        names = _names(ticks)
         count = max(len(values) for curve in self.curves for values in (curve.planned, curve.measured))
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
@@ -135,7 +131,7 @@ class MemoryTimeline(Recorder, OutsideFit):
             for tick in range(count):
                 both = [values for curve in self.curves for values in (curve.planned, curve.measured)]
                 numbers = [values[tick] if tick < len(values) else "" for values in both]
-                writer.writerow([tick, names.get(tick, "end"), *numbers])
+                writer.writerow([tick, names[tick] if tick < len(names) else "end", *numbers])
 
     def _write_inventory(self, trainer: Trainer, strategy: AngelPTMStrategy) -> None:
         path = file_of(trainer, self, "memory_inventory.csv")
@@ -145,6 +141,14 @@ class MemoryTimeline(Recorder, OutsideFit):
             writer = csv.writer(file)
             writer.writerow(["tier", "pages for", "bytes"])
             writer.writerows((use.tier, use.purpose, use.bytes) for use in strategy.inventory())
+
+
+def _names(ticks: list[Event]) -> list[str]:
+    """Of ticks in their order: unit and phase."""
+    names: dict[int, str] = {}
+    for event in ticks:
+        names.setdefault(event.index, event.name)
+    return [names[index] for index in sorted(names)]
 
 
 def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]:
@@ -158,7 +162,7 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
         Curve(
             room.tier,
             planned[room.tier].per_tick if room.tier in planned else (),
-            tuple(sizes[TIERS.index(room.tier)] for sizes in measured),
+            (*(sizes[TIERS.index(room.tier)] for sizes in measured), room.used_bytes),
             room.bytes,
             planned[room.tier].budget if room.tier in planned else room.bytes,
         )
@@ -166,9 +170,16 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
     )
 
 
-def picture(curves: tuple[Curve, ...]) -> Image | None:
+def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Image | None:
     """A picture: for each tier, measured bytes filled, planned ones as a line, over ticks, with
-    what pages may take; what is over it is red. None, with a warning, without Pillow."""
+    what pages may take; what is over it is red. None, with a warning, without Pillow.
+
+    Args:
+        of: what was recorded.
+        names: of ticks, each a unit and a phase.
+    """
+    units, phases = zip(*(name.rpartition(" ")[::2] for name in names), strict=True) if names else ((), ())
+    marks = [(tick, phase) for tick, phase in enumerate(phases) if not tick or phase != phases[tick - 1]]
     panels = [
         BytesPanel(
             title=curve.tier.upper(),
@@ -181,11 +192,14 @@ def picture(curves: tuple[Curve, ...]) -> Image | None:
             bound_name="taken at the start",
             bound=curve.room,
             axis=curve is curves[-1],
+            marks=marks if len(marks) <= _MOST_MARKS else (),
+            names=[*(".".join(unit.split(".")[-2:]) for unit in units), "end"],
         )
         for curve in curves
     ]
     try:
-        return draw("", panels, WIDTH, HEIGHT * len(curves))
+        title = f"Bytes of pages in each tier, {of}; a tick is one forward or backward of one unit"
+        return draw(title, panels, WIDTH, HEIGHT * len(curves) + TITLE)
     except ConfigError as error:
         rank_zero_warn(f"MemoryTimeline: {error}; memory_timeline.csv has its numbers")
         return None

@@ -69,6 +69,7 @@ class BytesPanel:
         limit: what neither may exceed; named in `limit_name`. bound: another one, dashed, for the reader alone.
         marks: ticks at which something begins, by name, in order.
         axis: ticks are numbered and marks named below it; a panel right under it can do that for both.
+        names: of ticks, in place of their numbers where there is room for all.
         weight: share of the picture's height.
     """
 
@@ -81,6 +82,7 @@ class BytesPanel:
     bound: float = 0.0
     marks: Sequence[tuple[int, str]] = ()
     axis: bool = True
+    names: Sequence[str] = ()
     weight: float = 1.0
 
 
@@ -317,7 +319,11 @@ class _Canvas:
 
     def _tick_axis(self, panel: BytesPanel, ticks: int, y0: int, y1: int) -> None:
         width = self._x1 - self._x0
-        for value in _nice_steps(ticks, 12) if panel.axis else ():
+        widest = max(map(self._small.getlength, panel.names), default=0.0)
+        named = panel.axis and len(panel.names) == ticks and (widest + 6) * ticks <= width
+        for tick, name in enumerate(panel.names if named else ()):
+            self.write(self._x0 + width * (tick + 0.5) / ticks, y1 + 6, name, _DIM, anchor="ma")
+        for value in _nice_steps(ticks, 12) if panel.axis and not named else ():
             if value == int(value):
                 x = self._x0 + width * value / ticks
                 self._pen.line((x, y1, x, y1 + 4), fill=_DIM)
@@ -330,7 +336,7 @@ class _Canvas:
             if panel.axis:
                 self.write((x + self._x0 + width * end / ticks) / 2, y1 + 21, name, _INK, anchor="ma")
         if panel.axis:
-            self.write(self._x0 - 12, y1 + 6, "tick", _DIM, anchor="ra")
+            self.write(self._x0 - 12, y1 + 6, "unit" if named else "tick", _DIM, anchor="ra")
 
 
 class _Scale:

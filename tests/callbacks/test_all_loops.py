@@ -58,7 +58,7 @@ def test_other_loops_log_under_their_own_names(strategy_at, board_trainer, model
     getattr(trainer, loop)(model, data)
     shown = board()
     scalars = {tag for tag in shown.Tags()["scalars"] if tag.endswith(f"/{loop}")}
-    assert {tag.split("/")[0] for tag in scalars} == {"memory", "memory_timeline", "links", "stall", "speed"}
+    assert {tag.split("/")[0] for tag in scalars} == {"memory", "links", "stall", "speed"}
     assert [event.step for event in shown.Scalars(f"links/cache_hits/{loop}")] == [2, 4]
     assert [event.step for event in shown.Scalars(f"memory/disk_MB/{loop}")] == [2, 4]
     *_, speed = shown.Scalars(f"speed/model_TFLOP_per_s/{loop}")
@@ -82,8 +82,6 @@ def test_a_loop_after_fit_does_not_mix_with_it(strategy_at, board_trainer, model
     assert names(tmp_path / "logs") >= of_loop("test")
     shown = board()
     assert len(shown.Images("memory/timeline")) == len(shown.Images("memory/timeline/test")) == 1
-    curve = "memory_timeline/device_measured_MB"
-    assert (len(shown.Scalars(curve)), len(shown.Scalars(f"{curve}/test"))) == (8, 4)  # ticks
     for tag in ("links/overlap", "memory/host_MB", "stall/fetch_s_per_step"):
         assert [event.step for event in shown.Scalars(tag)] == [0, 1, 2, 3], tag
         assert [event.step for event in shown.Scalars(f"{tag}/test")] == [1, 2, 3, 4], tag
@@ -241,7 +239,6 @@ def test_two_of_a_kind_keep_out_of_each_others_way(strategy_at, board_trainer, m
         assert [row["name"] for row in rows if row["name"].startswith("batch ")] == [f"batch {batch}"]
     tags = board().Tags()
     assert set(tags["images"]) == {"memory/timeline", "memory/timeline_2"}
-    assert "memory_timeline_2/disk_planned_MB" in tags["scalars"]
     assert all(
         one.value > other.value > 0
         for one, other in zip(board().Scalars("gradients/norm"), board().Scalars("gradients_2/norm"), strict=True)
@@ -290,4 +287,4 @@ def test_a_batch_that_goes_through_the_plan_twice_shows_the_most_of_each_tick(
     model.predict_step = predict_step
     watch = MemoryTimeline()
     board_trainer(strategy_at("three_tiers"), [watch], logger=False).predict(model, data)
-    assert {len(curve.measured) for curve in watch.curves} == {4}
+    assert {len(curve.measured) for curve in watch.curves} == {5}

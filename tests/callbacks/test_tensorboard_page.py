@@ -72,8 +72,6 @@ CHARTS_WANTED = {
     "memory/device_MB",
     "memory/host_MB",
     "memory/disk_MB",
-    "memory_timeline/device_measured_MB",
-    "memory_timeline/device_planned_MB",
     "speed/samples_per_s",
     "speed/tokens_per_s",
     "stall/fetch_s_per_step",
