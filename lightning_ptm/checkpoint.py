@@ -213,12 +213,14 @@ class Restored:
         parameters: values for parameters without storage, which pages will have.
         buffers: the same of buffers: module, attribute, value.
         versions: of these parameters, when the state dict was loaded.
+        precise: what the module had to round: parameter, or module and attribute of a buffer, value, and dtype there.
         here: what has been loaded, as `Given` files it: by id of the parameter, or of the module and attribute.
     """
 
     parameters: tuple[tuple[torch.nn.Parameter, Tensor], ...] = ()
     buffers: tuple[tuple[torch.nn.Module, str, Tensor], ...] = ()
     versions: tuple[tuple[torch.nn.Parameter, int], ...] = ()
+    precise: tuple[tuple[torch.nn.Parameter | tuple[torch.nn.Module, str], Tensor, torch.dtype], ...] = ()
     here: frozenset[int | tuple[int, str]] = frozenset()
 
     def refuse_written(self, module: torch.nn.Module) -> None:
@@ -234,6 +236,20 @@ class Restored:
                 f"checkpoint['state_dict'] in the LightningModule's on_load_checkpoint, or edit weights in on_fit_start, "
                 f"inside of `with self.trainer.strategy.gathered(self):`"
             )
+
+    def untouched(self, module: torch.nn.Module) -> Restored:
+        """Before pages take over: what the module had to round, and nobody has changed since, gets its whole value there."""
+        parameters, buffers = list(self.parameters), list(self.buffers)
+        known = {id(parameter) for parameter in module.parameters()}
+        for place, value, dtype in self.precise:
+            now = place[0]._buffers.get(place[1]) if isinstance(place, tuple) else place
+            if now is None or now.is_meta or not torch.equal(now, value.to(now.device, dtype).to(now.dtype)):
+                continue
+            if isinstance(place, tuple):
+                buffers.append((*place, value))
+            elif id(place) in known:
+                parameters.append((place, value))
+        return dataclasses.replace(self, parameters=tuple(parameters), buffers=tuple(buffers), precise=())
 
     @torch.no_grad()
     def fill(self, engine: Engine) -> None:
@@ -253,7 +269,8 @@ class Restored:
 
 
 def load_before_pages(module: LightningModule, state: Mapping[str, Any], *, strict: bool) -> Restored:
-    """Loads a state dict as torch does, at once, into all that has storage; what is on the meta device or closed waits.
+    """Loads a state dict as torch does, at once, into all that has storage; what is on the meta device or closed waits, and
+    what is rounded there has its whole value kept: no run loses precision by going on.
 
     Raises: as `load_module_state`.
     """
@@ -275,12 +292,33 @@ def load_before_pages(module: LightningModule, state: Mapping[str, Any], *, stri
     here: set[int | tuple[int, str]] = set()
     here |= {id(item) for name, item in named.items() if name not in missing} - lacking
     here |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
+    held = {id(item): (item, item, name) for name, item in named.items() if name not in missing}
+    held |= {id(buffer): ((owner, name), buffer, path) for owner, name, path, buffer in places if path not in missing}
+    precise = tuple(
+        (place, state[name], item.dtype)
+        for place, item, name in held.values()
+        if name in state and _rounds(item, state[name])
+    )
     return Restored(
         tuple(parameters.values()),
         tuple((owner, name, state[path]) for owner, name, path, buffer in places if buffer.is_meta and path in state),
         tuple((parameter, parameter._version) for parameter in module.parameters() if id(parameter) in lacking),
+        precise,
         frozenset(here),
     )
+
+
+def _rounds(item: Any, value: Any) -> bool:
+    """Whether a value lost something when it was copied into a parameter or buffer with storage."""
+    if (
+        not isinstance(item, Tensor)
+        or not isinstance(value, Tensor)
+        or item.is_meta
+        or isinstance(item, ClosedParameter)
+    ):
+        return False
+    floats = item.is_floating_point() and value.is_floating_point() and item.shape == value.shape
+    return floats and torch.promote_types(item.dtype, value.dtype) != item.dtype
 
 
 def _named(module: LightningModule) -> dict[str, Any]:

@@ -328,6 +328,7 @@ class AngelPTMStrategy(ParallelStrategy):
         known = self._began_with() if self._began_with is not None else None
         if self._restored is not None:
             self._restored.refuse_written(self.lightning_module)
+            self._restored = self._restored.untouched(self.lightning_module)
         if self._restored is not None or known is not self.lightning_module:
             self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)

@@ -127,9 +127,9 @@ class _Unit:
     calls: dict[int, bool] = field(default_factory=dict)
     """Forward calls by number, of all micro-batches: whether the gradients of the inputs have come in this pass."""
     blind_calls: int = 0
-    """Forward calls without gradients, which a reentrant checkpoint may still recompute."""
-    reentrant: bool = False
-    """Such a checkpoint has recomputed a call in this pass."""
+    """Forward calls without gradients, which a reentrant checkpoint may recompute, in each pass anew."""
+    again: int = 0
+    """Of these, those that were recomputed in this pass."""
 
 
 class Calls:
@@ -170,17 +170,16 @@ class Calls:
     def called_again(self, unit: int) -> None:
         """A reentrant checkpoint computes a blind call again. Each has a backward of its own, with gradients for all."""
         entry = self._units[unit]
-        entry.blind_calls -= 1
-        if entry.reentrant:
+        if entry.again:
             entry.due += self._trained(unit)
-        entry.reentrant = True
+        entry.again += 1
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """A backward pass begins: no unit has come to it."""
         for unit, entry in enumerate(self._units):
-            entry.state, entry.due, entry.reentrant = State.RESTING, self._trained(unit), False
+            entry.state, entry.due, entry.again = State.RESTING, self._trained(unit), 0
             entry.calls = dict.fromkeys(entry.calls, False)
 
     def output(self, unit: int) -> tuple[Action, ...]:
@@ -199,7 +198,7 @@ class Calls:
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
         """The gradients of a call's inputs have been computed; of those that other micro-batches have, too, in part."""
         entry = self._units[unit]
-        if call not in entry.calls or not (entry.reentrant or self._takes_part(call)):
+        if call not in entry.calls or not (entry.again or self._takes_part(call)):
             return ()
         entry.calls[call] = True
         return self._step(unit, Event.INPUTS)
@@ -219,8 +218,8 @@ class Calls:
             entry.state,
             event,
             complete=entry.due == 0,
-            open_calls=any(entry.reentrant or self._takes_part(call) for call in still_open),
-            blind_calls=entry.blind_calls > 0,
+            open_calls=any(entry.again or self._takes_part(call) for call in still_open),
+            blind_calls=entry.blind_calls > entry.again,
         )
         return actions
 

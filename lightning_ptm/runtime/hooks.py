@@ -12,6 +12,7 @@ so a unit gathered for recompute stays until its backward ends.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +55,9 @@ class BackwardListener(Protocol):
         """A good moment for work in the background to be moved on."""
 
 
+_OPAQUE = (str, int, float, type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, partial)
+"""Kinds of arguments that hold no tensors of a call."""
+
 _DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 
 
@@ -65,19 +69,27 @@ def _in_derivative() -> bool:
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts and dataclasses."""
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, seen)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from tensors_in(item, seen)
+    elif isinstance(value, _OPAQUE):
+        return
+    elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name), seen)
+    elif hasattr(value, "__dict__"):
+        seen = set() if seen is None else seen
+        if id(value) not in seen:
+            seen.add(id(value))
+            for item in tuple(vars(value).values()):
+                yield from tensors_in(item, seen)
 
 
 def _refuse_absent(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
@@ -146,16 +158,20 @@ class Hooks:
 
     def begin_iteration(self) -> None:
         """Forgets calls whose backward never came, and what ended in an error which the user caught."""
-        for unit in self._units:
-            self._executor.leave_backward(unit.index)
         self._calls.forget()
-        self._in_pass = self._wrapped = False
-        self._executor.computation_ends(Phase.BACKWARD)
+        self._give_pass_up()
         for index, *_ in self._guarded:
             self._executor.leave(index)
         self._guarded = []
         self._saved.abandon()
         self._forget_inputs()
+
+    def _give_pass_up(self) -> None:
+        """A backward pass, if one is in progress, is over in its middle."""
+        for unit in self._units:
+            self._executor.leave_backward(unit.index)
+        self._in_pass = self._wrapped = False
+        self._executor.computation_ends(Phase.BACKWARD)
 
     def abandon(self) -> None:
         """An iteration failed half-way: close what is open."""
@@ -171,8 +187,12 @@ class Hooks:
         """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
         self._wrapped = True
         self._start_pass()
-        with self._recompute.checked():
-            yield
+        try:
+            with self._recompute.checked():
+                yield
+        except BaseException:  # which the step may survive, and go on with another pass
+            self._give_pass_up()
+            raise
         self._wrapped = False
         if self._in_pass:
             self._finish_pass()
@@ -291,6 +311,8 @@ class Hooks:
                 self._calls.called_again(index)
                 self._watch_inputs(index, args, kwargs)
             return None
+        if self._in_pass and not self._wrapped:
+            self._give_pass_up()  # one of the user's own, which has ended in an error that he caught
         if torch._C._get_tracing_state() is not None and not self._stores[index].resident:
             raise UsageError(
                 f"{self._units[index].name} is traced (torch.jit.trace, or a logger with log_graph=True) while its weights "
@@ -318,13 +340,17 @@ class Hooks:
             return None
         call = self._calls.called(index)
         self._nodes[call] = _nodes_of(inputs)
-        done = partial(self._inputs_done, index, call)
-        self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inputs, done, mode="all"))
+        # autograd.grad refuses to say whether it comes to a leaf: where there are no others, the call ends with the pass.
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if inner:
+            done = partial(self._inputs_done, index, call)
+            self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inner, done, mode="all"))
         return call
 
     def _takes_part(self, call: int) -> bool:
-        """Whether the backward pass in progress, in this thread, goes through a call."""
-        return any(map(torch._C._will_engine_execute_node, self._nodes[call]))
+        """Whether the backward pass in progress, in this thread, may go through a call."""
+        nodes = self._nodes[call]
+        return not nodes or any(map(torch._C._will_engine_execute_node, nodes))
 
     def _forget_inputs(self) -> None:
         # A hook over several inputs holds the nodes of all of them, and each node holds the hook. Where units share an input
@@ -345,8 +371,9 @@ class Hooks:
             for tensor in outputs:
                 tensor.register_hook(partial(self._output_gradient, index))
             if call is not None and outputs:
-                # More exact than the inputs, which calls of several micro-batches may share.
-                self._nodes[call] = _nodes_of(outputs)
+                # Besides those of the inputs, which calls of several micro-batches may share, so that nobody waits for a call
+                # in vain, and none is missed: what changes an output in place may leave no way to its own node.
+                self._nodes[call] += _nodes_of(outputs)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -427,7 +454,9 @@ class Hooks:
 
 
 def _nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple(torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors)
+    """Of tensors that are no leaves, and of what they are views of."""
+    bases = (tensor._base for tensor in tensors)
+    return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
 class _OfACopy(Hooks):

@@ -103,21 +103,30 @@ def resumed(
     return module
 
 
+EDITS: list[tuple[type[Twin], type[Callback] | None]] = [
+    (PerturbsInConfigureOptimizers, None),
+    (LoadPreHook, None),
+    (LoadPostHook, None),
+    (OverriddenLoad, None),
+    (Twin, EditsData),
+    (Twin, EditsInPlace),
+]
+
+
+READS: list[tuple[type[Twin], None]] = [(Twin, None), (Anchored, None)]
+
+
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize(
-    ("saved", "goes_on"), [("bf16-true", "bf16-true"), ("bf16-true", "32-true"), ("64-true", "64-true")]
-)
-@pytest.mark.parametrize(
-    ("kind", "callback"),
+    ("saved", "goes_on", "kind", "callback"),
     [
-        (Twin, None),
-        (PerturbsInConfigureOptimizers, None),
-        (LoadPreHook, None),
-        (LoadPostHook, None),
-        (OverriddenLoad, None),
-        (Anchored, None),
-        (Twin, EditsData),
-        (Twin, EditsInPlace),
+        *(
+            ("bf16-true", goes_on, *of)
+            for goes_on in ("bf16-true", "32-true")
+            for of in [*EDITS, (Twin, None), (Anchored, None)]
+        ),
+        # What nobody has edited is not rounded to the module's dtype there, as it is by a plain Trainer.
+        *(("64-true", "64-true", *of) for of in EDITS),
     ],
 )
 def test_what_is_done_to_loaded_weights_counts(
@@ -132,6 +141,19 @@ def test_what_is_done_to_loaded_weights_counts(
     path = checkpoint_of(tmp_path / "x.ckpt", saved)
     ours = resumed(kind, strategy_at(home, half_products="native"), path, callback, precision=goes_on)
     assert_alike(ours, resumed(kind, None, path, callback, precision=goes_on))
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+def test_no_precision_is_lost_by_going_on(home: str, strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    """A plain Trainer loads a checkpoint of `64-true` into a module that is still fp32; ours goes on as if without an end."""
+    ours = resumed(Twin, strategy_at(home), checkpoint_of(tmp_path / "x.ckpt", "64-true"), precision="64-true")
+    with quietly():
+        torch.manual_seed(3)
+        whole = Twin()
+        trainer(max_epochs=2, precision="64-true").fit(whole, vectors())
+    assert all(map(torch.equal, ours.losses, whole.losses[-len(ours.losses) :])) and len(ours.losses) == 3
+    pairs = zip(ours.parameters(), whole.parameters(), strict=True)
+    assert all(one.dtype is torch.float64 and torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_float16_run_goes_on(strategy_at: MakeStrategy, tmp_path: Path) -> None:

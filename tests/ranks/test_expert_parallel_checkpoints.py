@@ -51,7 +51,7 @@ def run(
     """One rank's part. What is loaded must count: the module itself begins with other values."""
     begins = loaded is None and weights is None
     torch.manual_seed(0 if begins else 1)
-    module = MoETower().double()  # as on one device, a checkpoint is loaded into the module as it is built, and rounded
+    module = MoETower()
     settings = {"units": ["Expert"], "expert_parallel_size": size, "state_dict_type": kind, "weights": weights}
     strategy = make_strategy(disk, tier, async_save=kind == "sharded", **settings)
     callback = SaveTo(saved, SAVED_AFTER if begins else 0)

@@ -101,7 +101,7 @@ def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
 
     class Strategy(AngelPTMStrategy):
         def _make_communicator(self, events: Any) -> Any:
-            return Counting(self.root_device, self._timeout, events)
+            return Counting(self._backend, self._timeout, events)
 
     torch.manual_seed(0)
     strategy = Strategy(page_size="64KiB", reduce_gradients=reduce_gradients)

@@ -18,6 +18,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.inventory import Lifetime, What
 from lightning_ptm.runtime.blueprint import Request, decide
 from lightning_ptm.runtime.executor import Mode
@@ -203,12 +204,12 @@ def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
         Settings(page_size="64KiB", device_memory="8MiB", parameter_home="host"),
         torch.bfloat16,
         True,
-        torch.device("cpu"),
+        CpuBackend(),
         False,
         False,
         False,
     )
-    drawn = decide(request, Machine("cpu", 0, 24 << 30, 1 << 40, 2, 1), 1)
+    drawn = decide(request, Machine(False, 0, 24 << 30, 1 << 40, 2, 1), 1)
     narrow = dataclasses.replace(drawn, placement=dataclasses.replace(drawn.placement, gather_bytes=0))
     planner = Planner(narrow, SoloCommunicator())
     with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
