@@ -1,0 +1,571 @@
+"""The executor on pages of RAM: it follows a plan, fetches on use where there is none, and gives up what nobody leases.
+
+Four units of a page each, behind a root without parameters. What moved is written down by the stores (`Parts.logged`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from small_parts import Model, Parts, parts
+
+from lightning_ptm.comm import Request
+from lightning_ptm.errors import CapacityError, UsageError
+from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.runtime.executor import Executor, Mode
+from lightning_ptm.runtime.tracer import Tracer
+from lightning_ptm.terms import Kind, Operation, Phase, Tier
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
+
+
+class Run:
+    """An executor over some units. What it asks of others is answered from fields."""
+
+    def __init__(self, made: Parts, by_need: tuple[int, ...] = ()) -> None:
+        self.parts = made
+        self.events = Events()
+        self.updating: set[int] = set()
+        self.finished: list[int] = []
+        self.reclaimed: list[bool] = []
+        self.leaving: list[Any] = []
+        """Gradients on the device, which `reclaim` gives back one by one."""
+        self.traced: list[tuple[Mode, Trace]] = []
+        self.made: Plan | None = None
+        self.agreed: list[Request] = []
+        agreement: Any = self if made.communicator.world_size > 1 else None
+        tracer = Tracer(made.units, lambda: 0, CpuBackend())
+        self.executor = Executor(
+            made.stores,
+            tracer,
+            agreement,
+            self.updating.__contains__,
+            self.finish,
+            self.replan,
+            made.read,
+            self.reclaim,
+            self.events,
+            lambda: (0, 0, 0),
+            by_need,
+        )
+
+    def request(self, request: Request) -> None:
+        assert self.executor.used(request.unit)  # its pages are not given up while other ranks come
+        self.agreed.append(request)
+
+    def finish(self, unit: int) -> None:
+        self.finished.append(unit)
+        self.updating.discard(unit)
+
+    def replan(self, mode: Mode, trace: Trace) -> tuple[Plan, Trace] | None:
+        self.traced.append((mode, trace))
+        return None if self.made is None else (self.made, trace)
+
+    def reclaim(self, wait: bool) -> bool:
+        self.reclaimed.append(wait)
+        if wait and self.leaving:
+            self.parts.allocator.release(self.leaving.pop())
+            return True
+        return False
+
+    def forward(self, *units: int) -> list[list[str]]:
+        """Calls of units, one behind the other; what moved at each, and a look at the values of each."""
+        return [self.call(unit) for unit in units]
+
+    def call(self, unit: int, phase: Phase = F) -> list[str]:
+        self.executor.enter(unit, phase)
+        for flat in self.parts.stores[unit].flats:
+            assert torch.equal(flat.full()[: flat.layout.shard_numel], self.parts.values[flat.layout.index])
+        if phase is F:
+            self.executor.leave(unit)
+        else:
+            self.executor.leave_backward(unit)
+        return self.parts.logged()
+
+
+@contextmanager
+def run(count: int = 3, *, by_need: tuple[int, ...] = (), double: bool = False, **settings: Any) -> Iterator[Run]:
+    with parts(Model(count, double), world_size=1 + double, **settings) as made:
+        yield Run(made, by_need)
+
+
+def plan(text: str) -> Plan:
+    """`fetch 1 | release 1, fetch 2 |`: tasks by trigger; the last trigger is behind the last tick."""
+    triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
+    tasks = [
+        Task(Operation(word), int(unit), Kind(*kind or ["full"]), 0, 1, trigger)
+        for trigger, each in enumerate(triggers)
+        for word, unit, *kind in each
+    ]
+    return Plan(tuple(tasks), len(triggers) - 1)
+
+
+def trace(*ticks: tuple[int, Phase]) -> Trace:
+    return Trace(tuple(Tick(unit, phase, tuple(sorted({0, unit}))) for unit, phase in ticks))
+
+
+def forwards(*units: int) -> Trace:
+    return trace(*((unit, F) for unit in units))
+
+
+AHEAD = "fetch 1 | fetch 2 | release 1, fetch 3 | release 2 | release 3"
+"""Of a forward of the root and three units, of which two are there at once."""
+
+
+# -- a plan ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_followed_tick_by_tick() -> None:
+    with run(device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        for _ in range(2):
+            it.executor.begin(TRAIN, trace=False)
+            moved = it.forward(0, 1, 2, 3)
+            assert moved == [["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"], ["release 2"]]
+            it.executor.end()
+            assert it.parts.logged() == ["release 3"] and it.parts.live == []
+        uses = it.executor.uses
+        assert (uses.kept, uses.ahead, uses.late, it.executor.fetch_misses) == (0, 6, 0, 0)
+
+
+def test_a_plan_of_several_ranks_fetches_shards_and_agrees_on_gathers() -> None:
+    steps = "fetch 1 parameter, gather 1 | fetch 2 parameter | release 1, evict 1, gather 2 | release 2, evict 2"
+    with run(2, double=True, device_pages=6) as it:
+        it.executor.adopt(TRAIN, plan(steps), forwards(0, 1, 2))
+        it.executor.begin(TRAIN, trace=False)
+        assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "evict 1", "fetch 2"]]
+        it.executor.end()
+        assert it.parts.device_pages_free == 6
+        assert it.agreed == [Request(Operation.GATHER, 1), Request(Operation.GATHER, 2)]  # I2
+        assert it.parts.communicator.issued == ["gather 0", "gather 1"]
+
+
+def test_another_order_is_slower_and_never_wrong() -> None:
+    with run(device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.begin(TRAIN, trace=False)
+        assert it.forward(0, 2, 1, 3, 1)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"], []]
+        it.executor.end()
+        assert it.executor.uses.late == 2 and it.executor.fetch_misses == 2
+        it.executor.begin(TRAIN, trace=False)  # the next one may follow it again
+        it.parts.logged()
+        it.executor.release_all()
+        it.parts.logged()
+        assert it.forward(0, 1, 2) == [["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
+
+
+def test_a_plan_that_was_left_is_not_taken_up_again() -> None:
+    with run(device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.begin(TRAIN, trace=False)
+        assert it.forward(0, 2, 2, 3)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"]]
+
+
+def test_what_is_leased_is_not_released_by_a_plan() -> None:
+    with run(device_pages=3) as it:
+        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(0)
+        it.executor.use(1)
+        assert it.forward(1, 2, 3) == [["fetch 2"], ["fetch 3"], ["release 2"]]
+        assert it.parts.live == [1, 3]
+        it.executor.leave(1)
+        it.executor.end()
+
+
+def test_a_fetch_without_room_is_left_to_its_use() -> None:
+    with run(device_pages=1) as it:
+        it.executor.adopt(TRAIN, plan("fetch 1, fetch 2 | | release 1 |"), forwards(0, 1, 2))
+        it.executor.begin(TRAIN, trace=False)
+        assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "fetch 2"]]
+        assert it.executor.fetch_misses == 2  # in vain, and late
+
+
+def test_a_forward_plan_begins_again_behind_the_root() -> None:
+    with run(2, device_pages=2) as it:
+        it.executor.adopt(FORWARD, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
+        it.executor.begin(FORWARD, trace=False)
+        it.executor.enter(0, F)  # stays for all passes
+        assert it.parts.logged() == ["fetch 1"]
+        one_pass = [["release 2", "fetch 1", "fetch 2"], ["release 1"]]
+        assert it.forward(1, 2, 1, 2, 1, 2) == [["fetch 2"], ["release 1"], *one_pass, *one_pass]
+        assert not it.executor.wants_trace(FORWARD)
+        it.executor.end()
+        assert it.executor.uses.late == 0
+
+
+def test_a_training_plan_does_not_begin_again() -> None:
+    with run(2, device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
+        it.executor.begin(TRAIN, trace=False)
+        assert it.forward(0, 1, 2, 1, 2)[3:] == [["fetch 1"], []]
+        assert it.executor.wants_trace(TRAIN)
+
+
+# -- without one ----------------------------------------------------------------------------------------------------------
+
+
+def test_units_are_fetched_on_use_and_given_up_farthest_use_first() -> None:
+    ticks = trace((0, F), (1, F), (2, F), (3, F), (3, B), (2, B), (1, B))
+    with run(device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan("|||||||"), ticks)
+        it.executor.begin(TRAIN, trace=False)
+        # At the third, the first is needed last; in the backward the third, in the next iteration.
+        assert it.forward(0, 1, 2, 3) == [[], ["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
+        assert it.call(3, B) == [] == it.call(2, B)
+        assert it.call(1, B) == ["release 3", "fetch 1"]
+        uses = it.executor.uses
+        assert (uses.kept, uses.ahead, uses.late) == (2, 0, 4)
+
+
+def test_gradients_that_leave_give_way_before_units() -> None:
+    with run(device_pages=2) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(1)
+        it.leaving.append(it.parts.paged(torch.ones(8), Tier.DEVICE))
+        assert it.forward(2) == [["fetch 2"]]
+        assert it.leaving == [] and it.parts.live == [1, 2]
+        assert it.forward(3) == [["release 2", "fetch 3"]]
+
+
+def test_spare_shards_give_way_where_no_unit_can() -> None:
+    with run(2, double=True, device_pages=3) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.parts.stores[1].fetch_shards()
+        assert it.forward(2) == [["evict 1", "fetch 2"]]
+
+
+def reads(executor: Executor, unit: int) -> None:
+    executor.use(unit)
+    executor.require(unit)
+
+
+LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]] = {
+    "a call": (lambda it: it.enter(1, F), lambda it: it.leave(1)),
+    "a backward": (lambda it: it.enter(1, B), lambda it: it.leave_backward(1)),
+    "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
+    "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
+    "one who holds": (lambda it: it.hold(1), lambda it: it.stay(1, held=False)),
+    "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
+    "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
+    "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
+}
+
+
+@pytest.mark.parametrize("lease", LEASES)
+def test_a_leased_unit_is_not_given_up(lease: str) -> None:
+    take, give_back = LEASES[lease]
+    with run(2, device_pages=1) as it:
+        it.executor.begin(TRAIN, trace=False)
+        take(it.executor)
+        with pytest.raises(CapacityError, match=r"parts\.1 needs 65536 bytes gathered .* raise device_memory"):
+            it.executor.enter(2, F)
+        assert it.parts.live == [1]
+        it.executor.leave(2)
+        it.executor.release_all()
+        assert it.parts.live == [1]
+        give_back(it.executor)
+        it.parts.logged()
+        assert it.forward(2) == [["release 1", "fetch 2"]]
+
+
+def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.enter(1, F)
+        it.executor.enter(1, F)
+        it.executor.leave(1)
+        it.executor.release_all()
+        assert it.executor.used(1) and it.parts.live == [1]
+        it.executor.leave(1)
+        it.executor.leave_backward(1)  # it has none
+        it.executor.release_all()
+        assert not it.executor.used(1) and it.parts.live == []
+
+
+# -- updates --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_planned_fetch_waits_for_the_units_update() -> None:
+    with run() as it:
+        it.executor.adopt(TRAIN, plan("fetch 1, fetch 2, fetch 3 | | |"), forwards(0, 1, 2))
+        it.executor.begin(TRAIN, trace=False)
+        it.updating.update((1, 2, 3))
+        assert it.forward(0) == [[]]
+        it.updating.discard(2)
+        it.executor.pump()
+        assert it.parts.logged() == ["fetch 2"]
+        assert it.forward(1) == [["fetch 1"]] and it.finished == [0, 1]
+        it.executor.end()
+        it.updating.discard(3)
+        it.executor.pump()  # of an iteration that is over
+        assert it.parts.logged() == []
+
+
+def test_a_unit_is_read_when_its_update_is_done() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(1)
+        it.updating.add(1)
+        it.executor.enter(1, F)  # live, and yet
+        assert it.finished == [1, 1] and not it.updating
+
+
+# -- traces ---------------------------------------------------------------------------------------------------------------
+
+
+def ticks(found: Trace | None) -> list[tuple[int, Phase, tuple[int, ...]]]:
+    assert found is not None
+    return [(tick.unit, tick.phase, tick.live) for tick in found.ticks]
+
+
+def test_a_traced_iteration_is_planned_anew() -> None:
+    with run(2) as it:
+        it.made = plan("fetch 1 | | | |")
+        assert it.executor.wants_trace(TRAIN) and it.executor.trace(TRAIN) is None
+        it.executor.begin(TRAIN, trace=True)
+        it.executor.enter(0, F)
+        it.forward(1)
+        it.executor.hold(2)
+        it.executor.computation_begins(B)
+        it.call(1, B)
+        it.executor.computation_ends(B)
+        it.executor.computation_ends(B)  # one that never began
+        it.executor.leave(0)
+        it.forward(2)
+        it.executor.end()
+        seen = it.executor.trace(TRAIN)
+        assert ticks(seen) == [(0, F, (0,)), (1, F, (0, 1)), (1, B, (0, 1, 2)), (2, F, (2,))]
+        assert seen is not None and [tick.passes for tick in seen.ticks] == [0, 0, 0, 1]
+        assert it.traced == [(TRAIN, seen)] and it.executor.planned(TRAIN) == (it.made, seen)
+        assert it.executor.replans == 1 and not it.executor.wants_trace(TRAIN) and it.executor.wants_trace(FORWARD)
+
+
+def test_a_trace_that_fits_no_plan_leaves_the_old_one() -> None:
+    with run(1) as it:
+        it.executor.adopt(TRAIN, plan("|"), forwards(1))
+        it.executor.begin(TRAIN, trace=True)
+        it.forward(0, 1)
+        it.executor.end()
+        assert len(it.traced) == 1 and it.executor.replans == 0
+        assert it.executor.plan(TRAIN) == plan("|")
+
+
+@pytest.mark.parametrize(("second", "wanted"), [((0, 1, 2), False), ((0, 2, 1), True), ((0, 1), True)])
+def test_an_iteration_is_traced_again_once_the_order_has_changed(second: tuple[int, ...], wanted: bool) -> None:
+    with run(2) as it:
+        it.executor.begin(TRAIN, trace=True)
+        it.forward(0, 1, 2)
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(*second)
+        assert it.executor.wants_trace(TRAIN) == wanted
+        it.executor.end()
+        assert it.executor.wants_trace(TRAIN) == wanted
+        assert (it.executor.trace(TRAIN) is None) == wanted
+
+
+def test_a_rank_alone_plans_when_all_are_together() -> None:
+    with run(2) as it:
+        it.executor.begin(TRAIN, trace=True, together=False)
+        it.forward(0, 1)
+        it.executor.begin(TRAIN, trace=False, together=False)
+        it.executor.end(together=False)
+        assert it.traced == []
+        it.executor.begin(FORWARD, trace=False)
+        assert [(mode, [tick.unit for tick in each.ticks]) for mode, each in it.traced] == [(TRAIN, [0, 1])]
+
+
+def test_of_forward_passes_that_repeat_the_first_is_traced() -> None:
+    with run(2) as it:
+        it.executor.begin(FORWARD, trace=True)
+        it.executor.enter(0, F)
+        it.forward(1, 2, 1, 2)
+        it.executor.leave(0)
+        it.executor.begin(FORWARD, trace=False)
+        assert ticks(it.executor.trace(FORWARD)) == [(0, F, (0,)), (1, F, (0, 1)), (2, F, (0, 2))]
+        it.forward(0, 1, 2, 1, 2, 1, 2)
+        assert not it.executor.wants_trace(FORWARD)
+        it.forward(1)
+        assert it.executor.wants_trace(FORWARD)  # cut short
+
+
+def test_a_failed_iteration_is_forgotten() -> None:
+    with run(2) as it:
+        it.executor.begin(TRAIN, trace=True)
+        it.executor.computation_begins(B)
+        it.forward(0, 1)
+        it.executor.abandon()
+        assert it.executor.mode is None and not it.executor.computing
+        it.executor.begin(TRAIN, trace=False)
+        assert it.traced == [] and it.executor.trace(TRAIN) is None and not it.executor.called(1)
+
+
+# -- units that no plan foresees --------------------------------------------------------------------------------------------
+
+
+def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
+    with run(4, by_need=(2, 3, 4)) as it:
+        it.executor.adopt(TRAIN, plan("|fetch 1||"), forwards(0, 1, 1))
+        it.executor.begin(TRAIN, trace=True)
+        it.forward(0, 1)
+        it.executor.expect([2, 4, 3])
+        assert it.parts.logged() == ["fetch 2"]
+        assert it.forward(2, 4, 3) == [["fetch 4"], ["fetch 3"], []]
+        assert it.executor.uses.ahead == 4 and it.executor.uses.late == 0
+        it.forward(1)
+        assert not it.executor.wants_trace(TRAIN)  # the plan was followed all along
+        it.executor.end()
+        assert ticks(it.executor.trace(TRAIN)) == [(0, F, (0,)), (1, F, (1,)), (1, F, (1,))]
+
+
+def test_expected_units_that_are_left_out_are_passed_over() -> None:
+    with run(4, by_need=(2, 3, 4)) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.expect([2, 3, 4])
+        it.parts.logged()
+        assert it.forward(3) == [["fetch 3", "fetch 4"]]
+        it.executor.expect([2, 4])
+        it.parts.logged()
+        it.executor.end()
+        it.executor.release_all()
+        it.parts.logged()
+        assert it.forward(2) == [["fetch 2"]]  # nothing is expected any more
+
+
+def test_units_by_need_are_given_up_for_a_planned_fetch_unless_expected() -> None:
+    with run(3, by_need=(2, 3), device_pages=2) as it:
+        it.executor.adopt(TRAIN, plan("| | fetch 1 | |"), forwards(0, 0, 0, 0))
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(0, 2, 3)
+        it.executor.expect([2])
+        assert it.forward(0, 0) == [[], ["release 3", "fetch 1"]]
+        assert it.parts.live == [2] and it.executor.fetch_misses == 2
+
+
+def test_a_unit_by_need_that_computes_is_not_given_up() -> None:
+    with run(2, by_need=(2,), device_pages=1) as it:
+        it.executor.adopt(TRAIN, plan("| fetch 1 |"), forwards(0, 0))
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(0)
+        it.executor.enter(2, F)
+        it.parts.logged()
+        assert it.forward(0) == [[]]
+        assert it.parts.live == [2]
+
+
+# -- several ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pages", "by_need", "expected", "kept"),
+    [(6, (), (), True), (1, (), (), False), (6, (1,), (), False), (6, (1,), (2, 1), True)],
+    ids=["room", "no room", "by need", "by need and expected"],
+)
+def test_taking_part_keeps_what_there_is_room_for(
+    pages: int, by_need: tuple[int, ...], expected: tuple[int, ...], kept: bool
+) -> None:
+    with run(2, double=True, device_pages=pages, by_need=by_need) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.expect(expected)
+        it.updating.add(1)
+        it.parts.communicator.issued.clear()
+        it.executor.take_part(1)
+        assert it.parts.communicator.issued == ["gather 0"]
+        assert (1 in it.finished, it.parts.stores[1].fetched) == (True, kept)
+        assert Request(Operation.GATHER, 1) not in it.agreed  # the others have, already
+        if kept:
+            it.executor.require(1)
+            assert it.parts.communicator.issued == ["gather 0"]
+
+
+# -- parameters that close (I4) -------------------------------------------------------------------------------------------
+
+
+def is_open(it: Run, unit: int) -> bool:
+    try:
+        it.parts.module.parts[unit - 1].weight.sum()
+    except UsageError:
+        return False
+    return True
+
+
+def test_parameters_are_open_while_something_computes_with_them() -> None:
+    with run(2, home=Tier.DEVICE, closes=True) as it:
+        assert not is_open(it, 1)
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.enter(1, F)
+        assert is_open(it, 1) and not is_open(it, 2)
+        it.executor.leave(1)
+        assert not is_open(it, 1)
+        it.executor.computation_begins(F)
+        it.executor.computation_begins(B)
+        assert is_open(it, 1) and is_open(it, 2)
+        it.executor.use(2)
+        it.executor.computation_ends(B)
+        assert is_open(it, 1)
+        it.executor.computation_ends(F)
+        assert not is_open(it, 1) and is_open(it, 2)
+        it.executor.leave(2)
+        assert not is_open(it, 2)
+
+
+def test_late_parameters_open_when_somebody_has_waited_for_their_update() -> None:
+    with run(2, home=Tier.DEVICE, closes=True, late=(1,)) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.computation_begins(F)
+        assert not is_open(it, 1) and is_open(it, 2)
+        it.executor.require(1)
+        assert is_open(it, 1)
+        it.executor.computation_begins(B)
+        it.executor.updates_begin()
+        assert not is_open(it, 1) and is_open(it, 2)
+        it.executor.computation_begins(F)
+        assert not is_open(it, 1)
+
+
+def test_a_failed_iteration_leaves_nothing_open() -> None:
+    with run(2, home=Tier.DEVICE, closes=True) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.computation_begins(F)
+        it.executor.enter(1, F)
+        it.executor.abandon()
+        assert not is_open(it, 1) and not is_open(it, 2)
+
+
+# -- events ---------------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_are_told_when_they_are_over() -> None:
+    with run(2) as it:
+        told: list[Event] = []
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(0)
+        with it.events.heard_by(told.append):
+            it.executor.enter(1, F)
+            it.executor.leave(1)
+            assert [event for event in told if event.kind is EventKind.TICK] == []
+            it.executor.enter(2, B)
+            it.executor.rest()
+            it.executor.rest()
+        assert [(e.track, e.name, e.index) for e in told if e.kind is EventKind.TICK] == [
+            ("train", "parts.0 forward", 1),
+            ("train", "parts.1 backward", 2),
+        ]
+
+
+def test_compute_time_that_was_lost_is_told_by_cause() -> None:
+    with run(2) as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.forward(1)
+        fetched_s = it.executor.stall_s["fetch"]
+        assert fetched_s > 0
+        it.forward(1)
+        assert it.executor.stall_s["fetch"] == fetched_s
