@@ -1,4 +1,4 @@
-"""Gradients of one flat on each route: what is where after they are collected, used, cleared, given away; what `.grad` shows."""
+"""Gradients of one flat on each route: what is where after they are collected, used, cleared, given away; and `.grad`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING = {
 
 
 class One:
-    """The gradient of one flat: a weight and a bias that fill one page of fp32 (of each of two ranks, with `world_size` 2)."""
+    """The gradient of one flat: a weight and a bias that fill one page of fp32, of each rank."""
 
     def __init__(self, made: Parts, place: str, dtype: torch.dtype, **asked: bool) -> None:
         waits, tier, questions = PLACES[place]
