@@ -86,9 +86,9 @@ class One:
 
 @contextmanager
 def one(
-    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 16, **asked: bool
+    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 8, **asked: bool
 ) -> Iterator[One]:
-    with parts(OnePage(), (), disk=disk, device_pages=device_pages) as made:
+    with parts(OnePage(), (), disk=disk if "disk" in place else None, device_pages=device_pages) as made:
         yield One(made, place, dtype, **asked)
 
 
