@@ -1,0 +1,179 @@
+"""The states of one moment, cell by cell, with threads in the order that the test says. Many orders, and Ctrl-C:
+test_async_save.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.pieces import Buffers
+from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.terms import Tier
+
+CELL = 4096
+WAIT_S = 60
+
+
+@pytest.fixture
+def allocator() -> Iterator[Allocator]:
+    with Allocator(page_size=64 * 1024, backend=CpuBackend(), device_bytes=1 << 20, host_bytes=0, disk_bytes=0) as made:
+        yield made
+
+
+class Taking:
+    """Two tensors of three cells and a half each, of which a snapshot is made; `taken` by (tensor, first element)."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.tensors = [self._filled(allocator, index) for index in range(2)]
+        self.taken: list[tuple[int, int]] = []
+        self.values: dict[tuple[int, int], Tensor] = {}
+        self.before_put: Callable[[int, int], None] = lambda index, start: None
+        parts = [
+            Part(paged, lambda start, values, index=index: self._put(index, start, values))
+            for index, paged in enumerate(self.tensors)
+        ]
+        self.snapshot = Snapshot(allocator, parts, CELL, Buffers(allocator, []))
+
+    def _filled(self, allocator: Allocator, index: int) -> PagedTensor:
+        paged = allocator.allocate("states", 3 * CELL + CELL // 2, torch.float32, Tier.DEVICE)
+        paged.tensor().copy_(torch.arange(paged.numel) + index * 1e6)
+        return paged
+
+    def _put(self, index: int, start: int, values: Tensor) -> None:
+        self.before_put(index, start)
+        self.taken.append((index, start // CELL))
+        self.values[index, start // CELL] = values.clone()
+
+    def update(self, index: int, cell: int) -> None:
+        """As the updater does."""
+        values = self.tensors[index].tensor()[cell * CELL : (cell + 1) * CELL]
+        self.snapshot.before_write(self.tensors[index], cell * CELL, values)
+        values.fill_(torch.nan)
+
+    def assert_all(self) -> None:
+        """Each cell once, of the moment at which the snapshot was made."""
+        cells = [(index, cell) for index in range(2) for cell in range(4)]
+        assert sorted(self.taken) == cells
+        for index, cell in cells:
+            stop = min((cell + 1) * CELL, 3 * CELL + CELL // 2)
+            assert torch.equal(self.values[index, cell], torch.arange(cell * CELL, stop) + index * 1e6)
+
+
+def test_in_order_when_nobody_updates(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    taking.snapshot.take_all()
+    taking.assert_all()
+    assert taking.taken == sorted(taking.taken)
+    taking.snapshot.take_all()
+    taking.update(1, 2)
+    taking.assert_all()
+
+
+def test_what_was_announced_is_not_taken_again(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    for index, cell in ((1, 3), (0, 0), (1, 3), (0, 2)):
+        taking.update(index, cell)
+    assert taking.taken == [(1, 3), (0, 0), (0, 2)]
+    taking.snapshot.take_all()
+    taking.assert_all()
+
+
+def test_a_tensor_that_is_no_part_may_change(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    other = allocator.allocate("gradient", CELL, torch.float32, Tier.DEVICE)
+    taking.snapshot.before_write(other, 0, other.tensor())
+    assert taking.taken == []
+
+
+def test_an_update_waits_for_the_cell_that_is_being_taken(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    begun, go_on, written = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(index: int, start: int) -> None:
+        if (index, start) == (0, CELL):
+            begun.set()
+            assert go_on.wait(WAIT_S)
+
+    def update() -> None:
+        taking.update(0, 1)
+        written.set()
+
+    taking.before_put = hold
+    taker = threading.Thread(target=taking.snapshot.take_all)
+    taker.start()
+    assert begun.wait(WAIT_S)
+    updater = threading.Thread(target=update)
+    updater.start()
+    updater.join(0.05)  # it may need longer to come to the cell, never to get past it
+    assert not written.is_set()
+    go_on.set()
+    taker.join(WAIT_S)
+    updater.join(WAIT_S)
+    assert written.is_set()
+    taking.assert_all()
+
+
+def test_it_ends_when_the_last_cell_is_out_of_the_updaters_hands(allocator: Allocator) -> None:
+    taking = Taking(allocator)
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(index: int, start: int) -> None:
+        if (index, start) == (1, 3 * CELL):
+            begun.set()
+            assert go_on.wait(WAIT_S)
+
+    def take() -> None:
+        taking.snapshot.take_all()
+        ended.set()
+
+    taking.before_put = hold
+    updater = threading.Thread(target=taking.update, args=(1, 3))
+    updater.start()
+    assert begun.wait(WAIT_S)
+    taker = threading.Thread(target=take)
+    taker.start()
+    taker.join(0.05)
+    assert not ended.is_set()
+    go_on.set()
+    updater.join(WAIT_S)
+    taker.join(WAIT_S)
+    assert ended.is_set()
+    taking.assert_all()
+
+
+def test_given_up_by_somebody_else(allocator: Allocator) -> None:
+    """Nothing is taken any more, updates go on, and the first reason is told each time."""
+    taking = Taking(allocator)
+    taking.update(0, 3)
+    taking.snapshot.fail(OSError("no disk"))
+    taking.snapshot.fail(OSError("no network"))
+    taking.update(0, 1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no disk"):
+            taking.snapshot.take_all()
+    assert taking.taken == [(0, 3)]
+
+
+@pytest.mark.parametrize("by_updater", [False, True])
+def test_a_failure_is_told_where_all_are_taken(allocator: Allocator, by_updater: bool) -> None:
+    taking = Taking(allocator)
+
+    def fail(index: int, start: int) -> None:
+        if (index, start) == (0, 2 * CELL):
+            raise OSError("no room")
+
+    taking.before_put = fail
+    if by_updater:
+        taking.update(0, 1)
+        taking.update(0, 2)
+        assert taking.tensors[0].tensor()[2 * CELL].isnan()  # it went on
+    with pytest.raises(OSError, match="no room"):
+        taking.snapshot.take_all()
+    taking.update(1, 1)
+    assert taking.taken == ([(0, 1)] if by_updater else [(0, 0), (0, 1)])
