@@ -1,0 +1,130 @@
+"""Blueprints of small models on machines that are not here, and pages that are laid out by them without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from lightning_ptm.comm import SoloCommunicator
+from lightning_ptm.config import Settings
+from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
+from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.pages import Pages
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.updates import FlatUpdate
+from lightning_ptm.runtime.values import Values
+from lightning_ptm.terms import Tier
+
+PAGE = 64 * 1024
+GIB = 1 << 30
+WORKSTATION = Machine(
+    device_apart=False, free_device_bytes=0, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=4, ranks=1
+)
+"""Whose device memory is RAM."""
+CLUSTER = Machine(
+    device_apart=True, free_device_bytes=4 * GIB, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=8, ranks=4
+)
+
+
+class Block(nn.Module):
+    """`pages` pages of fp32 parameters."""
+
+    def __init__(self, pages: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(pages, PAGE // 4))
+
+
+class Net(nn.Module):
+    """A root with one page, and blocks of one, two, three... pages."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.randn(PAGE // 4))
+        self.blocks = nn.ModuleList(Block(index + 1) for index in range(blocks))
+
+
+def adam(parameters: Any) -> Optimizer:
+    return Adam(parameters, lr=0.1)
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """Without states."""
+    return SGD(parameters, lr=0.1)
+
+
+def asked(
+    module: nn.Module | None = None,
+    optimizers: Callable[[Any], Optimizer] | Sequence[Optimizer] = adam,
+    *,
+    compute: torch.dtype = torch.float32,
+    mixed: bool = False,
+    keep_gradients: bool = False,
+    gradients_stay: bool = False,
+    sums_gradients: bool = False,
+    rearranges: bool = False,
+    **settings: Any,
+) -> Request:
+    """Optimizers, or how to make the one of all parameters; settings of the strategy by name."""
+    module = Net() if module is None else module
+    made = [optimizers(list(module.parameters()))] if callable(optimizers) else optimizers
+    units = ["Block"] if any(isinstance(each, Block) for each in module.modules()) else "auto"
+    return Request(
+        module,
+        made,
+        Settings(**{"page_size": "64KiB", "units": units} | settings),
+        compute,
+        mixed,
+        CpuBackend(),
+        keep_gradients,
+        gradients_stay,
+        sums_gradients,
+        rearranges,
+    )
+
+
+def drawn(*args: Any, machine: Machine = WORKSTATION, ranks: int = 1, rank: int = 0, **options: Any) -> Blueprint:
+    """Decided for what `asked` takes."""
+    return decide(asked(*args, **options), machine, ranks, rank=rank)
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """The pages of a run, without the run. The parameters are the module's still: `values.take_over` has not been called."""
+
+    blueprint: Blueprint
+    allocator: Allocator
+    stores: tuple[UnitStore, ...]
+    flats: tuple[tuple[FlatUpdate, ...], ...]
+    values: Values
+
+    def take_over(self, **options: Any) -> None:
+        for store in self.stores:
+            self.values.take_over(store, **options)
+
+
+@contextmanager
+def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidOut]:
+    """On one rank, as the engine does it."""
+    sizes = found.pool_bytes
+    with Allocator(
+        page_size=found.layout.page_size,
+        backend=CpuBackend(),
+        device_bytes=sizes[Tier.DEVICE],
+        host_bytes=sizes[Tier.HOST],
+        disk_bytes=sizes[Tier.DISK],
+        disk_paths=list(disk_paths) if sizes[Tier.DISK] else [],
+        poison=True,
+    ) as allocator:
+        communicator = SoloCommunicator()
+        pages = Pages(found, allocator, lambda unit: communicator, torch.device("cpu"))
+        stores = tuple(pages.store(unit) for unit in range(len(found.units)))
+        flats = tuple(pages.flats(store) for store in stores)
+        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicator, stores, flats))
