@@ -18,6 +18,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.runtime.pages import Pages
+from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.runtime.values import Values
@@ -127,4 +128,7 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidO
         pages = Pages(found, allocator, lambda unit: communicator, torch.device("cpu"))
         stores = tuple(pages.store(unit) for unit in range(len(found.units)))
         flats = tuple(pages.flats(store) for store in stores)
+        for flat in (flat for unit in flats for flat in unit):
+            if flat.gradient.route.waits is Waits.KEPT:
+                flat.gradient.reserve()
         yield LaidOut(found, allocator, stores, flats, Values(allocator, communicator, stores, flats))

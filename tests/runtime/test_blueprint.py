@@ -262,6 +262,13 @@ def test_and_is_refused_elsewhere(name: str) -> None:
         drawn(optimizers=lbfgs, **DOES_HARM[name])
 
 
+def test_and_where_ram_does_not_hold_all() -> None:
+    options: dict[str, Any] = {"disk_path": "/d", "host_memory": 20 * PAGE}
+    assert {each.parameter for each in drawn(Net(6), sgd, **options).placement.homes} > {D}
+    with pytest.raises(ConfigError, match="LBFGS"):
+        drawn(Net(6), lbfgs, **options)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_of_two_optimizers(ranks: int) -> None:
     module = Net(2)
@@ -370,7 +377,7 @@ def test_activations_go_to_the_host_where_something_trains(machine: Machine, tra
         (4 * PAGE, 24 * GIB, 1),
         (11 * PAGE, 24 * GIB, 2),
         ("auto", 8 * 4 * PAGE * 5, 5),  # an eighth of RAM
-        ("auto", 64 * PAGE, 2),  # but two there are
+        ("auto", 48 * PAGE, 2),  # but two there are
     ],
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:

@@ -74,7 +74,7 @@ def test_values_go_in_and_come_out(disk: Path, place: str, options: dict[str, An
         made.take_over(keep_frozen=True, seen=seen.append)
         assert sum(seen) == made.values.bytes_to_lay()
         assert_equal(values_of(made), before)
-        assert {name: parameter for name, parameter in made.values.names()} == parameters
+        assert dict(made.values.names()) == parameters
         resident = all(store.resident for store in made.stores)
         assert resident == (place in ("ram", "masters on disk"))
         made.values.restore()
