@@ -169,6 +169,11 @@ def test_saves_read_what_is_precise_and_on_disk(options: dict[str, Any], expecte
         assert list(behind.inventory.of(What.SAVES)) == made
 
 
+def test_saves_do_not_read_what_is_a_rounded_copy() -> None:
+    (row,) = save_rows(drawn(Net(), **ALL_ON_DISK, **MIXED))
+    assert taken_dtype(row) is FP32
+
+
 def test_buffers_of_saves_are_no_longer_than_what_they_read() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(700))

@@ -187,6 +187,8 @@ def test_blocks_may_be_nested(disk: Path) -> None:
             assert module.head[1] == 6.0
         assert values_of(made)["head"][:2].tolist() == [5.0, 6.0]
         assert values_of(made)["blocks.0.weight"].any()
+        with made.values.gathered({0}, write=True):
+            pass
         with made.values.gathered({0}, write=False):
             with (
                 pytest.raises(
@@ -301,6 +303,8 @@ def test_states_go_in_and_come_out(disk: Path, place: str) -> None:
         scalars[0]["step"].fill_(99.0)
         assert made.values.optimizer_scalars(0, order)[0]["step"] == 15.0
         made.values.load_optimizer_states(0, states_for(module, "bias"))
+        moments = [made.values.read(flat.states.slots["exp_avg"]) for flats in made.flats for flat in flats]
+        assert sum(int(each.count_nonzero()) for each in moments) == 77  # the others start afresh
         assert [parameter is module.bias for parameter, _ in made.values.optimizer_states(0)] == [True]
 
 
