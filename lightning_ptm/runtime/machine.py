@@ -57,7 +57,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cgroup_free_bytes() -> int:
-    """Bytes until the hard limit of this process's memory cgroup (v1 or v2), page cache counted as free."""
+    """Bytes until the nearest hard limit of this process's memory cgroup and those around it (v1, v2); page cache is free."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,26 +66,32 @@ def _cgroup_free_bytes() -> int:
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "memory":
-            base = Path("/sys/fs/cgroup/memory") / group.lstrip("/")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            mount, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         elif controllers == "":
-            base = Path("/sys/fs/cgroup") / group.lstrip("/")
-            names = ("memory.max", "memory.current")
+            mount, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
         else:
             continue
-        limit, used = _number(base / names[0]), _number(base / names[1])
-        if limit is None or used is None:
-            continue
-        cache = 0
-        try:
-            for entry in (base / "memory.stat").read_text().splitlines():
-                key, _, value = entry.partition(" ")
-                if key in ("inactive_file", "active_file"):
-                    cache += int(value)
-        except (OSError, ValueError):
-            cache = 0
-        free = min(free, limit - used + cache)
+        # A job's limit stands for the tasks inside of it. A container may see its own group as the mount, and no such path.
+        own = mount / group.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder == mount or mount in folder.parents:
+                free = min(free, _group_free_bytes(folder, *names))
     return max(free, 0)
+
+
+def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:
+    limit, used = _number(folder / limit_name), _number(folder / used_name)
+    if limit is None or used is None:
+        return _NO_LIMIT
+    cache = 0
+    try:
+        for entry in (folder / "memory.stat").read_text().splitlines():
+            key, _, value = entry.partition(" ")
+            if key in ("inactive_file", "active_file"):
+                cache += int(value)
+    except (OSError, ValueError):
+        cache = 0
+    return limit - used + cache
 
 
 def free_host_bytes() -> int:

@@ -189,9 +189,10 @@ class FirstValues:
         names = {id(module): f"{name}." if name else "" for name, module in self._root.named_modules()}
         for module, name in self._made:
             buffer = module._buffers[name]
-            if buffer is None or not buffer.numel() or buffer.dtype is torch.bool:
-                continue
-            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+            if buffer is None or not buffer.numel() or _unset(buffer.dtype) == 0:
+                continue  # that is a value as any other
+            numbers = buffer.is_floating_point() or buffer.is_complex()
+            unset = buffer != buffer if numbers else buffer == _unset(buffer.dtype)
             if bool(unset.all()):
                 raise ConfigError(
                     f"buffer {names[id(module)]}{name} of a {type(module).__name__} was built on the meta device and has no "
@@ -225,7 +226,11 @@ class FirstValues:
             with self._others_stand_in(module.modules(), fresh, "meta"):
                 try:
                     initialise()
-                except NotImplementedError as error:  # what torch raises for a read of the meta device
+                except (
+                    RuntimeError
+                ) as error:  # NotImplementedError among them: what torch raises for a read of the meta device
+                    if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+                        raise
                     raise ConfigError(
                         f"the initialisation of a {type(module).__name__} on the meta device reads weights of several "
                         f"units, of which one exists at a time ({error}); build the model on the CPU"
@@ -300,7 +305,7 @@ class FirstValues:
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """What fresh memory is filled with."""
+    """What fresh memory is filled with: what nobody sets on purpose, or 0 where a dtype has nothing of the kind."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min

@@ -85,7 +85,6 @@ def test_of_two_groups_the_fuller_one_counts(write: Write, first: int, second: i
     assert free_host_bytes() == 6 * MIB
 
 
-@pytest.mark.xfail(strict=True, reason="limits of the groups around this process's own are not looked at")
 def test_a_limit_of_the_group_around_counts(write: Write) -> None:
     """As Slurm sets them: of the job, and none of the task inside of it."""
     write({"/proc/meminfo": MEMINFO, **v2("/job", 8 * MIB, MIB), **v2("/job/task", "max", MIB)})
