@@ -24,7 +24,7 @@ from lightning_ptm.callbacks import (
     PlanPrinter,
     Throughput,
 )
-from lightning_ptm.callbacks.memory_timeline import HEIGHT, WIDTH
+from lightning_ptm.callbacks.memory_timeline import HEIGHT, TITLE, WIDTH
 
 WAIT_S = 15
 REQUIRED = "LIGHTNING_PTM_TESTS_NEED_BROWSER"
@@ -187,7 +187,7 @@ def test_a_run_in_the_browser(strategy_at, board_trainer, model, data, browser, 
             shown |= found
             if group == "memory":
                 size = wait_for(browser, lambda page: page.execute_script(PICTURE), "a picture")
-                assert size == [WIDTH, 3 * HEIGHT]
+                assert size == [WIDTH, 3 * HEIGHT + TITLE]
         assert shown.keys() >= CHARTS_WANTED
         assert loss in shown["loss"]
 

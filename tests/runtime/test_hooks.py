@@ -133,7 +133,7 @@ def test_a_recomputed_unit_stays_from_the_beginning_of_its_backward_to_its_end()
 def test_an_unused_parameter_ends_with_the_pass() -> None:
     with hooked() as (units, heard, hooks):
         units[0].spare = None
-        loss = (units[0](x()) * 0 + units[1].weight[0, :8]).sum()
+        loss = (units[0](x() + 0) * 0 + units[1].weight[0, :8]).sum()
         with hooks.backward():
             loss.backward()
         told = heard.heard()
