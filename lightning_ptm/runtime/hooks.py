@@ -341,10 +341,11 @@ class Hooks:
         call = self._calls.called(index)
         self._nodes[call] = _nodes_of(inputs)
         # autograd.grad refuses to say whether it comes to a leaf: where there are no others, the call ends with the pass.
-        inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if inner:
+        # What a reentrant checkpoint calls with are leaves, too, and come in a backward pass of its own.
+        told_of = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
+        if told_of:
             done = partial(self._inputs_done, index, call)
-            self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(inner, done, mode="all"))
+            self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(told_of, done, mode="all"))
         return call
 
     def _takes_part(self, call: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_parts import Model, OnePage, parts
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.hooks import Hooks
@@ -128,6 +129,16 @@ def test_a_recomputed_unit_stays_from_the_beginning_of_its_backward_to_its_end()
         assert told.count("backward 1") == told.count("end 1") == 1 and "forward 1" not in told
         # What its recomputed forward saves is kept and not named, so its lease is not given back before.
         assert "leave backward 2" in told and "leave backward 1" not in told
+
+
+def test_a_unit_under_a_reentrant_checkpoint_ends_before_the_next_begins() -> None:
+    """Its input there is a leaf of torch's own; gradients of all such units would wait for the end of the pass."""
+    with hooked() as (units, heard, hooks):
+        loss = checkpoint(units[1], checkpoint(units[0], x(), use_reentrant=True), use_reentrant=True).sum()
+        with hooks.backward():
+            loss.backward()
+        told = heard.heard()
+        assert told.index("end 2") < told.index("hold 1") < told.index("end 1") < told.index("end 0")
 
 
 def test_an_unused_parameter_ends_with_the_pass() -> None:
