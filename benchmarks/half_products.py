@@ -19,7 +19,7 @@ from common import Bar, argument_parser, base_options, chosen, ours, publish, qu
 from gpt import SHAPES, GPTShape
 from race import Race, Score, Side
 
-from lightning_ptm.half_products import has_arithmetic
+from lightning_ptm.trainer.half_products import has_arithmetic
 
 MAIN_JOB = "main job"
 SIZES = {**SHAPES, MAIN_JOB: GPTShape(layers=4, width=192, heads=6, vocabulary=256)}

@@ -13,11 +13,11 @@ from lightning_ptm.errors import (
 )
 from lightning_ptm.events import Event, EventKind
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
-from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.statistics import Statistics
 from lightning_ptm.strategy import AngelPTMStrategy, register
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 __version__ = "0.1.0"
 

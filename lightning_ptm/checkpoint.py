@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
-from lightning_ptm.paged_states import guard, opened
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.engine import Engine
@@ -42,6 +41,7 @@ from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.reading import is_file
 from lightning_ptm.storage.scratch import Scratch
 from lightning_ptm.terms import Tier
+from lightning_ptm.trainer.paged_states import guard, opened
 from lightning_ptm.update import same_value
 
 _RAM_SHARE = 0.5

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoint import FileCheckpointIO, parameters_by_name, parameters_of, plain_optimizer, read_file
-from lightning_ptm.paged_states import opened
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
 from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.tensors import Mapped
+from lightning_ptm.trainer.paged_states import opened
 
 # -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
 

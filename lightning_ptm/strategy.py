@@ -42,23 +42,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm import afterwards, randomness, restore, sharded, weights
 from lightning_ptm import checkpoint as checkpoints
-from lightning_ptm.averaging import refuse_sharded
+from lightning_ptm import sharded
+from lightning_ptm.checkpoints import afterwards, restore, weights
+from lightning_ptm.checkpoints.interruption import TORN, Interruption
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator, SoloCommunicator, together
 from lightning_ptm.config import Settings, listing_settings
-from lightning_ptm.copies_seen import CopiesSeen
-from lightning_ptm.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events, Listener
-from lightning_ptm.half_products import chosen_wide_products
-from lightning_ptm.interruption import TORN, Interruption
 from lightning_ptm.memory import FileOps, make_folders
 from lightning_ptm.memory.backend import Backend, backend_of
-from lightning_ptm.page_size import chosen_page_bytes
-from lightning_ptm.paged_states import guard, unguard
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
@@ -81,14 +75,22 @@ from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.statistics import Statistics, audit, collect, last_audit
 from lightning_ptm.saving import Saves, Saving
-from lightning_ptm.signals import Signals
-from lightning_ptm.spent import refuse_spent, renew, spend
-from lightning_ptm.steps import OptimizerSteps
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.watches import (
+from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.averaging import refuse_sharded
+from lightning_ptm.trainer.copies_seen import CopiesSeen
+from lightning_ptm.trainer.elsewhere import check_front_end, refuse_elsewhere, refuse_fabric
+from lightning_ptm.trainer.half_products import chosen_wide_products
+from lightning_ptm.trainer.page_size import chosen_page_bytes
+from lightning_ptm.trainer.paged_states import guard, unguard
+from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.spent import refuse_spent, renew, spend
+from lightning_ptm.trainer.steps import OptimizerSteps
+from lightning_ptm.trainer.watches import (
     Watches,
     rearrangers,
     warn_of_gradients_in_pages,

@@ -11,8 +11,8 @@ import lightning as L
 import yaml
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.commands.plan import forecast
+from lightning_ptm.forecasting.prediction import Forecast
 
 LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
 """Settings of all runs that are compared."""

@@ -18,9 +18,9 @@ from torch import nn
 from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
-from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import compute_dtype, keeps_fp32
 from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 ADAM_MOMENTS = 2
 

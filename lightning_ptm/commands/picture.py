@@ -32,7 +32,7 @@ from lightning_ptm.terms import Operation, Phase, Tier
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from lightning_ptm.commands.forecast import Forecast
+    from lightning_ptm.forecasting.prediction import Forecast
 
 WIDTH, HEIGHT = 1200, 800
 HOMES, HELD, ACTIVATIONS = BLUE, SKY, ORANGE

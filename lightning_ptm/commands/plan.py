@@ -16,18 +16,18 @@ from typing import Any, Literal
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.configured import read_config
 from lightning_ptm.commands.estimate import resized, sample_count, token_count
-from lightning_ptm.commands.forecast import Forecast, homes_of, pages_by_use, tiers_of
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
 from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
-from lightning_ptm.commands.step_seconds import StepTime, exchanged_bytes, step_time, timed
 from lightning_ptm.commands.timeline import check_timeline, write_timeline
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.forecasting.prediction import Forecast, homes_of, pages_by_use, tiers_of
+from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
 from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode

@@ -22,9 +22,9 @@ from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.blueprint import Request
 from lightning_ptm.strategy import AngelPTMStrategy
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 _ANY_STEPS = 1000
 """Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""

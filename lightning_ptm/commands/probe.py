@@ -27,7 +27,6 @@ from lightning_ptm.commands.sample import small_gpt
 from lightning_ptm.commands.update_rates import update_rates
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.half_products import products_here
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend, CpuBackend, backend_here
 from lightning_ptm.memory.disk import DiskRegion
@@ -35,6 +34,7 @@ from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_satu
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.progress import Begun, Progress
 from lightning_ptm.runtime.machine import this_machine
+from lightning_ptm.trainer.half_products import products_here
 
 _BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)

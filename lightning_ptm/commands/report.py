@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.commands.room import LARGEST_BATCH
 from lightning_ptm.config import format_bytes
+from lightning_ptm.forecasting.prediction import Forecast
 from lightning_ptm.planning.timing import Link
 
 

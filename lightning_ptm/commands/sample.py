@@ -13,10 +13,10 @@ from time import perf_counter
 import torch
 
 from lightning_ptm.commands.estimate import Work, estimate
-from lightning_ptm.half_products import products_here
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.units import discover
+from lightning_ptm.trainer.half_products import products_here
 
 _HEAD_WIDTH = 64
 _LAYERS = 2

@@ -27,6 +27,7 @@ from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.pace import paced_steps
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -38,7 +39,6 @@ from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, 
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
-from lightning_ptm.update.pace import paced_steps
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HOST_SHARE = 0.8

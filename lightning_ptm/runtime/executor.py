@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from lightning_ptm.comm import Agreement, Request
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.planning.leases import Leases
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace, one_pass
-from lightning_ptm.runtime.leases import Leases
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.terms import Kind, Operation, Phase

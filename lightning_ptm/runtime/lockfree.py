@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.pace import Pace
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages, Version
 from lightning_ptm.update.forecast import REACH, Forecast
-from lightning_ptm.update.pace import Pace
 
 log = logging.getLogger(__name__)
 

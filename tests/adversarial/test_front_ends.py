@@ -14,7 +14,7 @@ from lightning.pytorch import strategies
 
 import lightning_ptm
 from lightning_ptm import AngelPTMStrategy, ConfigError
-from lightning_ptm.elsewhere import _AfterImport
+from lightning_ptm.trainer.elsewhere import _AfterImport
 
 pl = pytest.importorskip("pytorch_lightning")
 fabric = pytest.importorskip("lightning_fabric")

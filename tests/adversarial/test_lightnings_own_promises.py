@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.randomness import KEY
+from lightning_ptm.trainer.randomness import KEY
 
 
 def trainer_of(strategy: Any, folder: Path, **wanted: Any) -> L.Trainer:

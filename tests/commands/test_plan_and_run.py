@@ -12,13 +12,13 @@ import pytest
 import torch
 from planned_runs import LIMITS, NEAR, make_trainer, planned
 
-from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.data import TextBytes
-from lightning_ptm.half_products import products_here
+from lightning_ptm.forecasting.prediction import Forecast
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.terms import Tier
+from lightning_ptm.trainer.half_products import products_here
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
 BATCH, STEPS = 8, 4

@@ -13,10 +13,10 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands.forecast import Forecast
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.commands.report import render
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.forecasting.prediction import Forecast
 from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.planning import Link, Plan

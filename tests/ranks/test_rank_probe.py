@@ -12,7 +12,8 @@ import yaml
 from rank_harness import End, run_ranks, watch_ranks
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands import hardware, probe
+from lightning_ptm.commands import hardware as hardware
+from lightning_ptm.commands import probe
 from lightning_ptm.commands.collectives import Launch, Ranks, Rate, launched
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import ConfigError

@@ -18,7 +18,7 @@ from rank_models import Tower
 from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
-from lightning_ptm.signals import Signals
+from lightning_ptm.trainer.signals import Signals
 
 BATCHES = 6
 

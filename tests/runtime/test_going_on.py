@@ -14,7 +14,7 @@ from plain_loop import Outcome
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ptm.randomness import KEY
+from lightning_ptm.trainer.randomness import KEY
 
 
 class Random(Full):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints.weights import first_values
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError
 from lightning_ptm.storage.tensors import Mapped
-from lightning_ptm.weights import first_values
 
 BATCHES = tokens(4)
 DEPTH = 3

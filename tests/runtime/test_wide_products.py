@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_ptm.half_products import WideProducts, wide_products
+from lightning_ptm.trainer.half_products import WideProducts, wide_products
 
 BATCHES = tokens(4)
 

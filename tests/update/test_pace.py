@@ -9,9 +9,9 @@ import pytest
 import torch
 from test_buffers import Bench, gradient, value_of
 
+from lightning_ptm.planning.pace import Pace, paced_steps
 from lightning_ptm.update import ParameterGradients
 from lightning_ptm.update.buffers import Contribution, Origin
-from lightning_ptm.update.pace import Pace, paced_steps
 from lightning_ptm.update.shadow import HyperParameters
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.estimate import Work, forwards
-from lightning_ptm.commands.lock_free import beside_compute
+from lightning_ptm.forecasting.lock_free import beside_compute
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace

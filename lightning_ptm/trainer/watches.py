@@ -21,15 +21,15 @@ from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptm.averaging import Gathered, gather_for_averaging
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
-from lightning_ptm.paged_states import is_opened
-from lightning_ptm.precision import AngelPTMPrecision
 from lightning_ptm.runtime.engine import Engine, Together
 from lightning_ptm.runtime.recompute import compiled_around
-from lightning_ptm.signals import Signals
+from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
+from lightning_ptm.trainer.paged_states import is_opened
+from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.signals import Signals
 
 _NOTHING = object()
 

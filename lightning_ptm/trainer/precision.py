@@ -33,8 +33,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.half_products import wide_products
 from lightning_ptm.mixed_operators import promote_operators
+from lightning_ptm.trainer.half_products import wide_products
 from lightning_ptm.update.scale import LossScale
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]

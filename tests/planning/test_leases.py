@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ptm.runtime.leases import Leases
+from lightning_ptm.planning.leases import Leases
 
 
 def test_each_call_gives_back_its_own_lease() -> None:

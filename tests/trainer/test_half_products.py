@@ -17,8 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptm import ConfigError
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.half_products import HALVES, SLOW, chosen_wide_products, has_arithmetic, slowdown, wide_products
 from lightning_ptm.memory.backend import CpuBackend, backend_of
+from lightning_ptm.trainer.half_products import (
+    HALVES,
+    SLOW,
+    chosen_wide_products,
+    has_arithmetic,
+    slowdown,
+    wide_products,
+)
 
 CPU = CpuBackend()
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
@@ -251,7 +258,7 @@ def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monk
             clock_s += 1e-2
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr("lightning_ptm.half_products.time", types.SimpleNamespace(monotonic=lambda: clock_s))
+    monkeypatch.setattr("lightning_ptm.trainer.half_products.time", types.SimpleNamespace(monotonic=lambda: clock_s))
     assert (slowdown(torch.bfloat16) >= SLOW) == slow
 
 

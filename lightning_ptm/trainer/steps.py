@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.paged_states import check_guarded
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.trainer.paged_states import check_guarded
 
 
 class _Call:

@@ -1,0 +1,1 @@
+"""What `lightning-ptm plan` computes: seconds and bytes of a run that has not begun."""
