@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Model(LightningModule):
-    def __init__(self, width: int = 256, layers: int = 6) -> None:
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -58,13 +58,13 @@ def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: 
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = Model()
-    data = torch.randint(0, 256, (48, 65), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(0, 256, (32, 65), generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
         strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
         precision=precision,  # type: ignore[arg-type]
-        max_steps=6,
+        max_steps=4,
         gradient_clip_val=clip,
         logger=False,
         enable_checkpointing=False,
@@ -102,7 +102,7 @@ def test_everything_on_the_device_equals_a_plain_loop() -> None:
     optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    data = torch.randint(0, 256, (48, 65), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(0, 256, (32, 65), generator=torch.Generator().manual_seed(1))
     for batch in data.split(8):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model.training_step(batch.cuda(), 0)
@@ -127,7 +127,7 @@ def test_fp16_with_a_dynamic_loss_scale_skips_overflowing_steps() -> None:
 def test_host_pages_are_page_locked_and_copies_are_ordered_behind_compute() -> None:
     backend = backend_here(torch.cuda.current_device())
     with Allocator(
-        page_size=1 << 20, backend=backend, device_bytes=64 << 20, host_bytes=64 << 20, disk_bytes=0, pin_host=True
+        page_size=1 << 20, backend=backend, sizes={Tier.DEVICE: 64 << 20, Tier.HOST: 64 << 20}, pin_host=True
     ) as allocator:
         host = allocator.allocate("host", 8 << 20, torch.float32, Tier.HOST)
         assert host.tensor().is_pinned()

@@ -1,0 +1,54 @@
+// A "cuda" device for the CPU build of PyTorch, on a machine without a GPU: what Python calls of it (device.py).
+// Loaded before torch.
+
+#include "operators.h"
+
+extern "C" {
+void fc_start() {
+  at::globalContext().lazyInitDevice(at::kCUDA);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&fake_cuda::sdp_choice);
+  if (!fake_cuda::without_races())
+    at::addGlobalCallback(
+        at::RecordFunctionCallback(&fake_cuda::on_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+int fc_host_register(uintptr_t p, size_t n) {
+  fake_cuda::Lock l(fake_cuda::mutex());
+  auto& m = fake_cuda::locked();
+  auto it = m.lower_bound(p);
+  if ((it != m.end() && it->first < p + n) || fake_cuda::is_locked((void*)p)) return 712;  // already registered
+  m[p] = p + n;
+  return 0;
+}
+int fc_host_unregister(uintptr_t p) {
+  fake_cuda::Lock l(fake_cuda::mutex());
+  auto it = fake_cuda::locked().find(p);
+  if (it == fake_cuda::locked().end()) return 713;
+  fake_cuda::check_release("unlocked (cudaHostUnregister) while the device uses it", it->first, it->second,
+                           fake_cuda::host(), 0, {});
+  fake_cuda::forget(it->first, it->second);
+  fake_cuda::locked().erase(it);
+  return 0;
+}
+void fc_host_access(uintptr_t p, size_t n, int write, const char* what) {
+  int st = fake_cuda::stack_id();
+  fake_cuda::Lock l(fake_cuda::mutex());
+  if (!fake_cuda::is_locked((void*)p)) return;
+  fake_cuda::access(p, p + n, write, fake_cuda::Access{0, fake_cuda::tick(0), fake_cuda::intern(what), st});
+}
+size_t fc_used() { return fake_cuda::g_used; }
+size_t fc_peak() { return fake_cuda::g_peak; }
+void fc_reset_peak() { fake_cuda::g_peak = fake_cuda::g_used; }
+size_t fc_capacity() { return fake_cuda::capacity(); }
+int fc_devices() { return fake_cuda::device_count(); }
+long fc_races() { return fake_cuda::race_count; }
+long fc_accesses() { return fake_cuda::access_count; }
+long fc_deferred() { return fake_cuda::deferred_count; }
+int fc_device() { return fake_cuda::t_device; }
+void fc_set_device(int d) { fake_cuda::t_device = d; }
+size_t fc_locked() {
+  size_t n = 0;
+  fake_cuda::Lock l(fake_cuda::mutex());
+  for (auto& x : fake_cuda::locked()) n += x.second - x.first;
+  return n;
+}
+}
