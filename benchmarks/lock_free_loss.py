@@ -37,9 +37,9 @@ sys.path.insert(0, str(ROOT))
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import command_line
+from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.update import HyperParameters, Transform, buffering, job
 from lightning_ptm.update.buffers import Contribution
-from lightning_ptm.update.forecast import REACH
 
 LIMIT = 1.01
 LEAST_STALENESS = 1.0

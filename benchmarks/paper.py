@@ -28,10 +28,10 @@ from typing import Any
 
 import yaml
 
-from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.timing import Link
+from lightning_ptm.forecasting import hardware as machines
+from lightning_ptm.terms import Link, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
@@ -225,7 +225,7 @@ def answer(ask: Ask) -> Answer:
         compute_s=found.timing.compute_s if found.timing else 0.0,
         flops=found.flops,
         page_bytes=device.page_bytes,
-        ram_bytes=drawn.budget.host_bytes,
+        ram_bytes=drawn.budget[Tier.HOST],
         activation_bytes=device.activation_bytes,
         unit_bytes=max(sum(flat.padded_bytes for flat in layout.flats_of(unit)) for unit in range(len(layout.units))),
         busy_s={use.link.value: use.busy_s for use in found.timing.links} if found.timing else {},

@@ -16,10 +16,7 @@ from dataclasses import dataclass, replace
 
 from lightning_ptm.planning import (
     Budget,
-    Hardware,
-    ModelLayout,
     ParameterSpec,
-    Trace,
     UnitSpec,
     build_layout,
     place,
@@ -27,24 +24,15 @@ from lightning_ptm.planning import (
     sequential_trace,
     simulate,
 )
+from lightning_ptm.planning.differences import digest, plan_lines
+from lightning_ptm.terms import Tier
 
 GIB = 1024**3
 LIMIT_S = 20.0
 LIMIT_BYTES = 4 * 10**9
 
-# One of eight ranks of a server of the paper's Table 3; network and update rates as in its section 6.1.
-A100_SERVER = Hardware(
-    name="8 x A100-40GB",
-    host_to_device_bytes_per_s=32e9,
-    device_to_host_bytes_per_s=32e9,
-    disk_read_bytes_per_s=3.5e9 / 8,
-    disk_write_bytes_per_s=3.5e9 / 8,
-    collective_bytes_per_s=25e9,
-    update_host_bytes_per_s=25e9,
-    update_device_bytes_per_s=1.2e12,
-)
-BUDGET = Budget(device_bytes=40 * GIB, host_bytes=120 * GIB, disk_bytes=11 * 10**12 // 8)
-ACTIVATION_BYTES = 4 * GIB
+# One of eight ranks of a server of the paper's Table 3; of a device's 40 GiB, four are left to activations.
+BUDGET = Budget({Tier.DEVICE: 36 * GIB, Tier.HOST: 120 * GIB, Tier.DISK: 11 * 10**12 // 8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +114,7 @@ def _plan(case: Case) -> Cost:
     # A rank's pages of one unit, as the runtime asks for them.
     pages = sum(len(flat.pieces(case.ranks - 1)) for flat in layout.flats)
     layout_s = clock.lap()
-    trace = _traced(layout)
+    trace = sequential_trace(layout)
     placement = place(
         layout,
         [12] * len(layout.flats),
@@ -138,16 +126,11 @@ def _plan(case: Case) -> Cost:
         update_on_device=True,
     )
     place_s = clock.lap()
-    plan = schedule(layout, placement, trace, BUDGET, update_in_backward=True)
-    plan.digest()
+    plan = schedule(layout, placement, trace, BUDGET)
+    digest(list(plan_lines(plan, layout)))
     schedule_s = clock.lap()
-    simulate(layout, placement, plan, trace, BUDGET, A100_SERVER)
+    simulate(layout, placement, plan, trace, BUDGET)
     return Cost(pages, layout_s, place_s, schedule_s, clock.lap(), 0)
-
-
-def _traced(layout: ModelLayout) -> Trace:
-    ticks = sequential_trace(layout).ticks
-    return Trace(tuple(replace(tick, non_model_bytes=ACTIVATION_BYTES, seconds=0.05) for tick in ticks))
 
 
 class _Clock:

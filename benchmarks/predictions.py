@@ -5,8 +5,8 @@ In each repeat a probe, then a turn of every run: GPT 25M and 124M, everything i
 Ratio: the longer of the two times over the shorter. Also the peak of pages, planned over measured, for which one step is
 enough.
 
-Takes about six minutes. What a number of the prediction comes from is said in `lightning_ptm/commands/estimate.py` (what
-is counted), `probe.py` (rates) and `lightning_ptm/planning/timing.py` (what waits for what).
+Takes about six minutes. What a number of the prediction comes from is said in `lightning_ptm/forecasting/counting.py` (what
+is counted), `probe.py` (rates) and `lightning_ptm/forecasting/clock.py` (what waits for what).
 """
 
 from __future__ import annotations

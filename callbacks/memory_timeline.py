@@ -26,7 +26,6 @@ from .where import boards_of, file_of, loop_tag, own_name, pages_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-TIERS = ("device", "host", "disk")
 WIDTH, HEIGHT = 1000, 200
 """Of one tier's part of the picture, in pixels."""
 TITLE = 40
@@ -158,11 +157,12 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
         before = most.get(event.index, event.tier_bytes)
         most[event.index] = tuple(max(pair) for pair in zip(before, event.tier_bytes, strict=True))
     measured = [most[index] for index in sorted(most)]
+    names = strategy.tier_names()
     return tuple(
         Curve(
             room.tier,
             planned[room.tier].per_tick if room.tier in planned else (),
-            (*(sizes[TIERS.index(room.tier)] for sizes in measured), room.used_bytes),
+            (*(sizes[names.index(room.tier)] for sizes in measured), room.used_bytes),
             room.bytes,
             planned[room.tier].budget if room.tier in planned else room.bytes,
         )

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from .where import loop_of
+
 
 class OutsideFit(Callback):
     """Calls `loop_begins`, `loop_batch` behind each batch, and `loop_ends` in validate, test and predict."""
@@ -32,60 +34,30 @@ class OutsideFit(Callback):
     def log_loop(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Gives `numbers` to the loggers, as `<name>/<loop>`, so that they stay apart from those of fit, at the number of
         batches so far. (`LightningModule.log` averages over the loop, and predict refuses it.) Loggers write on rank 0."""
-        loop = trainer.state.fn
-        if numbers and loop is not None:
+        loop = loop_of(trainer)
+        if numbers and loop:
             for logger in trainer.loggers:
-                logger.log_metrics({f"{name}/{loop.value}": value for name, value in numbers.items()}, self.batches)
+                logger.log_metrics({f"{name}/{loop}": value for name, value in numbers.items()}, self.batches)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop begins, if it is validate's."""
-        if trainer.state.fn == "validate":
-            self._begin_loop(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop begins."""
-        self._begin_loop(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop begins."""
-        self._begin_loop(trainer, pl_module)
+        """The loop begins (I1)."""
+        if loop_of(trainer):
+            self.batches = 0
+            self.loop_begins(trainer, pl_module)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *rest: Any
     ) -> None:
-        """One batch more, if the loop is validate's."""
-        if trainer.state.fn == "validate":
-            self._count_batch(trainer, batch)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *rest: Any
-    ) -> None:
-        """One batch more."""
-        self._count_batch(trainer, batch)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *rest: Any
-    ) -> None:
-        """One batch more."""
-        self._count_batch(trainer, batch)
+        """One batch more (I1)."""
+        if loop_of(trainer):
+            self.batches += 1
+            self.loop_batch(trainer, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop ends, if it is validate's."""
-        if trainer.state.fn == "validate":
+        """The loop ends (I1)."""
+        if loop_of(trainer):
             self.loop_ends(trainer)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop ends."""
-        self.loop_ends(trainer)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop ends."""
-        self.loop_ends(trainer)
-
-    def _begin_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.batches = 0
-        self.loop_begins(trainer, pl_module)
-
-    def _count_batch(self, trainer: Trainer, batch: Any) -> None:
-        self.batches += 1
-        self.loop_batch(trainer, batch)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    on_test_end = on_predict_end = on_validation_end

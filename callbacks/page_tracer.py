@@ -46,13 +46,7 @@ class PageTracer(Callback):
         """As in training; inside fit it is the training's trace all the same."""
         self._look(trainer)
 
-    def on_test_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        self._look(trainer)
-
-    def on_predict_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        self._look(trainer)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def _look(self, trainer: Trainer) -> None:
         strategy = pages_of(trainer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -27,7 +27,6 @@ TITLES = {
 }
 """In the order in which tracks are shown."""
 
-TIERS = ("device", "host", "disk")
 _FLAT = re.compile(r"(?:flat |\d+/)(?P<flat>\d+)[ /](?P<what>.+)")
 
 
@@ -53,16 +52,20 @@ class PerfettoTrace(Recorder):
         """Writes the file."""
         strategy = pages_of(trainer)
         names = strategy.flat_names() if strategy is not None else {}
+        tiers = strategy.tier_names() if strategy is not None else ()
         path = file_of(trainer, self, "perfetto_trace.json")
         if path is not None:
-            path.write_text(json.dumps(chrome_trace(events, batches, names)))
+            path.write_text(json.dumps(chrome_trace(events, batches, names, tiers)))
 
 
-def chrome_trace(events: list[Event], batches: list[Batch], names: Mapping[int, str]) -> dict[str, Any]:
+def chrome_trace(
+    events: list[Event], batches: list[Batch], names: Mapping[int, str], tiers: Sequence[str] = ()
+) -> dict[str, Any]:
     """The events in Chrome's format; times count from the first begin.
 
     Args:
         names: of units, by the numbers of their flats.
+        tiers: names of those that ticks tell bytes of.
     """
     origin_s = min([event.begin_s for event in events] + [batch.begin_s for batch in batches])
 
@@ -98,7 +101,7 @@ def chrome_trace(events: list[Event], batches: list[Batch], names: Mapping[int, 
             spans = [(e.begin_s, e.end_s, _name(e, names), _details(e)) for e in of_kind if e.track == name]
             track(f"{title} {name}", spans)
     for event in events:
-        for tier, used in zip(TIERS, event.tier_bytes, strict=False):
+        for tier, used in zip(tiers, event.tier_bytes, strict=False):
             counter = {"ph": "C", "pid": 1, "name": f"{tier} pages, MB", "ts": us(event.begin_s)}
             rows.append(counter | {"args": {"MB": used / 1e6}})
     return {"traceEvents": rows, "displayTimeUnit": "ms"}

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptm import AngelPTMStrategy
 
-from .where import pages_of, preformatted, show_text
+from .where import loop_of, pages_of, preformatted, show_text
 
 
 class PlanPrinter(Callback):
@@ -36,17 +36,11 @@ class PlanPrinter(Callback):
         self._start(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the plan of a validation outside fit."""
-        if not self._fitting(trainer):
+        """Shows the plan of a loop outside fit."""
+        if loop_of(trainer):
             self._start(trainer)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the plan."""
-        self._start(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the plan."""
-        self._start(trainer)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -69,10 +63,6 @@ class PlanPrinter(Callback):
         show_text(trainer, "pages/states", preformatted(_states(strategy)))
         show_text(trainer, "pages/plan", preformatted(plan))
         show_text(trainer, "pages/settings", _settings(strategy))
-
-    @staticmethod
-    def _fitting(trainer: Trainer) -> bool:
-        return trainer.state.fn == "fit"
 
 
 def _states(strategy: AngelPTMStrategy) -> str:

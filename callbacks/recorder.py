@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm import Event
 
-from .where import pages_of
+from .where import loop_of, pages_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,53 +66,30 @@ class Recorder(Callback):
         self._end(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, for a validation outside fit."""
-        if trainer.state.fn == "validate":
+        """As in training, outside of fit."""
+        if loop_of(trainer):
             self._begin(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, for a validation outside fit."""
+        """As in training, outside of fit."""
         super().on_validation_batch_end(trainer, *rest)
-        if trainer.state.fn == "validate":
+        if loop_of(trainer):
             self._end(trainer)
 
-    def on_test_batch_start(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        self._begin(trainer)
-
-    def on_test_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        super().on_test_batch_end(trainer, *rest)
-        self._end(trainer)
-
-    def on_predict_batch_start(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        self._begin(trainer)
-
-    def on_predict_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training."""
-        super().on_predict_batch_end(trainer, *rest)
-        self._end(trainer)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The run ends: what was heard so far is all."""
         self._finish(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, outside fit."""
+        """As for training, outside of fit."""
         super().on_validation_end(trainer, pl_module)
-        if trainer.state.fn == "validate":
+        if loop_of(trainer):
             self._finish(trainer)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training."""
-        super().on_test_end(trainer, pl_module)
-        self._finish(trainer)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training."""
-        super().on_predict_end(trainer, pl_module)
-        self._finish(trainer)
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keeps what led to the error."""

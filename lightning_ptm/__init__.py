@@ -16,8 +16,8 @@ from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.statistics import Statistics
-from lightning_ptm.strategy import AngelPTMStrategy, register
 from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.strategy import AngelPTMStrategy, register
 
 __version__ = "0.1.0"
 

@@ -34,6 +34,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_ptm
+from lightning_ptm.commands.config_names import config_anywhere, config_first, resolve_config_names
 from lightning_ptm.commands.export import export
 from lightning_ptm.commands.generate import generate
 from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
@@ -44,12 +45,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
 from lightning_ptm.habits import unknown_setting
-from lightning_ptm.strategy import AngelPTMStrategy
-
-CONFIG_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
-"""Where configs/ is: inside the installed package, or beside it in a checkout."""
-
-CONFIG_OPTIONS = ("--config", "-c")
+from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
 """Errors that are about what was given, not about where in the code it was found. So is a PageIOError of no page:
@@ -258,66 +254,6 @@ def _no_accelerator(given: object) -> str:
     return f"--trainer.accelerator={given}: {why}; leave it out to take what there is, or give cpu"
 
 
-def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
-    """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
-
-    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it
-    is taken as it is.
-
-    Raises:
-        ConfigError: a bare name that is no file.
-    """
-    resolved: list[str] = []
-    value_follows = False
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if value_follows:
-            resolved.append(_resolve(argument, folders))
-        elif equals and option in CONFIG_OPTIONS:
-            resolved.append(f"{option}={_resolve(value, folders)}")
-        else:
-            resolved.append(argument)
-        value_follows = not value_follows and argument in CONFIG_OPTIONS
-    return resolved
-
-
-def _resolve(name: str, folders: Sequence[Path]) -> str:
-    if Path(name).name != name or Path(name).is_file():
-        return name
-    for folder in folders:
-        for candidate in (folder / name, folder / f"{name}.yaml"):
-            if candidate.is_file():
-                return str(candidate)
-    known = sorted({path.name for folder in folders for path in folder.glob("*.yaml")})
-    raise ConfigError(
-        f"there is no config file {name!r}, neither in {Path.cwd()} nor among the installed ones "
-        f"({', '.join(known) or 'none'}); name one of these or give a path"
-    )
-
-
-def _config_first(arguments: Sequence[str]) -> list[str]:
-    """`--config NAME ...` and `NAME ...` as `PATH ...`; jsonargparse has no argument that is both, or named `config`."""
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--config", *arguments]
-    first, *rest = resolve_config_names(arguments) or [""]
-    option, equals, value = first.partition("=")
-    if option not in CONFIG_OPTIONS:
-        return list(arguments)
-    return [value, *rest] if equals else rest
-
-
-def _config_anywhere(arguments: Sequence[str]) -> list[str]:
-    """`... --config NAME ...` as `... --config_file PATH ...`."""
-    resolved = resolve_config_names(arguments)
-    values = [False, *(argument in CONFIG_OPTIONS for argument in resolved)]
-    named = []
-    for argument, is_value in zip(resolved, values, strict=False):
-        option, equals, value = argument.partition("=")
-        renamed = option in CONFIG_OPTIONS and not is_value
-        named.append(f"--config_file{equals}{value}" if renamed else argument)
-    return named
-
-
 def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
     """Parses `args` (the process's arguments by default) and runs the subcommand.
 
@@ -403,7 +339,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         parameter = inspect.signature(COMMANDS[name]).parameters.get("config_file")
         if parameter is not None:
-            rest = _config_first(rest) if parameter.default is parameter.empty else _config_anywhere(rest)
+            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
         rest = _flags_set(list(map(_with_underscores, rest)), COMMANDS[name])
         auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
     except AngelPTMError as error:

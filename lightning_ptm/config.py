@@ -11,11 +11,11 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.habits import unknown_setting
-from lightning_ptm.terms import BLOCK_BYTES, Tier, is_page_size
+from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
 
@@ -176,28 +176,16 @@ class Settings:
         for name in ("parameter_home", "master_home"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
-        paths = [self.disk_path] if isinstance(self.disk_path, (str, Path)) else self.disk_path
-        if paths is not None and not (
-            isinstance(paths, Sequence) and paths and all(isinstance(path, (str, Path)) and str(path) for path in paths)
-        ):
-            raise ConfigError(
-                f"disk_path={self.disk_path!r}: give the path of a folder, or a list of some ('.' is the current one)"
-            )
-        try:
-            self.disk_paths  # noqa: B018  raises where there is no such home folder
-        except RuntimeError as error:
-            raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
-        if self.state_dict_type not in ("full", "sharded"):
-            raise ConfigError(f"state_dict_type={self.state_dict_type!r}: use 'full' or 'sharded'")
+        self._check_disk_path()
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                listed = ", ".join(map(repr, words[:-1]))
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use {listed} or {words[-1]!r}")
         if self.async_save and self.state_dict_type != "sharded":
             raise ConfigError(
                 "async_save=True writes checkpoints from pages, and state_dict_type='full' gathers them first; set "
                 "state_dict_type='sharded', or async_save=False"
             )
-        if self.failed_save not in ("stop", "go_on"):
-            raise ConfigError(f"failed_save={self.failed_save!r}: use 'stop' or 'go_on'")
-        if self.reduce_gradients not in ("each_backward", "each_step"):
-            raise ConfigError(f"reduce_gradients={self.reduce_gradients!r}: use 'each_backward' or 'each_step'")
         size = self.expert_parallel_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
@@ -215,19 +203,27 @@ class Settings:
                 "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "
                 "or use lock_free=False"
             )
-        if self.half_products not in ("auto", "native", "fp32"):
-            raise ConfigError(f"half_products={self.half_products!r}: use 'auto', 'native' or 'fp32'")
-        if self.freed_memory not in ("auto", "keep", "return"):
-            raise ConfigError(f"freed_memory={self.freed_memory!r}: use 'auto', 'keep' or 'return'")
         self._check_weights()
         self.recompute_every  # noqa: B018  checked by being read
         if self.activations not in ("keep", "host"):
             hint = ", and recompute='all' to recompute them" if str(self.activations) == "recompute" else ""
             raise ConfigError(f"activations={self.activations!r}: use 'keep' or 'host'{hint}")
-        if isinstance(self.units, str) and self.units != "auto":
+        named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
+        if self.units != "auto" and not named:
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
-        if self.units != "auto" and (not self.units or not all(isinstance(name, str) for name in self.units)):
-            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+
+    def _check_disk_path(self) -> None:
+        paths = [self.disk_path] if isinstance(self.disk_path, (str, Path)) else self.disk_path
+        if paths is not None and not (
+            isinstance(paths, Sequence) and paths and all(isinstance(path, (str, Path)) and str(path) for path in paths)
+        ):
+            raise ConfigError(
+                f"disk_path={self.disk_path!r}: give the path of a folder, or a list of some ('.' is the current one)"
+            )
+        try:
+            self.disk_paths  # noqa: B018  raises where there is no such home folder
+        except RuntimeError as error:
+            raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
 
     def _check_weights(self) -> None:
         if self.weights is not None and not isinstance(self.weights, (str, Path)):
@@ -309,6 +305,12 @@ class Settings:
         return int(match.group(1))
 
 
+_WORDS = {
+    name: get_args(get_type_hints(Settings)[name])
+    for name in ("state_dict_type", "failed_save", "reduce_gradients", "half_products", "freed_memory")
+}
+"""What these settings may be."""
+
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -337,4 +339,4 @@ def listing_settings(cls: _Class) -> _Class:
 
 def home_tier(home: Home) -> Tier | None:
     """The tier that a home setting names; None for `auto`."""
-    return None if home == "auto" else Tier[home.upper()]
+    return {tier.name.lower(): tier for tier in TIERS}.get(home)

@@ -194,7 +194,7 @@ class _Canvas:
         y0, y1 = top + _HEAD + _LEGEND, top + tall - (_AXIS if panel.axis else _GAP)
         series = [layer.values for layer in panel.layers] + [line.values for line in panel.lines]
         ticks = max([1, *map(len, series)])
-        stack = [_sum_at(panel.layers, tick) for tick in range(ticks)]
+        stack = [sum(layer.values[tick] for layer in panel.layers if tick < len(layer.values)) for tick in range(ticks)]
         most = max([*stack, *(value for line in panel.lines for value in line.values), 1.0])
         shown = [limit for limit in (panel.limit, panel.bound) if 0 < limit <= most * _IN_REACH]
         scale = _Scale(max(most, *shown) if shown else most, y0, y1)
@@ -371,10 +371,6 @@ def _nice_steps(most: float, count: int) -> list[float]:
     # A scale with nothing but its 0 tells nothing.
     step = next((step for step in steps if rough * 0.999 <= step <= most), max(step for step in steps if step <= most))
     return [float(f"{number * step:.12g}") for number in range(int(most / step * 1.0001) + 1)]
-
-
-def _sum_at(layers: Sequence[Layer], tick: int) -> float:
-    return sum(layer.values[tick] for layer in layers if tick < len(layer.values))
 
 
 def _busy_columns(

@@ -6,6 +6,12 @@ Knows the standard library only. `AngelPTMError` is the base of all; `InternalEr
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """`a, b, c and 4 more`, for a message."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class AngelPTMError(Exception):

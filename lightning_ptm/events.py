@@ -43,7 +43,8 @@ class Event:
         begin_s, end_s: on the clock of `time.perf_counter`.
         index: a tick's number within its iteration, from 0.
         bytes: that a copy moved, or of the full flat of a collective.
-        tier_bytes: of a tick: bytes of pages in use on device, host and disk, the larger of its begin and its end.
+        tier_bytes: of a tick: bytes of pages in use in each tier (`AngelPTMStrategy.tier_names`), the larger of its begin
+            and its end.
     """
 
     kind: EventKind

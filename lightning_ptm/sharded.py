@@ -2,7 +2,7 @@
 gathered; any number of ranks reads them back (`state_dict_type="sharded"`).
 
 Between Lightning's dictionary and the folder of storage/folder.py. What it loads is an ordinary Lightning checkpoint whose
-tensors are mapped files, so loading is what it is for any checkpoint (checkpoint.py): each rank reads what it owns.
+tensors are mapped files, so loading is what it is for any checkpoint (module_states.py): each rank reads what it owns.
 I1: all ranks know of a failure on any of them, and raise; the folder under the final name is then as it was before.
 """
 
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoint import FileCheckpointIO, parameters_by_name, parameters_of, plain_optimizer, read_file
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO, read_file
+from lightning_ptm.checkpoints.module_states import parameters_by_name
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
-from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
+from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.trainer.paged_states import opened

@@ -1,4 +1,4 @@
-"""The words that every layer shares: tiers, page states, operations, phases.
+"""The words that every layer shares: tiers, links, page states, operations, phases.
 
 Knows the standard library only. A term that two layers need is defined here once (ARCHITECTURE.md, "Words").
 """
@@ -6,6 +6,8 @@ Knows the standard library only. A term that two layers need is defined here onc
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import ClassVar
 
 BLOCK_BYTES = 4096
 """Alignment of every page, every disk transfer and every buffer that a disk transfer touches (O_DIRECT)."""
@@ -22,12 +24,87 @@ starts fall on multiples of the vector width (invariant I2 of planning/layout.py
 """
 
 
-class Tier(enum.IntEnum):
-    """Where bytes live, fastest first (the paper's GPU, CPU, SSD)."""
+class Link(enum.Enum):
+    """What can be busy besides compute: copies by direction, the collectives, and the update by place."""
 
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+    COLLECTIVE = "collective"
+    UPDATE_HOST = "update_host"
+    UPDATE_DEVICE = "update_device"
+    EXCHANGE = "exchange"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tier:
+    """Where bytes live: a row of the table of tiers, with all that other layers ask of one (the paper's GPU, CPU, SSD).
+
+    Whoever adds a row to a run's budget adds a tier to the run (`AngelPTMStrategy.further_tiers`).
+
+    Args:
+        name: in capitals; in words it is small.
+        place: where something is that is there, in words.
+        distance: from compute. Tiers are listed, and homes looked for, nearest first.
+        setting: what a user raises for more of it.
+        computes: units compute on what lies there; one tier of a run does.
+        addressable: its bytes are memory, of which a tensor is a view; else they come and go by I/O, in whole blocks.
+        update_link: what is busy while updates run on what lies there; None: it streams through staging.
+        toward: the tier through which its bytes come to compute; None: they are there.
+        link_toward, link_back: what is busy meanwhile, and on the way back; None: nothing that counts.
+    """
+
+    name: str
+    place: str
+    distance: float
+    setting: str
+    computes: bool = False
+    addressable: bool = True
+    update_link: Link | None = None
+    toward: Tier | None = None
+    link_toward: Link | None = None
+    link_back: Link | None = None
+
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    DISK: ClassVar[Tier]
+
+    @property
+    def updates(self) -> bool:
+        """Updates run on what lies there."""
+        return self.update_link is not None
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+Tier.DEVICE = Tier("DEVICE", "in the device tier", 0, "device_memory", computes=True, update_link=Link.UPDATE_DEVICE)
+Tier.HOST = Tier(
+    "HOST",
+    "in RAM",
+    1,
+    "host_memory",
+    update_link=Link.UPDATE_HOST,
+    toward=Tier.DEVICE,
+    link_toward=Link.HOST_TO_DEVICE,
+    link_back=Link.DEVICE_TO_HOST,
+)
+Tier.DISK = Tier(
+    "DISK",
+    "on disk",
+    2,
+    "disk_memory, or give a disk_path with more room",
+    addressable=False,
+    toward=Tier.HOST,
+    link_toward=Link.DISK_READ,
+    link_back=Link.DISK_WRITE,
+)
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""Those that settings name and bound."""
 
 
 def is_page_size(size: int) -> bool:
@@ -36,8 +113,8 @@ def is_page_size(size: int) -> bool:
 
 
 def chunk_numel(page_size: int) -> int:
-    """Elements of a flat that an update, or a save, moves together: a page of float32, in whole blocks of any dtype."""
-    return max(BLOCK_BYTES, page_size // 4)
+    """Elements of a flat that an update, or a save, moves together: about a page of float32, in whole blocks of any dtype."""
+    return max(1, page_size // (4 * BLOCK_BYTES)) * BLOCK_BYTES
 
 
 class PageState(enum.Enum):

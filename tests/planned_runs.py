@@ -12,7 +12,7 @@ import yaml
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast
-from lightning_ptm.forecasting.prediction import Forecast
+from lightning_ptm.forecasting.prediction import Prediction
 
 LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
 """Settings of all runs that are compared."""
@@ -46,7 +46,7 @@ def planned(
     data: Mapping[str, Any],
     ranks: int,
     **options: Any,
-) -> Forecast:
+) -> Prediction:
     """The forecast of the same run; its files are written to `folder`.
 
     Args:

@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_ptm.cli import CONFIG_FOLDERS, command_line, main, resolve_config_names
+from lightning_ptm.cli import command_line, main
+from lightning_ptm.commands.config_names import CONFIG_FOLDERS, resolve_config_names
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT
 from lightning_ptm.models.base import Batch
@@ -147,7 +148,7 @@ REFUSED = {
     "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
     "--data.init_args.path=/no/such/text": "/no/such/text is no folder and no file",
     "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
-    "--trainer.strategy.init_args.host_memory=64KiB": r"non-model data take .* more than the device tier has.*host_memory",
+    "--trainer.strategy.init_args.host_memory=64KiB": r"homes and staging take .* more than the device tier has.*host_memory",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sysconfig
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def test_every_package_is_installed() -> None:
     inside = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "lightning_ptm").rglob("*.py")}
     mapped = {"lightning_ptm.callbacks", "lightning_ptm.configs"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == inside | mapped
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """Outside of packages pytest imports a test module by its name alone, and of two it refuses the second."""
+    loose = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    names = Counter(path.stem for path in loose if path.stem != "conftest")
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_mapped_folders_exist() -> None:

@@ -36,9 +36,10 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     with Allocator(
         page_size=page_bytes,
         backend=CpuBackend(),
-        device_bytes=flats * (2 * numel // page_bytes + 1) * page_bytes + 6 * STAGING_CHUNKS * page_bytes,
-        host_bytes=0,
-        disk_bytes=room,
+        sizes={
+            Tier.DEVICE: flats * (2 * numel // page_bytes + 1) * page_bytes + 6 * STAGING_CHUNKS * page_bytes,
+            Tier.DISK: room,
+        },
         disk_paths=[Path(folder) for folder in options["folders"]],
         file_ops=SlowDisks(options["bytes_per_s"]) if "bytes_per_s" in options else None,
     ) as allocator:

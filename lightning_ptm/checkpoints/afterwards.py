@@ -17,16 +17,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoint import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, write_dictionary
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.closed import reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
-from lightning_ptm.saving import file_names, index_of, write_dictionary
 from lightning_ptm.sharded import without_parameters
-from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Draft, Seal, StateFile, write_ranges
-from lightning_ptm.storage.tensors import lay_out
+from lightning_ptm.storage.folder import Draft
+from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, write_ranges
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 
@@ -40,6 +40,7 @@ class Ended:
         weights: whether the module's parameters have their values.
         optimizer_states: whether the optimizers have their states.
         torn: whether the weights are of two steps.
+        parts: whether the module has parts of larger parameters.
         audits: what had become of each flat's gradients at the last drain.
     """
 
@@ -48,14 +49,19 @@ class Ended:
     weights: bool = True
     optimizer_states: bool = False
     torn: bool = False
+    parts: bool = False
     audits: tuple[UpdateAudit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _States:
     unit: str
     kind: str
-    tensors: dict[str, Tensor]
+    values: dict[str, Tensor]
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, value.dtype, tuple(value.shape)) for name, value in self.values.items()]
 
 
 def remember(engine: Engine, *, torn: bool) -> Ended:
@@ -63,10 +69,10 @@ def remember(engine: Engine, *, torn: bool) -> Ended:
     units = {
         slot.spec.name: store.unit.name
         for store in engine.stores
-        for binding in (*(flat.binding for flat in store.flats), *store.absent)
+        for binding in store.bindings
         for slot in binding.layout.slots
     }
-    return Ended(units, engine.allocator.page_size, weights=False, torn=torn)
+    return Ended(units, engine.allocator.page_size, weights=False, torn=torn, parts=engine.blueprint.holders.in_parts)
 
 
 def module_state(ended: Ended, module: LightningModule, settings: Settings, *, keep: bool) -> dict[str, Any]:
@@ -76,8 +82,13 @@ def module_state(ended: Ended, module: LightningModule, settings: Settings, *, k
         keep: on this rank; others get an empty one.
 
     Raises:
-        UsageError: the weights were not given back.
+        UsageError: the weights were not given back, or are parts.
     """
+    if ended.parts:
+        raise UsageError(
+            "the run has ended, and the module of each rank has parts of parameters that no rank has whole; save inside the "
+            "run, as ModelCheckpoint does"
+        )
     if not ended.weights:
         raise UsageError(
             "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
@@ -144,36 +155,22 @@ def save(
     chosen = optimizers if "optimizer_states" in checkpoint else ()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     kinds = list(_kinds(ended, module, names, chosen))
-    layouts = [
-        lay_out(
-            [(name, value.dtype, tuple(value.shape)) for name, value in each.tensors.items()],
-            {"format": "pt", "unit": each.unit, "kind": each.kind},
-        )
-        for each in kinds
-    ]
-    files = [
-        StateFile(name, each.unit, each.kind, layout.size_bytes)
-        for name, each, layout in zip(
-            file_names([each.unit for each in kinds], [each.kind for each in kinds]), kinds, layouts, strict=True
-        )
-    ]
+    files = StateFiles.of(kinds)
     index = index_of(module, chosen, checkpoint, files, names=names, world_size=1, page_size=ended.page_size)
     draft = Draft(path)
     try:
         writer = RangeWriter(draft.folder, ops)
         try:
-            for file, layout in zip(files, layouts, strict=True):
-                writer.create(file.name, layout.header, layout.size_bytes)
-            for file, layout, each in zip(files, layouts, kinds, strict=True):
-                for stored, value in zip(layout.tensors, each.tensors.values(), strict=True):
+            files.create(writer)
+            for file, layout, each in zip(files.files, files.layouts, kinds, strict=True):
+                for stored, value in zip(layout.tensors, each.values.values(), strict=True):
                     writer.put(file.name, stored.start, value.detach().cpu().reshape(-1))
             ranges = writer.finish()
         finally:
             writer.abort()
         dictionary = write_dictionary(draft.folder / LIGHTNING, checkpoint, ops)
         write_ranges(draft.folder, 0, ranges, ops)
-        headers = {file.name: Seal.of(layout.header) for file, layout in zip(files, layouts, strict=True)}
-        replace(index, seals={LIGHTNING: dictionary, **headers}).write(draft.folder, ops)
+        replace(index, seals={LIGHTNING: dictionary, **files.seals()}).write(draft.folder, ops)
         draft.commit()
     except BaseException:
         draft.discard()
@@ -182,7 +179,7 @@ def save(
 
 def _kinds(
     ended: Ended, module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer]
-) -> Iterator[_Kind]:
+) -> Iterator[_States]:
     """Every kind of every unit's states, unit by unit, as `Values.kinds` does in a run."""
     slots: dict[int, dict[str, Tensor]] = {}
     for optimizer in optimizers:
@@ -193,10 +190,10 @@ def _kinds(
         of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)
     for unit, parameters in of_unit.items():
         if parameters:
-            yield _Kind(unit, PARAMETERS, {names[id(parameter)]: parameter for parameter in parameters})
+            yield _States(unit, PARAMETERS, {names[id(parameter)]: parameter for parameter in parameters})
         known = {names[id(parameter)]: slots.get(id(parameter), {}) for parameter in parameters}
         for slot in dict.fromkeys(slot for state in known.values() for slot in state):
-            yield _Kind(unit, slot, {name: state[slot] for name, state in known.items() if slot in state})
+            yield _States(unit, slot, {name: state[slot] for name, state in known.items() if slot in state})
 
 
 def _is_slot(parameter: Tensor, value: Any) -> bool:

@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.saving import Saves
 
 _MEET_S = 5.0
 """How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
@@ -89,5 +89,5 @@ class Interruption:
 
     def _give_up(self, reason: str) -> None:
         self.unsaved = reason
-        if self._engine.communicator.world_size > 1:
+        if not self._engine.communicator.alone:
             self._engine.fail(sys.exc_info()[1] or UsageError("the run was cut short"))

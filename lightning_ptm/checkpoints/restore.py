@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable
 
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoint import give_back_optimizer_state
+from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.terms import Tier
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     Raises:
         What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
     """
-    if engine.failed and engine.communicator.world_size > 1:
+    if engine.failed and not engine.communicator.alone:
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
@@ -83,13 +82,14 @@ def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], kept: Coll
         kept: those that get them on this rank; fetching is collective.
 
     Returns:
-        Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed.
+        Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed,
+        or they are of parts of parameters, of which rank 0 has some alone.
     """
-    if engine.failed and engine.communicator.world_size > 1:
+    if (engine.failed and not engine.communicator.alone) or engine.blueprint.holders.in_parts:
         return False
-    needed = engine.optimizer_state_bytes(Tier.DEVICE, Tier.HOST)
+    needed = engine.optimizer_state_bytes(on_disk=False)
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.all_ranks(not engine.optimizer_state_bytes(Tier.DISK) and needed <= free_host_bytes()):
+    if not engine.all_ranks(not engine.optimizer_state_bytes(on_disk=True) and needed <= free_host_bytes()):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

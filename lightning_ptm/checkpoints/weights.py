@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ from torch import Tensor, nn
 from lightning_ptm import sharded
 from lightning_ptm.comm import Communicator, together
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.storage.folder import PARAMETERS, Index, StateFile, is_sharded
+from lightning_ptm.runtime.parts import Boxes
+from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.pretrained import Held, find
 
 WRAPPERS = re.compile(
@@ -51,12 +53,13 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter or buffer that the module's state dict has: its name there, and where it is."""
+    """A parameter or buffer that the module's state dict has: its name there, where it is, and its shape in files."""
 
     name: str
     owner: nn.Module
     attribute: str
     tensor: Tensor
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,16 @@ class Names:
 
 
 def first_values(
-    module: nn.Module, settings: Settings, communicator: Communicator, progress: Progress | None = None
+    module: nn.Module,
+    settings: Settings,
+    communicator: Communicator,
+    progress: Progress | None = None,
+    boxes: Boxes = MappingProxyType({}),
 ) -> Given:
     """What the files of `settings.weights` provide for `module`. Collective.
 
     Args:
+        boxes: of parameters that are parts of larger ones, which the files have.
         progress: of comparing a sharded checkpoint's checksums.
 
     Raises:
@@ -93,7 +101,7 @@ def first_values(
     path = Path(settings.weights).expanduser()
     with together(communicator):
         held = _held(path, communicator, progress)
-        names = names_of(module)
+        names = names_of(module, boxes)
         chosen = _placed(path, held, names, settings.weights_map)
         _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
         if communicator.rank == 0:
@@ -128,7 +136,7 @@ def _as_held(value: Tensor) -> Held:
 # -- the module's names ---------------------------------------------------------------------------------------------------
 
 
-def names_of(module: nn.Module) -> Names:
+def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
     """The names of its parameters and buffers, all of those that a shared one has."""
     places: dict[str, Place] = {}
     computed: set[str] = set()
@@ -138,7 +146,9 @@ def names_of(module: nn.Module) -> Names:
             if attribute in owner._non_persistent_buffers_set:
                 computed.add(WRAPPERS.sub("", name))
             elif tensor is not None:
-                places[name] = Place(name, owner, attribute, tensor)
+                box = boxes.get(id(tensor))
+                shape = tuple(tensor.shape) if box is None else box.shape
+                places[name] = Place(name, owner, attribute, tensor, shape)
     wrapped: dict[str, list[str]] = {}
     for name in places:
         plain = WRAPPERS.sub("", name)
@@ -270,10 +280,10 @@ def _check(
         if not targets and not any(re.search(pattern, name) for pattern in may_have)
     ]
     differing = [
-        f"{target} is {tuple(names.places[target].tensor.shape)} and {name} in the files {held[name].shape}"
+        f"{target} is {names.places[target].shape} and {name} in the files {held[name].shape}"
         for name, targets in chosen.items()
         for target in targets
-        if tuple(names.places[target].tensor.shape) != held[name].shape
+        if names.places[target].shape != held[name].shape
     ]
     differing += [
         f"{target} is {names.places[target].tensor.dtype} and {name} in the files {held[name].dtype} (quantised?)"
@@ -306,10 +316,7 @@ def _patterns(module: nn.Module, attribute: str) -> Iterator[str]:
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what} {', '.join(names[:_MOST_NAMES])}{more} ({len(names)} in all)"
+    return f"{what} {some(names, _MOST_NAMES)} ({len(names)} in all)" if names else ""
 
 
 def _check_tied(path: Path, held: Mapping[str, Held], names: Names, chosen: Mapping[str, Sequence[str]]) -> None:
@@ -329,8 +336,6 @@ def _check_ranks(
     path: Path, held: Mapping[str, Held], chosen: Mapping[str, Sequence[str]], communicator: Communicator
 ) -> None:
     """All ranks have files of the same names and shapes (I2)."""
-    if communicator.world_size == 1:
-        return
     facts = sorted((name, tuple(targets), str(held[name].dtype), held[name].shape) for name, targets in chosen.items())
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     first = communicator.broadcast_object(digest if communicator.rank == 0 else None)

@@ -3,6 +3,7 @@
 from lightning_ptm.comm.agreement import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, Request, Teams
 from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
 from lightning_ptm.comm.foreign import ForeignCollectives
+from lightning_ptm.comm.mesh import Communicators
 from lightning_ptm.comm.together import together
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Agreement",
     "Boundary",
     "Communicator",
+    "Communicators",
     "ForeignCollectives",
     "Gathering",
     "Meeting",

@@ -90,18 +90,21 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
-    def mean_over(self) -> int:
-        """Ranks whose losses a reduced gradient is the mean of: those here, or more if some gave theirs to others."""
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+
+    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
+        """A communicator of those ranks of `partition` that this one is among. It is closed with this one.
+
+        Args:
+            partition: every rank once; the same on all ranks. Collective for all of them.
+        """
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
-        """Sum over ranks of `full` (padded_numel,), over `mean_over` -> this rank's pieces in `shard` (shard_numel,).
-
-        Args:
-            divided_by: `full` has been divided by this already.
-        """
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
+        """Sum over ranks of `full` (padded_numel,), over `divisor` -> this rank's pieces in `shard` (shard_numel,)."""
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The first `sent[0]` of `rows` (n, ...) to rank 0, and so on; returns the rows of rank 0, rank 1..., of which
@@ -135,18 +138,21 @@ class SoloCommunicator:
 
     rank = 0
     world_size = 1
+    alone = True
 
-    def __init__(self, mean_over: int = 1) -> None:
-        self.mean_over = mean_over
+    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
+        return self
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         if shard.data_ptr() != full.data_ptr():
             full.copy_(shard)
         return Work()
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         if shard.data_ptr() != full.data_ptr():
             shard.copy_(full)
+        if divisor != 1:
+            shard.div_(divisor)
         return Work()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -216,8 +222,7 @@ class ProcessGroupCommunicator:
     ) -> None:
         self._events = events or Events()
         self._timeout = timeout
-        self.mean_over = dist.get_world_size()
-        partition = partition or [range(self.mean_over)]
+        partition = partition or [range(dist.get_world_size())]
         self._ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self.world_size = len(self._ranks)
@@ -250,13 +255,11 @@ class ProcessGroupCommunicator:
             # Of this communicator alone: groups are numbered alike on all ranks.
             self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
 
-    def part(self, partition: Sequence[Sequence[int]]) -> ProcessGroupCommunicator:
-        """A communicator of those ranks of `partition` that this one is among. It is closed with this one. Its reductions
-        still divide by the number of all ranks.
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
 
-        Args:
-            partition: every rank once; the same on all ranks. Collective for all of them.
-        """
+    def part(self, partition: Sequence[Sequence[int]]) -> ProcessGroupCommunicator:
         made = ProcessGroupCommunicator(self._backend, self._timeout, self._events, within=self, partition=partition)
         self._parts.append(made)
         return made
@@ -273,7 +276,7 @@ class ProcessGroupCommunicator:
             handles = self._issue(start)
         return Work(handles, [shard, full], self._join, self._guard, told)
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         if self._backend.collectives != _GLOO:
 
             def start() -> list[Any]:
@@ -284,16 +287,16 @@ class ProcessGroupCommunicator:
 
             def finish() -> None:
                 self._join()
-                if self.mean_over != self.world_size * divided_by:
-                    shard.mul_(self.world_size * divided_by / self.mean_over)
+                if divisor != self.world_size:
+                    shard.mul_(self.world_size / divisor)
 
             told = self._told("reduce_scatter", full)
             with self._on_stream():
                 handles = self._issue(start)
             return Work(handles, [full, shard], finish, self._guard, told)
-        return self._exchange_and_add(full, shard, flat, divided_by)
+        return self._exchange_and_add(full, shard, flat, divisor)
 
-    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int) -> Work:
+    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
         # once, and we add in fp32, in rank order (I3).
         received = torch.empty_like(full)
@@ -311,7 +314,7 @@ class ProcessGroupCommunicator:
                 total = parts[0].to(torch.promote_types(piece.dtype, torch.float32), copy=True)
                 for rank in range(1, self.world_size):
                     total.add_(parts[rank])
-                piece.copy_(total.div_(self.mean_over / divided_by))
+                piece.copy_(total.div_(divisor))
 
         told = self._told("reduce_scatter", full)
         return Work(self._issue(start), [full, received, shard], add, self._guard, told)

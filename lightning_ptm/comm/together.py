@@ -23,7 +23,7 @@ def together(communicator: Communicator, meet: Callable[[], None] = lambda: None
         yield
     except Exception as caught:
         error = caught
-    if communicator.world_size > 1:
+    if not communicator.alone:
         meet()
         failed = torch.tensor([0 if error is None else communicator.rank + 1], dtype=torch.int64)
         first = int(communicator.all_reduce(failed, maximum=True).item())

@@ -174,12 +174,13 @@ class Ranks:
         flat = layout.flats[0]
         shard = torch.zeros(flat.shard_numel, dtype=torch.bfloat16, device=self._backend.device)
         full = torch.zeros(flat.padded_numel, dtype=torch.bfloat16, device=self._backend.device)
-        moved = flat.shard_bytes * (among.world_size - 1)
+        ranks = among.world_size
+        moved = flat.shard_bytes * (ranks - 1)
         return Rate(
-            among.world_size,
+            ranks,
             page_bytes,
             gather_bytes_per_s=moved / self._fastest_s(lambda: among.all_gather(shard, full, flat), seconds),
-            reduce_bytes_per_s=moved / self._fastest_s(lambda: among.reduce_scatter(full, shard, flat), seconds),
+            reduce_bytes_per_s=moved / self._fastest_s(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds),
         )
 
     def _fastest_s(self, start: Callable[[], Work], seconds: float) -> float:

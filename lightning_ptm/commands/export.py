@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import some
 from lightning_ptm.progress import Progress
 from lightning_ptm.storage import huggingface
 from lightning_ptm.storage.source import Source
@@ -41,9 +42,9 @@ def export(
     for name, kept in plan.dropped.items():
         print(f"tied: {name} is {kept}, and written under that name only")
     if plan.left_out:
-        print(f"left out, not below {strip}: {huggingface.names_text(plan.left_out)}")
+        print(f"left out, not below {strip}: {some(plan.left_out)}")
     if plan.others:
-        print(f"left out, no tensors: {huggingface.names_text(plan.others)}")
+        print(f"left out, no tensors: {some(plan.others)}")
     if not source.has_checksums:
         print("the checkpoint was saved without checksums, so damage to it would not have been found")
     for name, count in infinite.items():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.strategy import AngelPTMStrategy
+from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _FEW, _MANY = 2, 18
 _WIDTH = 8

@@ -28,17 +28,16 @@ from lightning_ptm import models
 from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import Settings
 from lightning_ptm.data.text import TEXT_END, decode, encode
-from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError
+from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, some
 from lightning_ptm.models import GPT, Sampling
 from lightning_ptm.storage.source import Source
-from lightning_ptm.strategy import AngelPTMStrategy
+from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 BYTES = 256
 """Tokens of a model that reads bytes."""
 
 STDIN = "-"
 
-_MOST_NAMES = 5
 """In an error's text, of each kind."""
 
 
@@ -182,10 +181,7 @@ def _check(source: Source, model: GPT) -> None:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what} {', '.join(names[:_MOST_NAMES])}{more}"
+    return f"{what} {some(names)}" if names else ""
 
 
 def _trainer(

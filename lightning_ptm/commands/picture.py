@@ -24,15 +24,15 @@ from lightning_ptm.drawing import (
     Row,
     draw,
 )
+from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.planning.simulate import simulate
-from lightning_ptm.planning.timing import Activity, Link
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.terms import Operation, Phase, Tier
+from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from lightning_ptm.forecasting.prediction import Forecast
+    from lightning_ptm.forecasting.prediction import Prediction
 
 WIDTH, HEIGHT = 1200, 800
 HOMES, HELD, ACTIVATIONS = BLUE, SKY, ORANGE
@@ -47,7 +47,7 @@ OPERATIONS = {
 }
 
 
-def draw_plan(found: Forecast, drawn: Blueprint, record: Sequence[Activity]) -> Image:
+def draw_plan(found: Prediction, drawn: Blueprint, record: Sequence[Activity]) -> Image:
     """The picture of a forecast, of one rank; where it does not fit, of its memory alone.
 
     Raises:
@@ -63,23 +63,23 @@ def draw_plan(found: Forecast, drawn: Blueprint, record: Sequence[Activity]) -> 
     return draw(title if found.fits else f"{title}: DOES NOT FIT", panels, WIDTH, HEIGHT)
 
 
-def _memory(found: Forecast, drawn: Blueprint) -> list[BytesPanel]:
+def _memory(found: Prediction, drawn: Blueprint) -> list[BytesPanel]:
     per_tick = _bytes_per_tick(found, drawn)
     phases = [tick.phase for tick in drawn.trace.ticks]
     marks = [(0, "forward"), (phases.index(Phase.BACKWARD), "backward")] if Phase.BACKWARD in phases else []
     panels: list[BytesPanel] = []
-    used = [tier for tier in Tier if found.tiers[tier.name.lower()].page_bytes]
+    used = [tier for tier in drawn.budget if found.tiers[tier.name.lower()].page_bytes]
     for tier in used:
         size = found.tiers[tier.name.lower()]
         use = per_tick[tier]
         count = len(use)
         # At the end the gradients of the last tick are still there, activations are not.
         kept = (*found.activation_ticks, 0)[:count] if size.activation_bytes else ()
-        home = drawn.placement.home_bytes(tier)
+        home = drawn.placement.at_home_bytes[tier]
         held = [max(0, there - home) for there in use]
         # The pool is taken as a whole: what no page is in is not there for activations.
         rest = [max(0, size.page_bytes - home - there) for there in held]
-        if tier is Tier.DEVICE or drawn.unified:
+        if tier.computes or drawn.unified:
             name = "gathered, gradients on their way, staging"
         else:
             name = "staging"
@@ -87,38 +87,38 @@ def _memory(found: Forecast, drawn: Blueprint) -> list[BytesPanel]:
         layers += [Layer(name, held, HELD)] if any(held) else []
         layers += [Layer(_rest_name(tier), rest, FREE)] if any(rest) else []
         layers += [Layer("activations", kept, ACTIVATIONS)] if kept else []
-        title = "DEVICE (this CPU's RAM)" if drawn.unified and tier is Tier.DEVICE else tier.name
+        title = "DEVICE (this CPU's RAM)" if drawn.unified and tier.computes else tier.name
         panels.append(
             BytesPanel(
                 title=title,
                 layers=layers,
                 limit_name="memory",
                 limit=size.have_bytes,
-                bound_name="pages may take" if tier is Tier.DEVICE else "",
-                bound=drawn.budget.of(tier) if tier is Tier.DEVICE else 0,
+                bound_name="pages may take" if tier.computes else "",
+                bound=drawn.budget[tier] if tier.computes else 0,
                 marks=marks,
                 axis=tier is used[-1],
-                weight=3.0 if tier is Tier.DEVICE else 1.0,
+                weight=3.0 if tier.computes else 1.0,
             )
         )
     return panels
 
 
-def _bytes_per_tick(found: Forecast, drawn: Blueprint) -> dict[Tier, Sequence[int]]:
+def _bytes_per_tick(found: Prediction, drawn: Blueprint) -> dict[Tier, Sequence[int]]:
     """Of pages: the most that the plan may come to; where some units are in no plan, what the run comes to."""
-    if drawn.experts is None:
+    if not drawn.by_need:
         simulation = simulate(drawn.layout, drawn.placement, found.plan, drawn.trace, drawn.budget)
-        return {tier: simulation.tier(tier).bytes_per_tick for tier in Tier}
-    taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in Tier}
+        return {tier: simulation.tier(tier).bytes_per_tick for tier in drawn.budget}
+    taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in drawn.budget}
     count = len(found.page_ticks)
-    return {tier: found.page_ticks if tier is Tier.DEVICE else (taken[tier],) * count for tier in Tier}
+    return {tier: found.page_ticks if tier.computes else (taken[tier],) * count for tier in drawn.budget}
 
 
 def _rest_name(tier: Tier) -> str:
-    return "pages of updates, or not in use" if tier is Tier.HOST else "pages not in use"
+    return "pages of updates, or not in use" if tier.updates and not tier.computes else "pages not in use"
 
 
-def _busy(found: Forecast, record: Sequence[Activity]) -> BusyPanel:
+def _busy(found: Prediction, record: Sequence[Activity]) -> BusyPanel:
     timing = found.timing
     assert timing is not None
     rows = [_row(None, record, timing.compute_s, timing.seconds, "")]

@@ -2,7 +2,7 @@
 what would live where, and how long a step would take.
 
 Decides with what a run decides with: the request of the strategy, `decide`, `make_plan`. Adds seconds to the ticks of the
-plan's trace (estimate.py) and replays it (planning/timing.py: steady). Allocates no parameter.
+plan's trace (forecasting/estimate.py) and replays it (forecasting/timing.py: steady). Allocates no parameter.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.configured import read_config
-from lightning_ptm.commands.estimate import resized, sample_count, token_count
 from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
@@ -26,9 +24,12 @@ from lightning_ptm.commands.timeline import check_timeline, write_timeline
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.prediction import Forecast, homes_of, pages_by_use, tiers_of
+from lightning_ptm.forecasting import hardware as machines
+from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.prediction import Prediction, homes_of, pages_by_use, tiers_of
+from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
-from lightning_ptm.planning.timing import Activity
 from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
@@ -57,7 +58,7 @@ def plan(
     """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
 
     Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
-    lightning_ptm/commands/estimate.py for what is counted. Callbacks of the config are not asked whether they read
+    lightning_ptm/forecasting/counting.py for what is counted. Callbacks of the config are not asked whether they read
     gradients.
 
     Args:
@@ -84,14 +85,7 @@ def plan(
     gc.disable()
     try:
         found, drawn = forecast(
-            config_file,
-            hardware,
-            nodes,
-            batch_size,
-            strategy or {},
-            record,
-            device_memory=device_memory,
-            largest=largest,
+            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
         )
     finally:
         if collects:
@@ -119,7 +113,7 @@ def forecast(
     *,
     device_memory: str | None = None,
     largest: str | None = None,
-) -> tuple[Forecast, Blueprint]:
+) -> tuple[Prediction, Blueprint]:
     """What `plan` prints, and the blueprint that it is about; arguments as there, `record` as `steady` takes it.
 
     Raises:
@@ -175,7 +169,7 @@ class _Question:
     """
 
     def __init__(
-        self, run: PlannedRun, path: str | Path, node: machines.Node, nodes: int, wanted: Literal["auto"] | int | None
+        self, run: PlannedRun, path: str | Path, node: Node, nodes: int, wanted: Literal["auto"] | int | None
     ) -> None:
         # Configuration.
         self._run = run
@@ -189,7 +183,7 @@ class _Question:
         self._rooms = (0, 0)
         """What pages leave to activations of the device and of RAM, in the last answer."""
 
-    def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Forecast, Blueprint]:
+    def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint]:
         """The answer, of the search if there is a goal, and the largest batch that would fit."""
         found, drawn = self.search(goal, record) if goal is not None else self.answer(record)
         if self._wanted == "auto":
@@ -201,7 +195,7 @@ class _Question:
             return found, drawn
         return dataclasses.replace(found, largest_batch=largest), drawn
 
-    def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Forecast, Blueprint]:
+    def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
         """The answer for the `best` device_memory or the `least`; where none fits, for the config's."""
         most, chosen = 0.0, None
         for settings, size in self._parts():
@@ -228,7 +222,7 @@ class _Question:
                 continue
         return False
 
-    def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Forecast, Blueprint]:
+    def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Prediction, Blueprint]:
         """What `plan` prints for these settings, by default the config's; see `forecast`."""
         run, node = self._run, self._node
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
@@ -257,12 +251,10 @@ class _Question:
             rates = node.rates(self._nodes, request.settings.expert_parallel_size)
             exchanged = exchanged_bytes(drawn, works, trace, again)
             step = step_time(drawn, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
-        reason = ""
-        if not fits:
-            lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
-            reason = shortage(short, max(samples, 1), *lacking, node, unified=drawn.unified)
+        lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
+        reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=drawn.unified)
         return (
-            Forecast(
+            Prediction(
                 config=Path(self._path).name,
                 hardware=node.name,
                 nodes=self._nodes,

@@ -6,6 +6,7 @@ Builds the Trainer and the optimizers that a run would build, and allocates no p
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import warnings
 from collections.abc import Mapping
@@ -15,16 +16,16 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_ptm.commands import hardware as machines
 from lightning_ptm.commands.configured import builder
-from lightning_ptm.commands.estimate import example_batch
 from lightning_ptm.commands.params import build_on_meta
 from lightning_ptm.commands.search import takes_argument
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.estimate import example_batch
+from lightning_ptm.forecasting.node import Node
 from lightning_ptm.runtime.blueprint import Request
-from lightning_ptm.strategy import AngelPTMStrategy
 from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _ANY_STEPS = 1000
 """Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
@@ -39,9 +40,7 @@ class PlannedRun:
         deepens: the argument of the model that makes it deeper and no wider; empty: none that is known.
     """
 
-    def __init__(
-        self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: machines.Node
-    ) -> None:
+    def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: Node) -> None:
         trainer = document.get("trainer") or {}
         self.accumulate: int = trainer.get("accumulate_grad_batches") or 1
         self.deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
@@ -49,10 +48,10 @@ class PlannedRun:
         self.batch = example_batch(_data(document, path))
         self.request: Request = self._request(trainer, changed, node)
 
-    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: machines.Node) -> Request:
+    def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
-        strategy = AngelPTMStrategy(**{**settings, **changed})
+        strategy = _class_of(given)(**{**settings, **changed})
         logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Lightning would say to a Trainer without loggers
@@ -85,7 +84,18 @@ class PlannedRun:
             self.model._trainer = None
 
 
-def _page_bytes(node: machines.Node, settings: Settings) -> int:
+def _class_of(given: object) -> type[AngelPTMStrategy]:
+    """The strategy's class that a config names, which may have tiers of its own; ours, unless it is a subclass."""
+    path = str(given.get("class_path", "")) if isinstance(given, Mapping) else ""
+    module, _, name = path.rpartition(".")
+    try:
+        named = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError):
+        named = None
+    return named if isinstance(named, type) and issubclass(named, AngelPTMStrategy) else AngelPTMStrategy
+
+
+def _page_bytes(node: Node, settings: Settings) -> int:
     """What a run would measure."""
     if node.page_size is not None:
         return node.page_size

@@ -8,61 +8,40 @@ Launched on several ranks (torchrun), rank 0 measures its node while the others 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptm.commands.collectives import Ranks, Rate, Rates, as_if_alone, launched
+from lightning_ptm.commands.compute_rates import (
+    Effort,
+    attention_rate,
+    copy_rate,
+    curved_rate,
+    matrix_rate,
+    ram_rate,
+)
 from lightning_ptm.commands.fixed_costs import fixed_costs
-from lightning_ptm.commands.hardware import DTYPES, forward_s
 from lightning_ptm.commands.sample import small_gpt
 from lightning_ptm.commands.update_rates import update_rates
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.hardware import DTYPES
+from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend, CpuBackend, backend_here
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
-from lightning_ptm.progress import Begun, Progress
+from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.machine import this_machine
-from lightning_ptm.trainer.half_products import products_here
 
 _BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)
-
-
-def _untold(part: str) -> None:
-    """A `Begun` of work that nobody watches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is measured.
-
-    Attributes:
-        matrix: rows and columns on a CPU; on a device eight times as many.
-        copy_bytes: of each copy in memory.
-        disk_bytes: of each trial of a disk.
-        seconds: of each measurement in memory.
-        steps: of each training run for fixed costs.
-        begins: is told what is measured next.
-    """
-
-    matrix: int
-    copy_bytes: int
-    disk_bytes: int
-    seconds: float
-    steps: int
-    begins: Begun = _untold
 
 
 FULL = Effort(matrix=1024, copy_bytes=256 << 20, disk_bytes=256 << 20, seconds=0.5, steps=100)
@@ -125,7 +104,7 @@ def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
 
 
 def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None = None) -> str:
-    """The text of a hardware file for this machine.
+    """The text of a hardware file for this machine. Long because it is that file, row by row.
 
     Args:
         launched_ranks: between which collectives are measured; this is rank 0, and the others `follow`.
@@ -152,7 +131,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     read = _together(trials, "read_bytes_per_s")
     write = _together(trials, "write_bytes_per_s")
     threads = torch.get_num_threads() * (1 if launched_ranks is None else ranks)
-    ram = _ram_rate(threads, effort)
+    ram = ram_rate(threads, effort)
     per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
     page = smallest_saturating(_by_page(trials, backend))
     effort.begins("steps of tiny models")
@@ -175,7 +154,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
     memory = 2 * (here or ram)
     effort.begins("a small GPT")
-    sample = small_gpt(backend, max(64, _side(backend, effort) // 2), max(1, effort.matrix // 256))
+    sample = small_gpt(backend, max(64, effort.side(backend) // 2), max(1, effort.matrix // 256))
     efficiency = sample.reached(
         lambda work: forward_s(work, matrix["bfloat16"], attention["bfloat16"], curved["bfloat16"], memory),
         effort.seconds,
@@ -191,7 +170,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"host_memory: {machine.free_host_bytes}  # free now, within this process's limits",
         f"disk_memory: {machine.free_disk_bytes}  # free now",
         f"cpu_cores: {machine.cores}",
-        f"compute_flops_per_s:         # forward and backward, {_side(backend, effort)} rows and columns, {computes_on}",
+        f"compute_flops_per_s:         # forward and backward, {effort.side(backend)} rows and columns, {computes_on}",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in matrix.items()),
         f"compute_efficiency: {efficiency:.3f}    # share of all these rates that a small GPT's forward and backward reach",
         _rate("device_memory_bytes_per_s", here and 2 * here, "a copy on the device: read and written", "no device"),
@@ -252,71 +231,6 @@ def _of(rate: Rate | None) -> str:
     )
 
 
-def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
-    """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
-    effort.begins(f"matrices of {dtype}")
-    side, device = _side(backend, effort), backend.device
-    left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
-    gradient = torch.randn(side, side, device=device).to(left.dtype)
-
-    def multiply() -> None:
-        with products_here(left.dtype, backend):
-            torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
-
-    return 6 * side**3 / _typical(multiply, backend, effort.seconds)
-
-
-def attention_rate(backend: Backend, dtype: str, effort: Effort) -> float:
-    """Operations per second of attention, forward and backward; a backward counts as two forwards."""
-    effort.begins(f"attention in {dtype}")
-    shape = (max(1, effort.matrix // 128), 8, 256, 64)
-    heads = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
-    gradient = torch.randn(shape, device=backend.device).to(heads.dtype)
-
-    def attend() -> None:
-        with products_here(heads.dtype, backend):
-            torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
-
-    return 3 * 4 * heads.numel() * shape[2] / _typical(attend, backend, effort.seconds)
-
-
-def curved_rate(backend: Backend, dtype: str, effort: Effort) -> float:
-    """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
-    effort.begins(f"GELU in {dtype}")
-    shape = (effort.matrix, 2 * effort.matrix)
-    values = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
-    gradient = torch.randn(shape, device=backend.device).to(values.dtype)
-
-    def curve() -> None:
-        torch.autograd.grad(F.gelu(values, approximate="tanh"), values, gradient)
-
-    return 3 * values.numel() / _typical(curve, backend, effort.seconds)
-
-
-def _ram_rate(threads: int, effort: Effort) -> float:
-    """Bytes per second of a copy by as many threads as all ranks of the node have."""
-    of_a_rank = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return copy_rate(CpuBackend(), CpuBackend(), effort)
-    finally:
-        torch.set_num_threads(of_a_rank)
-
-
-def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
-    """Bytes per second of a large copy; RAM is page-locked where the other side is a device apart."""
-    effort.begins(f"copies from {source.device} to {target.device}")
-    pinned = source.apart != target.apart
-
-    def made(side: Backend) -> Tensor:
-        pin = pinned and not side.apart
-        return torch.zeros(effort.copy_bytes, dtype=torch.uint8, device=side.device, pin_memory=pin)
-
-    read, written = made(source), made(target)
-    timed = source if source.apart else target
-    return effort.copy_bytes / _typical(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
-
-
 def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
     """Reads and writes of one path, for several sizes of transfers and numbers of them at once; writes come first."""
     found = []
@@ -357,21 +271,6 @@ def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
     return frames * block / max(sum(core_s), 1e-6)
 
 
-def _typical(work: Callable[[], object], backend: Backend, seconds: float) -> float:
-    """Seconds of the median of as many calls as take `seconds`, after one that warms up; three at least, if they are not
-    slow. The fastest would be what no run of many steps is like."""
-    found: list[float] = []
-    began = perf_counter()
-    while True:
-        started = perf_counter()
-        work()
-        backend.synchronize()
-        now = perf_counter()
-        found.append(now - started)
-        if now - began > seconds and (len(found) > 3 or found[-1] > seconds):
-            return median(found[1:] or found)
-
-
 def _together(trials: Sequence[DiskTrial], field: str) -> float | None:
     """Pages are striped, so the slowest path bounds each."""
     best: dict[Path, float] = {}
@@ -392,10 +291,6 @@ def _by_page(trials: Sequence[DiskTrial], backend: Backend) -> dict[str, dict[in
         for name, rate in copy_rates(backend, block).items():
             found.setdefault(name, {})[block] = rate
     return found
-
-
-def _side(backend: Backend, effort: Effort) -> int:
-    return effort.matrix * (8 if backend.apart else 1)
 
 
 def _rate(name: str, value: float | None, how: str, why_not: str) -> str:

@@ -7,11 +7,11 @@ import json
 
 from lightning_ptm.commands.room import LARGEST_BATCH
 from lightning_ptm.config import format_bytes
-from lightning_ptm.forecasting.prediction import Forecast
-from lightning_ptm.planning.timing import Link
+from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.terms import Link
 
 
-def as_json(found: Forecast) -> str:
+def as_json(found: Prediction) -> str:
     """One object; seconds, bytes and counts as numbers."""
     timing = found.timing
     return json.dumps(
@@ -47,7 +47,7 @@ def as_json(found: Forecast) -> str:
     )
 
 
-def render(found: Forecast) -> str:
+def render(found: Prediction) -> str:
     """The tables that `plan` prints."""
     lines = [
         f"{found.config} on {found.nodes} x {found.hardware}: {_count(found.ranks, 'rank')}, {found.numel:,} parameters",
@@ -68,7 +68,7 @@ def render(found: Forecast) -> str:
             f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
         )
         lines.append(f"{name:<12}{row}")
-    lines += ["", f"{'homes':<12}{'device':>12}{'host':>12}{'disk':>12}"]
+    lines += ["", f"{'homes':<12}" + "".join(f"{name:>12}" for name in found.tiers)]
     for kind, tiers in found.homes.items():
         lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
     lines += ["", f"{'pages for':<24}" + "".join(f"{name:>12}" for name in found.pages)]
@@ -104,7 +104,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _largest_batch(found: Forecast) -> str:
+def _largest_batch(found: Prediction) -> str:
     largest = found.largest_batch
     if largest is None:
         return "largest batch that fits: not known, for the model computes no batch of another size"
@@ -115,7 +115,7 @@ def _largest_batch(found: Forecast) -> str:
     return f"largest batch that fits: {_count(largest, 'sample')} a rank{more}{how}"
 
 
-def _largest_model(found: Forecast) -> list[str]:
+def _largest_model(found: Prediction) -> list[str]:
     """How to ask for it: plans of a dozen models take longer than all else here."""
     if found.deepens in found.chosen:
         return []

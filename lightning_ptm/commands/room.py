@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_ptm.commands import hardware as machines
-from lightning_ptm.commands.estimate import Work, activation_bytes, anatomy, estimate, host_activation_bytes, resized
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
+from lightning_ptm.forecasting.counting import Work, anatomy
+from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized
+from lightning_ptm.forecasting.node import Node
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import Occupied
 from lightning_ptm.runtime.recompute import recomputed_around
@@ -26,7 +27,7 @@ class Sizes:
         self._drawn = drawn
         self._recomputed = recomputed
         # Where experts are undivided each stands for itself: of thousands, few have tokens.
-        self._around = recomputed_around(drawn.units, recomputed) if drawn.experts is not None else {}
+        self._around = recomputed_around(drawn.units, recomputed) if drawn.by_need else {}
         # State.
         self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
         run.model.to(run.request.compute)
@@ -65,7 +66,7 @@ class Sizes:
         return samples
 
 
-def activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> int:
+def activation_room(drawn: Blueprint, takes: Occupied, node: Node) -> int:
     """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
     if not node.apart:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
@@ -73,12 +74,12 @@ def activation_room(drawn: Blueprint, takes: Occupied, node: machines.Node) -> i
     return node.device_memory - drawn.pool_bytes[Tier.DEVICE] - takes.gradients_beside
 
 
-def host_room(drawn: Blueprint, node: machines.Node) -> int:
+def host_room(drawn: Blueprint, node: Node) -> int:
     """Bytes of RAM of one rank that pages leave."""
     return node.host_memory // node.ranks_per_node - drawn.pool_bytes[Tier.HOST]
 
 
-def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: machines.Node, *, unified: bool) -> str:
+def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
     """Why activations do not fit, and what to do: a reason of a CapacityError."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
     if tier is Tier.HOST:

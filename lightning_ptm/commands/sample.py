@@ -12,7 +12,8 @@ from time import perf_counter
 
 import torch
 
-from lightning_ptm.commands.estimate import Work, estimate
+from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.models import GPT
 from lightning_ptm.runtime.units import discover

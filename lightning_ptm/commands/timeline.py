@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.timing import Activity, Link
+from lightning_ptm.forecasting.rates import Activity
+from lightning_ptm.terms import Link
 
 
 def check_timeline(path: Path) -> None:

@@ -114,9 +114,7 @@ class _Bench:
                 Allocator(
                     page_size=_PAGE_BYTES,
                     backend=CpuBackend(),
-                    device_bytes=ram + (0 if paths else states_bytes),
-                    host_bytes=0,
-                    disk_bytes=states_bytes if paths else 0,
+                    sizes={Tier.DEVICE: ram + (0 if paths else states_bytes), Tier.DISK: states_bytes if paths else 0},
                     disk_paths=list(paths),
                 )
             )

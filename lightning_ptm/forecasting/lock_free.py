@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-from lightning_ptm.commands.hardware import Node
-from lightning_ptm.planning.beside import Beside, BesideFlat, BesideRates, BesideTiming
-from lightning_ptm.planning.timing import Hardware
+from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
 from lightning_ptm.runtime.stock import taken_dtype
-from lightning_ptm.terms import Tier, chunk_numel
+from lightning_ptm.terms import chunk_numel
+from lightning_ptm.update.forecast import can_forecast
 
 
 def beside_compute(
@@ -29,11 +30,12 @@ def beside_compute(
             numel=flat.shard_numel,
             bytes_per_element=drawn.dtypes[flat.index].itemsize,
             master_bytes_per_element=drawn.master_bytes_per_element[flat.index],
-            on_disk=drawn.placement.homes[flat.unit].master is Tier.DISK,
+            on_disk=not drawn.placement.homes[flat.unit].master.addressable,
             kind=(flat.shard_numel, drawn.dtypes[flat.index]),
+            foreseeable=lock_free.forecast and can_forecast(traits),
         )
         for flat in layout.flats
-        if flat.trainable
+        if (traits := drawn.traits[flat.index]) is not None
     ]
     update = rates.update_device_bytes_per_s
     both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s
@@ -52,7 +54,6 @@ def beside_compute(
         chunk_numel=chunk_numel(layout.page_size),
         staging=max(1, drawn.staging_chunks),
         max_staleness=lock_free.max_staleness,
-        forecast=lock_free.forecast,
-        paced_steps=lock_free.paced_steps,
+        paced=lock_free.paced_steps > 1,
     )
     return beside.run(trace, micro_batches=accumulate, step_s=node.step_s or 0.0)

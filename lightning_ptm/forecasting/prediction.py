@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ptm.commands import hardware as machines
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.rates import Timing
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.timing import Timing
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import Occupied
 from lightning_ptm.terms import Kind, Tier
@@ -34,7 +34,7 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class Prediction:
     """What `plan` found for one run; bytes are of one rank.
 
     Attributes:
@@ -99,16 +99,15 @@ class Forecast:
 
 
 def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
-    """`Forecast.homes`."""
-    found = {
-        kind.value: {tier.name.lower(): 0 for tier in Tier} for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
-    }
+    """`Prediction.homes`."""
+    kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
+    found = {kind.value: {tier.name.lower(): 0 for tier in drawn.budget} for kind in kinds}
     for flat in drawn.layout.flats:
         homes = drawn.placement.homes[flat.unit]
         found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
         if flat.trainable:
             gradient = drawn.gradient_home(flat.unit)
-            if drawn.placement.keeps_gradients or gradient is not Tier.DEVICE:
+            if drawn.placement.keeps_gradients or not gradient.computes:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
             found["master"][homes.master.name.lower()] += master
@@ -116,30 +115,29 @@ def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
 
 
 def pages_by_use(drawn: Blueprint) -> dict[str, dict[str, int]]:
-    """`Forecast.pages`."""
+    """`Prediction.pages`."""
     return {
-        tier.name.lower(): {what.value: size for what, size in drawn.inventory.by_what(tier).items()} for tier in Tier
+        tier.name.lower(): {what.value: size for what, size in drawn.inventory.by_what(tier).items()}
+        for tier in drawn.budget
     }
 
 
-def tiers_of(
-    drawn: Blueprint, takes: Occupied, node: machines.Node, activations: Mapping[Tier, int]
-) -> dict[str, TierPlan]:
-    """`Forecast.tiers`."""
+def tiers_of(drawn: Blueprint, takes: Occupied, node: Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
+    """`Prediction.tiers`."""
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {
+        **drawn.budget,
         Tier.DEVICE: node.device_memory if node.apart else host,
         Tier.HOST: 0 if drawn.unified else host,
-        Tier.DISK: drawn.budget.disk_bytes,
     }
     return {
         tier.name.lower(): TierPlan(
             page_bytes=takes.peak(tier),
             reserved_bytes=drawn.pool_bytes[tier],
-            gradient_bytes=takes.gradients_beside if tier is Tier.DEVICE else 0,
+            gradient_bytes=takes.gradients_beside if tier.computes else 0,
             activation_bytes=activations.get(tier, 0),
             have_bytes=have[tier],
         )
-        for tier in Tier
+        for tier in drawn.budget
     }

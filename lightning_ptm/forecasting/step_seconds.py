@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ptm.commands import hardware as machines
-from lightning_ptm.commands.estimate import Work, forwards
+from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
+from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.timing import Activity, Hardware, Link, Timing, steady
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
-from lightning_ptm.terms import Phase
+from lightning_ptm.terms import Link, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class StepTime:
 
     Attributes:
         timing: of compute and links; None where nothing runs.
-        seconds: the timing's, or more: see `Forecast`.
+        seconds: the timing's, or more: see `Prediction`.
         binds: what the step waits for most, in words.
     """
 
@@ -38,7 +40,7 @@ def step_time(
     drawn: Blueprint,
     plan: Plan,
     trace: Trace,
-    node: machines.Node,
+    node: Node,
     rates: Hardware,
     accumulate: int,
     offloaded: int,
@@ -65,6 +67,7 @@ def step_time(
         # Lock-free updates have a thread of their own: see `beside_compute`.
         rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
         staging_chunks=drawn.staging_chunks if drawn.placement.staging_bytes else math.inf,
+        gradient_room_bytes=drawn.gradient_room_bytes,
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
         record=record,
@@ -109,8 +112,7 @@ def exchanged_bytes(drawn: Blueprint, works: Sequence[Work], trace: Trace, again
     """
     if drawn.experts is None:
         return {}
-    layer_of = {unit: place for place, layer in enumerate(drawn.experts.units) for each in layer for unit in each}
-    size = drawn.experts.split.size
+    layer_of, size = drawn.experts.layer_of, drawn.experts.split.size
     found: Counter[int] = Counter()
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:

@@ -25,19 +25,19 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.copier import Copier, StartedCopy
-from lightning_ptm.memory.copies import CopyRange, Machine, copy_range
+from lightning_ptm.memory.copies import CopyMachine, CopyRange, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.memory.pool import SETTING
+from lightning_ptm.memory.pool import setting_of
 from lightning_ptm.memory.region import HostRegion, Region
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
-from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
+from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, TIERS, Tier, is_page_size
 
 POISON = 0xFF
 """Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
@@ -49,11 +49,9 @@ class Allocator:
     Args:
         page_size: bytes of a page: a multiple of 4096, at least 64 KiB.
         backend: the compute device; on a CPU the device tier is RAM.
-        device_bytes: size of the device tier; rounded down to whole pages, as are the others; 0 means no such tier.
-        host_bytes: size of the host tier.
-        disk_bytes: size of the disk tier, over all its paths.
-        disk_paths: existing folders, best on different disks.
-        pin_host: page-lock the host tier, where the device copies from and to it by itself.
+        sizes: bytes of each tier, rounded down to whole pages; what is not named, or has 0, is not there.
+        disk_paths: existing folders, best on different disks, for the tier whose bytes have no address.
+        pin_host: page-lock tiers of RAM, where the device copies from and to them by itself.
         poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
         io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
@@ -71,9 +69,7 @@ class Allocator:
         *,
         page_size: int,
         backend: Backend,
-        device_bytes: int,
-        host_bytes: int,
-        disk_bytes: int,
+        sizes: Mapping[Tier, int],
         disk_paths: Sequence[Path] = (),
         pin_host: bool = False,
         poison: bool = False,
@@ -83,9 +79,9 @@ class Allocator:
         progress: Progress | None = None,
         uses: Mapping[Tier, str] | None = None,
     ) -> None:
-        sizes = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes, Tier.DISK: disk_bytes}
         _check_settings(page_size, sizes, disk_paths)
-        frames = {tier: size // page_size for tier, size in sizes.items()}
+        frames = {tier: sizes.get(tier, 0) // page_size for tier in dict.fromkeys((*TIERS, *sizes))}
+        on_disk = sum(count for tier, count in frames.items() if not tier.addressable)
         self.page_size = page_size
         self._poison = poison
         self.backend = backend
@@ -95,23 +91,24 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
-        self._ledgers = {tier: TierLedger(tier, frames[tier], page_size, (uses or {}).get(tier, "")) for tier in Tier}
+        self._ledgers = {
+            tier: TierLedger(tier, count, page_size, (uses or {}).get(tier, "")) for tier, count in frames.items()
+        }
 
         with contextlib.ExitStack() as undo:
             regions: dict[Tier, Region] = {}
-            for tier in (Tier.DEVICE, Tier.HOST):
-                size = frames[tier] * page_size
-                on_device = tier is Tier.DEVICE
-                regions[tier] = backend.device_region(size) if on_device else backend.host_region(size, pin=pin_host)
-                undo.callback(regions[tier].close)
-                if poison:
-                    regions[tier].tensor.fill_(POISON)
+            for tier, count in frames.items():
+                if tier.addressable:
+                    regions[tier] = _made(tier, backend, count * page_size, pin=pin_host)
+                    undo.callback(regions[tier].close)
+                    if poison:
+                        regions[tier].tensor.fill_(POISON)
             disk = io = poison_page = None
-            if frames[Tier.DISK]:
+            if on_disk:
                 disk = DiskRegion(
                     disk_paths,
                     page_size=page_size,
-                    total_frames=frames[Tier.DISK],
+                    total_frames=on_disk,
                     file_ops=file_ops,
                     progress=progress,
                 )
@@ -124,7 +121,7 @@ class Allocator:
                 if poison:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
-            self._machine = Machine(page_size, regions, disk, copy_streams(backend), backend.apart)
+            self._machine = CopyMachine(page_size, regions, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
             self._resources = undo.pop_all()
@@ -319,7 +316,7 @@ class Allocator:
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
         for span in tensor.pages:
-            if tensor.tier is Tier.DISK:
+            if not tensor.tier.addressable:
                 assert self._machine.disk is not None and self._poison_page is not None
                 poison = self._poison_page.memory[: span.bytes]
                 self._machine.disk.write(span.frame, span.offset_bytes, [poison])
@@ -360,7 +357,12 @@ class Allocator:
             raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
 
 
-def _check_settings(page_size: int, sizes: dict[Tier, int], disk_paths: Sequence[Path]) -> None:
+def _made(tier: Tier, backend: Backend, size_bytes: int, *, pin: bool) -> Region:
+    """The bytes of a tier that has addresses, by what its row tells."""
+    return backend.device_region(size_bytes) if tier.computes else backend.host_region(size_bytes, pin=pin)
+
+
+def _check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:
     if not is_page_size(page_size):
         raise ConfigError(
             f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
@@ -368,7 +370,15 @@ def _check_settings(page_size: int, sizes: dict[Tier, int], disk_paths: Sequence
     for tier, size in sizes.items():
         if size < 0 or 0 < size < page_size:
             raise ConfigError(
-                f"the {tier.name.lower()} tier has {size} bytes, less than a page of {page_size}; raise {SETTING[tier]}"
+                f"the {tier.name.lower()} tier has {size} bytes, less than a page of {page_size}; raise {setting_of(tier)}"
             )
-    if sizes[Tier.DISK] and not disk_paths:
-        raise ConfigError(f"the disk tier has {sizes[Tier.DISK]} bytes but no disk_path; give one, or disk_memory=0")
+    on_disk = [tier for tier, size in sizes.items() if size and not tier.addressable]
+    for tier in on_disk:
+        if not disk_paths:
+            name = tier.name.lower()
+            raise ConfigError(f"the {name} tier has {sizes[tier]} bytes but no disk_path; give one, or {name}_memory=0")
+    if len(on_disk) > 1:
+        names = " and ".join(tier.name.lower() for tier in on_disk)
+        raise ConfigError(
+            f"the {names} tiers have no addresses, and the files of disk_path are one tier; give one of them"
+        )

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.copies import CopyRange, Machine, disk_jobs, ram_pairs, source_pieces, target_pieces
+from lightning_ptm.memory.copies import CopyMachine, CopyRange, disk_jobs, ram_pairs, source_pieces, target_pieces
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.links import Link, LinkMeter, LinkStats
-from lightning_ptm.memory.route import Piece
+from lightning_ptm.memory.route import PagePiece
 from lightning_ptm.memory.states import Flight, PageEvent
 from lightning_ptm.memory.transfer import Completion, StreamTransfer, Transfer
 from lightning_ptm.terms import Tier
@@ -64,7 +64,7 @@ class Copier:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: CopyMachine,
         io: IoQueue | None,
         ledgers: Mapping[Tier, TierLedger],
         lock: threading.RLock,
@@ -97,7 +97,7 @@ class Copier:
         if not self._machine.on_stream(copy.source.tier, copy.target.tier):
             meter.begin(copy.length_bytes, now_s)
             self._any.begin(copy.length_bytes, now_s)
-        if Tier.DISK in (copy.source.tier, copy.target.tier):
+        if copy.by_io:
             self._disk.begin(copy.length_bytes, now_s)
         return StartedCopy(copy, holds, meter, settle, now_s)
 
@@ -111,13 +111,13 @@ class Copier:
                 if not machine.on_stream(copy.source.tier, copy.target.tier):
                     started.meter.end(now_s)
                     self._any.end(now_s)
-                if Tier.DISK in (copy.source.tier, copy.target.tier):
+                if copy.by_io:
                     self._disk.end(now_s)
                 self._tell(started, now_s)  # before its end: a tensor that is moved still has its old tier
                 self._finish(started, error)
 
         try:
-            if Tier.DISK in (copy.source.tier, copy.target.tier):
+            if copy.by_io:
                 jobs = disk_jobs(copy, machine)
             else:
                 pairs = ram_pairs(copy, machine)
@@ -125,10 +125,10 @@ class Copier:
         except BaseException as error:
             finish(error)
             raise
-        if Tier.DISK in (copy.source.tier, copy.target.tier):
-            assert self._io is not None  # a tensor on the disk tier exists
+        if copy.by_io:
             transfer = Transfer(len(jobs), finish)
             for job in jobs:
+                assert self._io is not None  # there are jobs, so there is a disk
                 self._io.submit(job.lane, job.job, transfer)
             return transfer
         if machine.on_stream(copy.source.tier, copy.target.tier):
@@ -188,7 +188,7 @@ class Copier:
             ) from None
         return holds
 
-    def _hold_piece(self, tier: Tier, piece: Piece, event: PageEvent) -> _Hold:
+    def _hold_piece(self, tier: Tier, piece: PagePiece, event: PageEvent) -> _Hold:
         return _Hold(tier, self._ledgers[tier].table.begin(piece.frame, piece.start_bytes, piece.stop_bytes, event))
 
     def _track(self, started: StartedCopy, completion: Completion) -> Transfer:
@@ -203,8 +203,8 @@ class Copier:
             self._finish(started, error)
 
         def let_go_of_device() -> None:
-            self._let_go([hold for hold in started.holds if hold.tier is Tier.DEVICE])
-            started.holds = [hold for hold in started.holds if hold.tier is not Tier.DEVICE]
+            self._let_go([hold for hold in started.holds if hold.tier.computes])
+            started.holds = [hold for hold in started.holds if not hold.tier.computes]
 
         # A move changes its tensor's place at its end, and that cannot be undone for a stream that is late: it blocks.
         on_ordered = None if started.settle is not None else let_go_of_device
@@ -220,7 +220,7 @@ class Copier:
             copy = started.copy
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
             # Of the two names, one is often that of a buffer; the home's tells more.
-            home = max(copy.source, copy.target, key=lambda tensor: tensor.tier)
+            home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
             self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:

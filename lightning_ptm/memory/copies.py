@@ -18,7 +18,7 @@ from lightning_ptm.memory.io import Job
 from lightning_ptm.memory.jobs import DiskToDisk, ReadBounced, ReadStraight, WriteBounced, WriteStraight
 from lightning_ptm.memory.paged import PagedTensor, PageSpan
 from lightning_ptm.memory.region import HostRegion, Region
-from lightning_ptm.memory.route import Piece, direct_bytes, extents, join, pair_up, pieces, round_up
+from lightning_ptm.memory.route import PagePiece, direct_bytes, extents, join, pair_up, pieces, round_up
 from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
@@ -34,6 +34,11 @@ class CopyRange:
     length_bytes: int
 
     @property
+    def by_io(self) -> bool:
+        """A side of it has no address."""
+        return not (self.source.tier.addressable and self.target.tier.addressable)
+
+    @property
     def ends_with_target(self) -> bool:
         return self.target_start_bytes + self.length_bytes == self.target.nbytes
 
@@ -47,7 +52,7 @@ class DiskJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class CopyMachine:
     """What copies run on: the bytes of each tier and the streams between them."""
 
     page_size: int
@@ -59,19 +64,19 @@ class Machine:
 
     def stream(self, source: Tier, target: Tier) -> CopyStream:
         """The stream of a copy between two RAM tiers."""
-        if source is target:
-            return self.streams.within_device if source is Tier.DEVICE else self.streams.within_host
-        return self.streams.to_device if target is Tier.DEVICE else self.streams.to_host
+        if source.computes == target.computes:
+            return self.streams.within_device if source.computes else self.streams.within_host
+        return self.streams.to_device if target.computes else self.streams.to_host
 
     def on_stream(self, source: Tier, target: Tier) -> bool:
         """Whether a copy between two RAM tiers goes on after it was launched."""
-        return self.apart and Tier.DEVICE in (source, target)
+        return self.apart and (source.computes or target.computes)
 
     def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""
         size_bytes = numel * dtype.itemsize
         found = extents(spans, self.page_size, 0, size_bytes)
-        if tier is Tier.DISK or len(found) > 1:
+        if not tier.addressable or len(found) > 1:
             return None
         start_bytes = found[0].start_bytes if found else 0
         # In inference mode a view in another dtype would be an inference tensor, which autograd refuses ever after.
@@ -103,7 +108,7 @@ def copy_range(
             raise UsageError(
                 f"elements {start} to {start + numel} do not lie in {tensor.name}, which has {tensor.numel}"
             )
-        if tensor.tier is Tier.DISK and start * item_bytes % BLOCK_BYTES:
+        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
             raise UsageError(
                 f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
                 f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
@@ -115,23 +120,23 @@ def copy_range(
     return CopyRange(source, target, source_start * item_bytes, target_start * item_bytes, numel * item_bytes)
 
 
-def source_pieces(copy: CopyRange, page_size: int) -> list[Piece]:
+def source_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
     """The pages that a copy reads."""
     stop = copy.source_start_bytes + copy.length_bytes
-    if copy.source.tier is Tier.DISK:
+    if not copy.source.tier.addressable:
         stop = round_up(stop)
     return pieces(copy.source.pages, page_size, copy.source_start_bytes, stop)
 
 
-def target_pieces(copy: CopyRange, page_size: int) -> list[Piece]:
+def target_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
     """The pages that a copy writes, with the padding that a whole last block overwrites."""
     stop = copy.target_start_bytes + copy.length_bytes
-    if copy.target.tier is Tier.DISK or (copy.source.tier is Tier.DISK and copy.ends_with_target):
+    if not copy.target.tier.addressable or (not copy.source.tier.addressable and copy.ends_with_target):
         stop = round_up(stop)
     return pieces(copy.target.pages, page_size, copy.target_start_bytes, stop)
 
 
-def ram_pairs(copy: CopyRange, machine: Machine) -> list[Pair]:
+def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
     """The views of a copy between RAM tiers."""
     page_size = machine.page_size
     sources, targets = machine.regions[copy.source.tier].tensor, machine.regions[copy.target.tier].tensor
@@ -143,8 +148,8 @@ def ram_pairs(copy: CopyRange, machine: Machine) -> list[Pair]:
     )
     # Extents as pieces of one endless page: the same cutting works.
     pairs = pair_up(
-        [Piece(0, extent.start_bytes, extent.stop_bytes) for extent in source_extents],
-        [Piece(0, extent.start_bytes, extent.stop_bytes) for extent in target_extents],
+        [PagePiece(0, extent.start_bytes, extent.stop_bytes) for extent in source_extents],
+        [PagePiece(0, extent.start_bytes, extent.stop_bytes) for extent in target_extents],
     )
     return [
         Pair(
@@ -155,15 +160,16 @@ def ram_pairs(copy: CopyRange, machine: Machine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: CopyRange, machine: Machine) -> list[DiskJob]:
+def disk_jobs(copy: CopyRange, machine: CopyMachine) -> list[DiskJob]:
     """The jobs of a copy that has a disk side; each is at most a page."""
-    assert machine.disk is not None  # a tensor on the disk tier exists
-    if copy.source.tier is Tier.DISK and copy.target.tier is Tier.DISK:
+    if machine.disk is None:
+        return []  # of a tier without bytes there are tensors without elements only
+    if not copy.source.tier.addressable and not copy.target.tier.addressable:
         return _disk_to_disk(copy, machine, machine.disk)
     return _disk_and_ram(copy, machine, machine.disk)
 
 
-def _disk_to_disk(copy: CopyRange, machine: Machine, disk: DiskRegion) -> list[DiskJob]:
+def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
     page_size = machine.page_size
     source_stop = copy.source_start_bytes + copy.length_bytes
     target_stop = copy.target_start_bytes + copy.length_bytes
@@ -177,8 +183,8 @@ def _disk_to_disk(copy: CopyRange, machine: Machine, disk: DiskRegion) -> list[D
     ]
 
 
-def _disk_and_ram(copy: CopyRange, machine: Machine, disk: DiskRegion) -> list[DiskJob]:
-    reading = copy.source.tier is Tier.DISK
+def _disk_and_ram(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
+    reading = not copy.source.tier.addressable
     if reading:
         on_disk, in_ram = copy.source, copy.target
         disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes

@@ -10,7 +10,7 @@ import torch
 from lightning_ptm.memory.backend import Mark
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.region import Staging
-from lightning_ptm.memory.route import Piece, round_up
+from lightning_ptm.memory.route import PagePiece, round_up
 from lightning_ptm.memory.streams import CopyStream, Pair
 from lightning_ptm.terms import BLOCK_BYTES
 
@@ -20,7 +20,7 @@ class ReadStraight:
     """Disk to RAM, whole blocks."""
 
     disk: DiskRegion
-    piece: Piece
+    piece: PagePiece
     views: tuple[memoryview, ...]
 
     def run(self, staging: Staging) -> None:
@@ -32,7 +32,7 @@ class WriteStraight:
     """RAM to disk, whole blocks."""
 
     disk: DiskRegion
-    piece: Piece
+    piece: PagePiece
     views: tuple[memoryview, ...]
 
     def run(self, staging: Staging) -> None:
@@ -44,7 +44,7 @@ class ReadBounced:
     """Disk to RAM at any address and of any length, or to a CUDA device."""
 
     disk: DiskRegion
-    piece: Piece
+    piece: PagePiece
     targets: tuple[torch.Tensor, ...]
     copies: CopyStream
     behind: Mark
@@ -64,7 +64,7 @@ class WriteBounced:
     """
 
     disk: DiskRegion
-    piece: Piece
+    piece: PagePiece
     sources: tuple[torch.Tensor, ...]
     copies: CopyStream
     behind: Mark
@@ -83,8 +83,8 @@ class DiskToDisk:
     """One place on disk to another; `keep_tail` as in WriteBounced."""
 
     disk: DiskRegion
-    source: Piece
-    target: Piece
+    source: PagePiece
+    target: PagePiece
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:
@@ -101,7 +101,7 @@ class DiskToDisk:
         self.disk.write(self.target.frame, self.target.start_bytes, [blocks])
 
 
-def _read_last_block(disk: DiskRegion, piece: Piece, blocks: memoryview) -> None:
+def _read_last_block(disk: DiskRegion, piece: PagePiece, blocks: memoryview) -> None:
     """Read the block that `piece` ends inside of into the last block of `blocks`."""
     if piece.bytes % BLOCK_BYTES:
         last_block = piece.start_bytes + round_up(piece.bytes) - BLOCK_BYTES

@@ -67,7 +67,7 @@ class PagedTensor:
             raise UsageError(f"{self.name} is released: its pages may hold another tensor; allocate it again")
         if self.moving:
             raise UsageError(f"{self.name} is being moved; wait for the transfer that move() returned")
-        if self.tier is Tier.DISK:
+        if not self.tier.addressable:
             raise UsageError(f"{self.name} is on disk and has no address; copy it to the device or host tier first")
         raise UsageError(f"{self.name} is scattered over {len(self.pages)} pages; merge it first")
 

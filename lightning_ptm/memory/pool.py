@@ -17,12 +17,10 @@ from collections.abc import Iterable, Sequence
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.terms import Tier
 
-SETTING = {
-    Tier.DEVICE: "device_memory (host_memory on a CPU-only machine)",
-    Tier.HOST: "host_memory",
-    Tier.DISK: "disk_memory, or give a disk_path with more room",
-}
-"""The setting to raise when a tier is too small."""
+
+def setting_of(tier: Tier) -> str:
+    """The setting to raise when a tier is too small, for those who do not know whether there is a device."""
+    return f"{tier.setting} (host_memory on a CPU-only machine)" if tier.computes else tier.setting
 
 
 class PagePool:
@@ -145,7 +143,7 @@ class PagePool:
             where += f", {longest_run} of them side by side"
         return CapacityError(
             f"{name} needs {count} pages of {size} bytes ({count * size} bytes), {where} "
-            f"({self._free_frames * size} bytes); raise {SETTING[self.tier]}{f' ({self._uses})' if self._uses else ''}"
+            f"({self._free_frames * size} bytes); raise {setting_of(self.tier)}{f' ({self._uses})' if self._uses else ''}"
         )
 
 

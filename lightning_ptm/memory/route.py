@@ -15,7 +15,7 @@ def round_up(value_bytes: int, unit_bytes: int = BLOCK_BYTES) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PagePiece:
     """Bytes [start_bytes, stop_bytes) of page `frame`, and of the pages behind it where `stop_bytes` lies there."""
 
     frame: int
@@ -49,11 +49,11 @@ def direct_bytes(ram_start_bytes: int, length_bytes: int, *, tail_is_free: bool)
 
 
 @dataclass(frozen=True, slots=True)
-class PiecePair:
+class PagePiecePair:
     """Two pieces of equal length: where bytes come from and where they go."""
 
-    source: Piece
-    target: Piece
+    source: PagePiece
+    target: PagePiece
 
 
 def lay_out(frames: Sequence[int], page_size: int, first_offset_bytes: int, size_bytes: int) -> tuple[PageSpan, ...]:
@@ -67,7 +67,7 @@ def lay_out(frames: Sequence[int], page_size: int, first_offset_bytes: int, size
     return tuple(spans)
 
 
-def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> list[Piece]:
+def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> list[PagePiece]:
     """The pages under the bytes [start_bytes, stop_bytes) of a tensor, in order."""
     if start_bytes >= stop_bytes:
         return []
@@ -78,20 +78,20 @@ def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_byt
     while position < end:
         index = position // page_size
         stop = min(end, (index + 1) * page_size)
-        found.append(Piece(spans[index].frame, position - index * page_size, stop - index * page_size))
+        found.append(PagePiece(spans[index].frame, position - index * page_size, stop - index * page_size))
         position = stop
     return found
 
 
-def join(found: Sequence[Piece], page_size: int) -> list[Piece]:
+def join(found: Sequence[PagePiece], page_size: int) -> list[PagePiece]:
     """The same bytes in fewer pieces, none longer than a page, where each page lies right behind the one before."""
-    joined: list[Piece] = []
+    joined: list[PagePiece] = []
     for piece in found:
         last = joined[-1] if joined else None
         if last is not None and last.bytes + piece.bytes <= page_size:
             shift_bytes = (piece.frame - last.frame) * page_size
             if last.stop_bytes == piece.start_bytes + shift_bytes:
-                joined[-1] = Piece(last.frame, last.start_bytes, piece.stop_bytes + shift_bytes)
+                joined[-1] = PagePiece(last.frame, last.start_bytes, piece.stop_bytes + shift_bytes)
                 continue
         joined.append(piece)
     return joined
@@ -109,7 +109,7 @@ def extents(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_by
     return found
 
 
-def pair_up(sources: Sequence[Piece], targets: Sequence[Piece]) -> list[PiecePair]:
+def pair_up(sources: Sequence[PagePiece], targets: Sequence[PagePiece]) -> list[PagePiecePair]:
     """Cut two lists of pieces of the same total length at each other's borders."""
     pairs = []
     source_index = target_index = source_done = target_done = 0
@@ -118,9 +118,9 @@ def pair_up(sources: Sequence[Piece], targets: Sequence[Piece]) -> list[PiecePai
         size = min(source.bytes - source_done, target.bytes - target_done)
         source_start, target_start = source.start_bytes + source_done, target.start_bytes + target_done
         pairs.append(
-            PiecePair(
-                Piece(source.frame, source_start, source_start + size),
-                Piece(target.frame, target_start, target_start + size),
+            PagePiecePair(
+                PagePiece(source.frame, source_start, source_start + size),
+                PagePiece(target.frame, target_start, target_start + size),
             )
         )
         source_done, target_done = source_done + size, target_done + size

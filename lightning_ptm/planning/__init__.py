@@ -23,18 +23,15 @@ from lightning_ptm.planning.render import render
 from lightning_ptm.planning.report import format_bytes
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import Simulation, TierUse, simulate
-from lightning_ptm.planning.timing import Activity, Hardware, Link, LinkUse, Stall, Timing, steady
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, sequential_trace
+from lightning_ptm.terms import Link
 
 __all__ = [
-    "Activity",
     "Budget",
     "FlatLayout",
-    "Hardware",
     "Homes",
     "LifeTime",
     "Link",
-    "LinkUse",
     "ModelLayout",
     "ParameterSlot",
     "ParameterSpec",
@@ -43,12 +40,10 @@ __all__ = [
     "Plan",
     "Simulation",
     "Span",
-    "Stall",
     "Task",
     "TensorUse",
     "Tick",
     "TierUse",
-    "Timing",
     "Trace",
     "UnitSpec",
     "UnitUse",
@@ -62,6 +57,5 @@ __all__ = [
     "schedule",
     "sequential_trace",
     "simulate",
-    "steady",
     "uses_of",
 ]

@@ -50,13 +50,13 @@ def parameter_demands(
     """
     full_pages, shard_pages = layout.full_pages(unit), layout.shard_pages(unit)
     gathers = layout.gathers(unit)
-    if not full_pages or (not gathers and parameter_home is Tier.DEVICE):
+    if not full_pages or (not gathers and parameter_home.computes):
         return
     spans = uses.units[unit].spans()
     triggers = early_triggers(spans) if comfortable else tuple(span.first for span in spans)
     for span, trigger in zip(spans, triggers, strict=True):
         yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
-        if gathers and parameter_home is not Tier.DEVICE:
+        if gathers and not parameter_home.computes:
             fetched = max(trigger - 1, 0) if comfortable else trigger
             # Until the need, though the gather may be done before: so the least demand is covered (I2).
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
@@ -70,9 +70,9 @@ def gradient_demands(
     Without `keeps_gradients`, a device home holds them only until the update, in pages taken for that time.
     """
     use = uses.units[unit]
-    passing = gradient_home is Tier.DEVICE and not keeps_gradients
+    passing = gradient_home.computes and not keeps_gradients
     yield from full_gradient_demands(layout, uses, unit, gradient_home, keeps_gradients)
-    if layout.world_size > 1 and layout.trainable_pages(unit):
+    if layout.shared and layout.trainable_pages(unit):
         for written in gradient_spans(use, passing=passing):
             # The reduction reads the full gradients while it writes the shard: both are there at its trigger.
             reduced = written.end + 1
@@ -85,14 +85,14 @@ def full_gradient_demands(
 ) -> Iterator[Demand]:
     """Of these, the full gradients, which end at the trigger at which they are reduced, offloaded or used."""
     use = uses.units[unit]
-    passing = gradient_home is Tier.DEVICE and not keeps_gradients
+    passing = gradient_home.computes and not keeps_gradients
     if not layout.trainable_pages(unit):
         return
-    if layout.world_size == 1 and gradient_home is Tier.DEVICE and keeps_gradients:
+    if not layout.shared and gradient_home.computes and keeps_gradients:
         return  # written where they are at home
     for written in gradient_spans(use, passing=passing):
         # Passing, on one rank: the full gradients are the shard.
-        end = use.ticks[-1] if passing and layout.world_size == 1 else written.end
+        end = use.ticks[-1] if passing and not layout.shared else written.end
         yield Demand(compute_instant(written.first), trigger_instant(end + 1), layout.full_gradient_pages(unit))
 
 

@@ -9,9 +9,11 @@ where experts do not divide evenly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.holders import Axis, Holders, Mesh, Sharing, everybodys
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,22 @@ class ExpertSplit:
             )
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group, by member."""
-        starts = range(0, self.world_size, self.size)
-        return tuple(tuple(range(start, start + self.size)) for start in starts)
+    def mesh(self) -> Mesh:
+        """The members of a group are neighbours."""
+        return Mesh({Axis.DATA: self.world_size // self.size, Axis.EXPERT: self.size})
 
     @property
-    def sharing(self) -> int:
-        """How many ranks hold the same experts."""
-        return self.world_size // self.size
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group, by member."""
+        return self.mesh.groups((Axis.EXPERT,))
 
     def member(self, rank: int) -> int:
         """Which member of its group a rank is."""
-        return rank % self.size
+        return self.mesh.coordinate(rank, Axis.EXPERT)
 
     def holders(self, member: int) -> tuple[int, ...]:
         """The ranks that hold a member's experts."""
-        return tuple(range(member, self.world_size, self.size))
+        return self.mesh.groups((Axis.DATA,))[member]
 
     def counts(self, experts: int) -> tuple[int, ...]:
         """By member, how many of a layer's experts it holds (I2)."""
@@ -60,3 +61,16 @@ class ExpertSplit:
         least, more = divmod(experts, self.size)
         of_first = more * (least + 1)
         return expert // (least + 1) if expert < of_first else more + (expert - of_first) // least
+
+
+def divided(split: ExpertSplit, members: Mapping[int, int], scaled_by: int) -> Holders:
+    """Who holds what: experts are of the ranks that are their members, all else is everybody's.
+
+    Args:
+        members: by unit of an expert, the member that holds it.
+        scaled_by: of experts' gradients, see `Sharing`.
+    """
+    # An expert's tokens are of its whole group, so its gradients are of all ranks' losses.
+    axes = (Axis.DATA,)
+    by_member = [Sharing(axes, ranks, split.world_size, scaled_by) for ranks in split.mesh.groups(axes)]
+    return replace(everybodys(split.mesh), apart={unit: by_member[member] for unit, member in members.items()})

@@ -5,22 +5,33 @@ Owns no choice: placement.py makes it, the simulator checks it, the runtime allo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_ptm.terms import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Bytes that this rank may use in each tier; 0 means that the tier does not exist."""
+class Budget(Mapping[Tier, int]):
+    """Bytes that this rank may use in each tier, nearest first; 0 means that the run has no such tier."""
 
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
+    bytes_of: Mapping[Tier, int]
 
-    def of(self, tier: Tier) -> int:
-        """The bytes of one tier."""
-        return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}[tier]
+    def __getitem__(self, tier: Tier) -> int:
+        return self.bytes_of.get(tier, 0)
+
+    def __contains__(self, tier: object) -> bool:
+        return tier in self.bytes_of
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(sorted(self.bytes_of, key=lambda tier: tier.distance))
+
+    def __len__(self) -> int:
+        return len(self.bytes_of)
+
+    def without(self, tier: Tier, size: int) -> Budget:
+        """A budget of which so many bytes of a tier are spoken for."""
+        return Budget({**self.bytes_of, tier: self[tier] - size})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,8 @@ class Homes:
 
 
 def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
-    """Where what has this home is updated: there, or in staging where that is the disk."""
-    return staging_tier if home is Tier.DISK else home
+    """Where what has this home is updated: there, or in staging."""
+    return home if home.updates else staging_tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +68,26 @@ class Placement:
         homes: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
-        device_home_bytes: device bytes of homes; host_home_bytes and disk_home_bytes likewise.
+        at_home_bytes: of homes, by tier.
         gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
             than they could all use at once.
         staging_bytes: bytes through which updates stream between the disk and the CPU, in `staging_tier`: RAM, which is
             the device tier where there is no host tier.
-        non_model_peak_bytes: device bytes left to activations and everything else that is no page.
     """
 
     homes: tuple[Homes, ...]
     master_bytes_per_element: tuple[int, ...]
     keeps_gradients: bool
-    device_home_bytes: int
-    host_home_bytes: int
-    disk_home_bytes: int
+    at_home_bytes: Mapping[Tier, int]
     gather_bytes: int
     staging_bytes: int
     staging_tier: Tier
-    non_model_peak_bytes: int
 
     def staged_bytes(self, tier: Tier) -> int:
         """Bytes of staging in one tier."""
         return self.staging_bytes if tier is self.staging_tier else 0
 
-    def home_bytes(self, tier: Tier) -> int:
-        """Bytes of homes in one tier."""
-        return {
-            Tier.DEVICE: self.device_home_bytes,
-            Tier.HOST: self.host_home_bytes,
-            Tier.DISK: self.disk_home_bytes,
-        }[tier]
+    @property
+    def streams(self) -> bool:
+        """Whether something is at home where no update runs, so that it has to come and go."""
+        return any(size for tier, size in self.at_home_bytes.items() if not tier.updates)

@@ -1,7 +1,7 @@
 """Where every element of every parameter lies: units, flats, stripes, pieces (section 4.1 of the paper).
 
 Owns the arithmetic from named parameters to element offsets and back. Knows no tier, no time, no rank of its own:
-every rank builds the same layout, but for experts that other ranks hold. Offsets and lengths are in elements unless the
+every rank builds the same layout, but for the units that it holds. Offsets and lengths are in elements unless the
 name says bytes.
 
 I1: each parameter lies in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
@@ -10,17 +10,19 @@ I2: every parameter start, piece start and piece length is a multiple of `ALIGN_
 I3: all pieces of a stripe have equal length; all but the tail stripe's fill a page; the tail's are a multiple of
     `TAIL_BYTES`.
 I4: padding lies at the end of a parameter or at the end of a flat, never inside a parameter.
+
+Long because what cannot be laid out is refused beside the arithmetic that it would break.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.boxes import Box, Stretch
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, is_page_size
 
 TAIL_BYTES = 512
@@ -38,7 +40,7 @@ class ParameterSpec:
 
     Args:
         name: its full name in the model.
-        shape: its full shape.
+        shape: as the model has it.
         dtype: name of the compute dtype ("bfloat16"); compared, never interpreted.
         itemsize: bytes of one element of that dtype.
         trainable: whether it has a gradient and master states.
@@ -47,6 +49,7 @@ class ParameterSpec:
         gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
         stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
             shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
+        box: of a part of a larger parameter, which part; `shape` is the part's.
     """
 
     name: str
@@ -58,11 +61,26 @@ class ParameterSpec:
     optimizer: int = 0
     gradient_itemsize: int = 0
     stride: tuple[int, ...] | None = None
+    box: Box | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter; 1 for a scalar."""
+        """Elements of it here; 1 for a scalar."""
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """As checkpoints and files have it."""
+        return self.shape if self.box is None else self.box.shape
+
+    @property
+    def parts(self) -> int:
+        """How many there are of the whole."""
+        return 1 if self.box is None else self.box.parts
+
+    def stretches(self, start: int, numel: int) -> Iterator[Stretch]:
+        """Where elements [start, start + numel) of it lie in the whole."""
+        return iter((Stretch(start, start, numel),)) if self.box is None else self.box.stretches(start, numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +124,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A unit's parameters of one dtype, all of one optimizer or all frozen, laid end to end and cut into stripes.
+    """A unit's parameters of one dtype, all of one optimizer or all frozen, all of the same ranks, laid end to end and cut
+    into stripes.
 
     Args:
         unit: index of the unit.
-        index: index among all flats of the model (`ModelLayout.flats`).
+        index: index among the flats of all units that a rank holds (`ModelLayout.flats`).
         dtype: name of the compute dtype; itemsize: its bytes per element.
         trainable: whether the flat has gradients and master states.
         slots: the parameters in order: by group, otherwise as they came.
@@ -134,6 +153,22 @@ class FlatLayout:
     stripes: int
     tail_piece_numel: int
     gradient_itemsize: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks share the flat, so that each has pieces of it alone."""
+        return self.world_size > 1
+
+    @property
+    def parts(self) -> int:
+        """Of how many its parameters are one part each; 1 where they are whole."""
+        return self.slots[0].spec.parts
+
+    @property
+    def family(self) -> tuple[bool, str, int]:
+        """What a unit's flats that differ in their parts alone have in common."""
+        first = self.slots[0].spec
+        return first.trainable, first.dtype, first.optimizer if first.trainable else 0
 
     @property
     def stripe_count(self) -> int:
@@ -198,6 +233,12 @@ class ModelLayout:
 
     Pages of a unit are counted through its flats in that order: page k of a rank's shard is its piece of stripe k,
     so one index names a shard page and the stripe that it belongs to, and the trainable pages come first.
+
+    Attributes:
+        units: of the whole model.
+        flats: of the units that a rank holds; others have none here.
+        first_flats: per unit the index of its first flat, and len(flats) at the end.
+        elsewhere: by unit, the flats of those that other ranks hold, numbered as if it were the only one.
     """
 
     units: tuple[UnitSpec, ...]
@@ -205,16 +246,17 @@ class ModelLayout:
     page_size: int
     world_size: int
     first_flats: tuple[int, ...]
-    """Per unit the index of its first flat, and len(flats) at the end."""
+    elsewhere: Mapping[int, tuple[FlatLayout, ...]]
 
-    def digest(self) -> str:
-        """SHA-256, in hexadecimal, of what lies where: ranks compare it before they start."""
-        text = hashlib.sha256()
-        for flat in self.flats:
-            for slot in flat.slots:
-                spec = slot.spec
-                text.update(f"{spec.name} {spec.shape} {spec.stride} {spec.dtype} {flat.index} {slot.start}\n".encode())
-        return text.hexdigest()
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks share the model, so that they gather weights and reduce gradients."""
+        return self.world_size > 1
+
+    def everywhere(self) -> Iterator[FlatLayout]:
+        """The flats of all units, unit by unit, whoever holds them."""
+        for unit in range(len(self.units)):
+            yield from self.elsewhere.get(unit) or self.flats_of(unit)
 
     def flats_of(self, unit: int) -> tuple[FlatLayout, ...]:
         """The flats of a unit, trainable first."""
@@ -222,7 +264,7 @@ class ModelLayout:
 
     def gathers(self, unit: int) -> bool:
         """Whether a unit's parameters are divided, so that ranks gather them. An expert may be whole on one rank."""
-        return any(flat.world_size > 1 for flat in self.flats_of(unit))
+        return any(flat.shared for flat in self.flats_of(unit))
 
     def shard_pages(self, unit: int) -> int:
         """Pages of one rank's shard of a unit's parameters: one per stripe."""
@@ -257,15 +299,23 @@ _BY_ALL: Mapping[int, int] = MappingProxyType({})
 
 
 def build_layout(
-    units: Sequence[UnitSpec], *, page_size: int, world_size: int, shared_by: Mapping[int, int] = _BY_ALL
+    units: Sequence[UnitSpec],
+    *,
+    page_size: int,
+    world_size: int,
+    shared_by: Mapping[int, int] = _BY_ALL,
+    elsewhere: Collection[int] = (),
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizer) of each unit, trainable first, ordered by group.
+    """Lay out a model: a flat per (dtype, trainable, optimizer, parts) of each unit, trainable first, ordered by group. Flats
+    that differ in their parts alone are neighbours.
 
     Args:
         units: the units of the model; the first is the root.
         page_size: bytes of a page.
         world_size: number of ranks.
-        shared_by: for units that not all ranks share, by index: how many do.
+        shared_by: for units that not all ranks share, by index: how many do. Of parameters in parts each rank has one part,
+            so of these as many ranks fewer share each.
+        elsewhere: units that other ranks hold, and this one does not.
 
     Raises:
         ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
@@ -273,18 +323,26 @@ def build_layout(
     """
     _check(units, page_size, world_size)
     flats: list[FlatLayout] = []
+    others: dict[int, tuple[FlatLayout, ...]] = {}
     first_flats = [0]
     for unit, spec in enumerate(units):
-        members: dict[tuple[bool, str, int], list[ParameterSpec]] = {}
+        members: dict[tuple[bool, str, int], dict[int, list[ParameterSpec]]] = {}
         for parameter in spec.parameters:
             key = (parameter.trainable, parameter.dtype, parameter.optimizer if parameter.trainable else 0)
-            members.setdefault(key, []).append(parameter)
+            members.setdefault(key, {}).setdefault(parameter.parts, []).append(parameter)
+        first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
         # Stable: dtypes stay in the order in which they first occur.
-        for key in sorted(members, key=lambda key: not key[0]):
-            ordered = sorted(members[key], key=lambda parameter: parameter.group)
-            flats.append(_flat(unit, len(flats), ordered, page_size, shared_by.get(unit, world_size)))
+        alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
+        of_unit = tuple(
+            _flat(unit, index, sorted(parameters, key=lambda parameter: parameter.group), page_size, ranks // parts)
+            for index, (parts, parameters) in enumerate(alike, first)
+        )
+        if unit in elsewhere:
+            others[unit] = of_unit
+        else:
+            flats += of_unit
         first_flats.append(len(flats))
-    return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats))
+    return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats), others)
 
 
 def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int, world_size: int) -> FlatLayout:

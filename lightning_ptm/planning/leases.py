@@ -1,6 +1,6 @@
 """Who needs which unit where it is: calls in progress, backward passes, and who holds one until the iteration ends.
 
-Owned by the executor alone. Imports no torch.
+Owned by the policy of fetching (fetching.py), and written by who drives it.
 
 I1: a unit that is leased is not given up. I2: each call and each backward that takes a lease gives it back once.
 """

@@ -5,7 +5,7 @@ runs, compute that shares cores and memory with it is slower. So a flat waits un
 gradient that comes earns a part of a pass, and a pass begins when it has been earned. The load is even from step to step
 then, and some flats lack the gradients of one step, some of two, and so on: never all of many.
 
-Compute's. Counts in steps and elements: a slow disk shows by how many gradients come while a pass is made. No clock,
+Counts in steps and elements: a slow disk shows by how many gradients come while a pass is made. No clock,
 threads or tensors. A step is over when a flat's next gradient comes; so the steps are known in which a flat has none.
 I1: a flat is never held back when a pass that began a step later might end beyond the bound: what waits is of the last
     steps, also where a flat has a gradient in few of them.

@@ -2,7 +2,7 @@
 
 Owns the choice of homes from budgets. Knows no task and no time but the trace's ticks. Decides only: allocates nothing.
 
-I1: homes, staging, non-model data and the least demand of every tick fit each tier's budget together.
+I1: homes, staging and the least demand of every tick fit each tier's budget together.
 I2: frozen flats have parameters only; units without trainable flats have no gradient and no master bytes anywhere.
 I3: home bytes hold for any order in which the homes are allocated (`_home_bytes`).
 """
@@ -65,21 +65,21 @@ def place(
         raise ConfigError(
             f"{len(master_bytes_per_element)} sizes of master states for {len(layout.flats)} flats; give one per flat"
         )
-    if unified and budget.host_bytes:
+    if unified and budget[Tier.HOST]:
         raise ConfigError(
-            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget.host_bytes)}; "
+            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget[Tier.HOST])}; "
             "raise device_memory instead of host_memory"
         )
     for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
-        if tier is not None and tier is not Tier.DEVICE and not budget.of(tier):
-            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {_setting(tier)}")
+        if tier is not None and not tier.computes and not budget[tier]:
+            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {tier.setting}")
     if wishes.master is Tier.DEVICE and not (update_on_device or unified):
         raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
     staging_bytes = round_up(staging_bytes, layout.page_size)
-    if budget.host_bytes and staging_bytes > budget.host_bytes:
+    if budget[Tier.HOST] and staging_bytes > budget[Tier.HOST]:
         raise CapacityError(
             f"updates stream through {format_bytes(staging_bytes)} of host memory, which has "
-            f"{format_bytes(budget.host_bytes)}; raise host_memory or lower staging_memory"
+            f"{format_bytes(budget[Tier.HOST])}; raise host_memory or lower staging_memory"
         )
     problem = _Problem(
         layout,
@@ -122,19 +122,19 @@ class _Problem:
         self._wishes = wishes
         self._keep_gradients = keep_gradients
         self._unified = unified
-        self._staging_tier = Tier.HOST if budget.host_bytes else Tier.DEVICE
+        self._staging_tier = Tier.HOST if budget[Tier.HOST] else Tier.DEVICE
         self._staging_bytes = staging_bytes
         self._caches_masters = caches_masters
         self._units = range(len(layout.units))
         self._pool_bytes = _whole_pages(
-            budget.device_bytes - trace.non_model_peak_bytes - (staging_bytes if not budget.host_bytes else 0),
+            budget[Tier.DEVICE] - (staging_bytes if self._staging_tier.computes else 0),
             layout.page_size,
         )
         # State, renewed by each attempt.
         self._comfortable = False
         self._demand = Occupancy(uses.tick_count)
         self._left: dict[Tier, int] = {}
-        self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+        self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
         """Bytes that homes and others have of each tier, by what they are for."""
 
     def solve(self) -> Placement:
@@ -157,14 +157,13 @@ class _Problem:
         self._comfortable = comfortable
         self._demand = Occupancy(self._uses.tick_count)
         self._left = {
-            Tier.DEVICE: self._pool_bytes,
-            Tier.HOST: max(self._budget.host_bytes - self._staging_bytes, 0) if self._budget.host_bytes else 0,
-            Tier.DISK: self._budget.disk_bytes,
+            **self._budget,
+            self._staging_tier: max(self._budget[self._staging_tier] - self._staging_bytes, 0),
         }
+        self._left[Tier.DEVICE] = self._pool_bytes
         capacity = dict(self._left)
-        self._given = {tier: Counter() for tier in Tier}
+        self._given = {tier: Counter() for tier in self._budget}
         self._given[self._staging_tier][What.STAGING.value] = self._staging_bytes
-        self._given[Tier.DEVICE]["non-model data"] = self._trace.non_model_peak_bytes
         if self._wishes.master is Tier.DEVICE:
             self._give(Tier.DEVICE, Kind.MASTER, sum(self._master_bytes(unit) for unit in self._units))
         parameter_homes = self._place_parameters(resident)
@@ -176,7 +175,8 @@ class _Problem:
             for parameter, master in zip(parameter_homes, master_homes, strict=True)
         )
         page = self._layout.page_size
-        used = {tier: round_up(capacity[tier] - self._left[tier], page) for tier in Tier}
+        used = {tier: capacity[tier] - self._left[tier] for tier in self._budget}
+        used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
             2 * self._layout.full_pages(unit)
             + self._layout.shard_pages(unit)
@@ -187,13 +187,10 @@ class _Problem:
             homes=homes,
             master_bytes_per_element=self._per_element,
             keeps_gradients=self._keep_gradients,
-            device_home_bytes=used[Tier.DEVICE],
-            host_home_bytes=capacity[Tier.HOST] - self._left[Tier.HOST],
-            disk_home_bytes=capacity[Tier.DISK] - self._left[Tier.DISK],
+            at_home_bytes=used,
             gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
             staging_bytes=self._staging_bytes,
             staging_tier=self._staging_tier,
-            non_model_peak_bytes=self._trace.non_model_peak_bytes,
         )
 
     def _place_parameters(self, resident: bool) -> list[Tier]:
@@ -269,7 +266,7 @@ class _Problem:
 
     def _give(self, tier: Tier, kind: Kind, size: int) -> None:
         self._left[tier] -= size
-        with_gradients = self._keep_gradients or self._gradient_home(tier) is not Tier.DEVICE
+        with_gradients = self._keep_gradients or not self._gradient_home(tier).computes
         words = "parameters and gradients" if with_gradients else "parameters"
         self._given[tier]["master states" if kind is Kind.MASTER else words] += size
 
@@ -279,8 +276,8 @@ class _Problem:
 
     def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
         """Tiers below the device that exist and are allowed, fastest first."""
-        tiers = (Tier.HOST, Tier.DISK) if wish is None else (wish,)
-        return tuple(tier for tier in tiers if tier is not Tier.DEVICE and self._budget.of(tier))
+        tiers = self._budget if wish is None else (wish,)
+        return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
 
     def _gradient_home(self, parameter_home: Tier) -> Tier:
         # Where the device is RAM, the update reads passing gradients in place: writing them to disk would only cost.
@@ -304,7 +301,7 @@ class _Problem:
 
     def _parameter_bytes(self, unit: int, home: Tier) -> int:
         """Bytes of a unit's parameter homes, and of its gradient homes where these are not passing."""
-        gradients = self._keep_gradients or self._gradient_home(home) is not Tier.DEVICE
+        gradients = self._keep_gradients or not self._gradient_home(home).computes
         page = self._layout.page_size
         return sum(
             _home_bytes(flat.shard_bytes, page)
@@ -331,14 +328,14 @@ class _Problem:
             self._demand.peak_instant() // 2,
             need_pages=self._demand.peak(),
             have_pages=have_pages,
-            reserved_bytes=self._budget.device_bytes - self._left[Tier.DEVICE],
+            reserved_bytes=self._budget[Tier.DEVICE] - self._left[Tier.DEVICE],
             setting=self._setting(Tier.DEVICE),
             uses=self._given[Tier.DEVICE],
         )
 
     def _setting(self, tier: Tier) -> str:
         """What a user raises for a larger tier."""
-        return _setting(Tier.HOST if self._unified and tier is Tier.DEVICE else tier)
+        return (Tier.HOST if self._unified and tier.computes else tier).setting
 
     def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
@@ -347,11 +344,11 @@ class _Problem:
         what = "master states" if kind is Kind.MASTER else "parameters"
         rooms = ", ".join(
             f"the {_name(tier)} tier has {format_bytes(max(self._left[tier], 0))} left of "
-            f"{format_bytes(self._budget.of(tier))}"
+            f"{format_bytes(self._budget[tier])}"
             for tier in tiers
         )
         settings = " or ".join(self._setting(tier) for tier in tiers)
-        if Tier.DISK not in tiers and self._wishes.master is None:
+        if all(tier.addressable for tier in tiers) and self._wishes.master is None:
             settings = f"{settings or self._setting(Tier.DEVICE)} or give a disk_path"
         text = (
             f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
@@ -376,8 +373,3 @@ def _whole_pages(size: int, page_size: int) -> int:
 
 def _name(tier: Tier) -> str:
     return tier.name.lower()
-
-
-def _setting(tier: Tier) -> str:
-    larger_disk = "disk_memory, or give a disk_path with more room"
-    return {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: larger_disk}[tier]

@@ -1,6 +1,8 @@
-"""The plan: an immutable list of tasks with triggers, and its digest. Data only.
+"""The plan: an immutable list of tasks with triggers. Data only.
 
-Owns the form of what schedule.py makes, simulate.py checks, render.py shows and the executor carries out.
+Owns the form of what schedule.py makes, simulate.py checks, render.py shows and the policy of a run issues (fetching.py).
+A plan holds what is issued at its ticks, and only that: FETCH, GATHER, RELEASE, EVICT, and the COMPUTE of each. What follows
+the gradients' own events is put beside it where somebody counts it (gradients.py).
 
 I1: a task with trigger t is issued at the start of tick t; trigger `tick_count` is after the last tick.
 I2: within a trigger, what gives pages back comes first, so no fetch waits for a release behind it; a COMPUTE is last.
@@ -8,8 +10,8 @@ I2: within a trigger, what gives pages back comes first, so no fetch waits for a
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_ptm.terms import Kind, Operation
@@ -29,17 +31,11 @@ ISSUE_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One act of the executor on pages [first_page, last_page) of a unit's states of one kind.
-
-    Pages are counted as in `ModelLayout`: page k is this rank's piece of stripe k of the unit's flats; for `Kind.FULL`
-    it stands for the whole stripe. A COMPUTE carries all pages of its unit.
-    """
+    """One act on all pages of a unit's states of one kind; of `Kind.FULL`, on those of its gathered flats."""
 
     operation: Operation
     unit: int
     kind: Kind
-    first_page: int
-    last_page: int
     trigger: int
 
 
@@ -55,13 +51,13 @@ class Plan:
         first = bisect_left(self.tasks, trigger, key=_trigger)
         return self.tasks[first : bisect_left(self.tasks, trigger + 1, first, key=_trigger)]
 
-    def digest(self) -> str:
-        """SHA-256, in hexadecimal, of the plan's canonical text: ranks compare it before they start."""
-        text = hashlib.sha256(f"ticks {self.tick_count}\n".encode())
-        for task in self.tasks:
-            row = f"{task.trigger} {task.operation.value} {task.unit} {task.kind.value} "
-            text.update(f"{row}{task.first_page} {task.last_page}\n".encode())
-        return text.hexdigest()
+    def beside(self, tasks: Iterable[Task]) -> Plan:
+        """The plan's tasks and others, in issue order."""
+        order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
+        return Plan(
+            tuple(sorted((*self.tasks, *tasks), key=lambda task: (task.trigger, order[task.operation]))),
+            self.tick_count,
+        )
 
 
 def _trigger(task: Task) -> int:

@@ -15,32 +15,22 @@ from lightning_ptm.terms import Operation
 def render(plan: Plan, layout: ModelLayout) -> str:
     """The plan as lines of text, ending in a newline.
 
-    Pages are left out where a task concerns all pages of its unit. The phase of a tick is told by its unit's turn, so
-    the table needs no trace.
+    The phase of a tick is told by its unit's turn, so the table needs no trace.
     """
     rows = [("tick", "compute", "issued before it")]
     for trigger in range(plan.tick_count + 1):
         tasks = plan.tasks_at(trigger)
         computes = [_name(task, layout) for task in tasks if task.operation is Operation.COMPUTE]
-        others = [_words(task, layout) for task in tasks if task.operation is not Operation.COMPUTE]
+        others = [
+            f"{task.operation.value} {_name(task, layout)}" for task in tasks if task.operation is not Operation.COMPUTE
+        ]
         tick = str(trigger) if trigger < plan.tick_count else "end"
         rows.append((tick, ", ".join(computes) or "-", ", ".join(others) or "-"))
     return _table(rows)
 
 
-def _words(task: Task, layout: ModelLayout) -> str:
-    whole = layout.trainable_pages if task.operation in _GRADIENT_OPERATIONS else layout.shard_pages
-    pages = (
-        "" if (task.first_page, task.last_page) == (0, whole(task.unit)) else f"[{task.first_page}:{task.last_page}]"
-    )
-    return f"{task.operation.value} {_name(task, layout)}{pages}"
-
-
 def _name(task: Task, layout: ModelLayout) -> str:
     return layout.units[task.unit].name or "root"
-
-
-_GRADIENT_OPERATIONS = (Operation.REDUCE, Operation.OFFLOAD, Operation.UPDATE)
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> str:

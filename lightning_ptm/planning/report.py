@@ -76,14 +76,14 @@ def device_refusal(
         tick: the tick with the highest need.
         need_pages: pages that it needs at once.
         have_pages: pages of the tier that are there for it; negative when what is reserved alone is too much.
-        reserved_bytes: device bytes that are taken already: homes, staging, non-model data.
+        reserved_bytes: device bytes that are taken already: homes and staging.
         setting: what to raise; where the device tier is RAM, that is another one.
         uses: of `reserved_bytes`, bytes by what they are for.
     """
     label = tick_label(layout, trace, tick)
     if need_pages == 0:
         text = (
-            f"homes, staging and non-model data take {format_bytes(reserved_bytes)} at {label}, which is "
+            f"homes and staging take {format_bytes(reserved_bytes)} at {label}, which is "
             f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; raise "
             f"{setting} or use smaller units"
         )
@@ -92,7 +92,7 @@ def device_refusal(
     verb = "needs" if label.startswith("tick") else "the plan needs"
     text = (
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), the device tier "
-        f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes, staging "
-        f"and non-model data; raise {setting} or use smaller units"
+        f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes and "
+        f"staging; raise {setting} or use smaller units"
     )
     return CapacityError(with_uses(text, Tier.DEVICE, uses))

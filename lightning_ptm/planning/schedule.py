@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.demand import gradient_demands, gradient_linger, gradient_spans
+from lightning_ptm.planning.demand import gradient_demands, gradient_linger
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -48,9 +47,7 @@ class _Stay:
     """Not needed any more: the gathered flat that it served was kept."""
 
 
-def schedule(
-    layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget, *, update_in_backward: bool
-) -> Plan:
+def schedule(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
     """Make the plan of one iteration.
 
     One rank: a unit at home on the device needs no fetch at all; another is fetched into its full run and released.
@@ -61,15 +58,11 @@ def schedule(
         placement: homes, from `place` with this layout.
         trace: one iteration; may be another one than placement saw.
         budget: bytes of this rank.
-        update_in_backward: issue a unit's UPDATE when its gradients have arrived, else after the last tick.
 
     Raises:
         CapacityError: a tick's units and gradients do not fit on the device.
-        UsageError: updates after the last tick need kept gradients, and the placement keeps none.
     """
-    if not update_in_backward and not placement.keeps_gradients:
-        raise UsageError("updates after the last tick need gradients that are kept; place with keep_gradients=True")
-    return _Scheduler(layout, placement, trace, budget).plan(update_in_backward)
+    return _Scheduler(layout, placement, trace, budget).plan()
 
 
 class _Scheduler:
@@ -81,38 +74,30 @@ class _Scheduler:
         self._placement = placement
         self._trace = trace
         self._uses: Uses = uses_of(trace, len(layout.units))
-        reserved_bytes = (
-            max(trace.non_model_peak_bytes, placement.non_model_peak_bytes)
-            + placement.device_home_bytes
-            + placement.staged_bytes(Tier.DEVICE)
-        )
-        self._reserved_bytes = reserved_bytes
-        self._limit = min(placement.gather_bytes, budget.device_bytes - reserved_bytes) // layout.page_size
+        self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
+        self._limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self._reserved_bytes) // layout.page_size
         # State.
         self._occupancy = Occupancy(self._uses.tick_count)
         self._full: list[list[_Stay]] = []
         self._shards: list[list[_Stay]] = []
 
-    def plan(self, update_in_backward: bool) -> Plan:
+    def plan(self) -> Plan:
         """Least demand, overlap by one tick, keeping, fetching early, gathering early; then the tasks in order."""
         self._take_least()
         self._overlap_one_tick()
-        self._keep(self._shards if self._several else self._full)
-        for stay in self._by_need(self._shards if self._several else self._full):
+        stays = self._shards if self._layout.shared else self._full
+        self._keep(stays)
+        for stay in self._by_need(stays):
             self._advance(stay, floor=0)
-        if self._several:
+        if self._layout.shared:
             self._gather_early()
-        tasks = [*self._copies(), *self._computes(), *self._gradient_tasks(update_in_backward)]
+        tasks = [*self._copies(), *self._computes()]
         order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
         # Nearest need first within an operation.
         return Plan(
             tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation], self._need(task), task.unit))),
             self._uses.tick_count,
         )
-
-    @property
-    def _several(self) -> bool:
-        return self._layout.world_size > 1
 
     def _take_least(self) -> None:
         """Every unit is fetched at its need and dropped after its use; raises when not even that fits."""
@@ -155,7 +140,7 @@ class _Scheduler:
         """Where memory permits: copies arrive behind the tick before their need, gradients leave behind the next."""
         for stay in self._by_need(self._full):
             early = max(stay.need - 1, 0)
-            if not self._several:
+            if not self._layout.shared:
                 self._advance(stay, floor=early)
                 continue
             shards = self._shards[stay.unit]
@@ -246,33 +231,16 @@ class _Scheduler:
         for stays, leave in ((self._full, Operation.RELEASE), (self._shards, Operation.EVICT)):
             for of_unit in stays:
                 for stay in of_unit:
-                    pages = self._layout.shard_pages(stay.unit)
                     gathered = stay.kind is Kind.FULL and self._layout.gathers(stay.unit)
                     enter = Operation.GATHER if gathered else Operation.FETCH
                     if not stay.joins_previous and not stay.dropped:
-                        yield Task(enter, stay.unit, stay.kind, 0, pages, stay.trigger)
+                        yield Task(enter, stay.unit, stay.kind, stay.trigger)
                     if not stay.joins_next and not stay.dropped:
-                        yield Task(leave, stay.unit, stay.kind, 0, pages, stay.end + 1)
+                        yield Task(leave, stay.unit, stay.kind, stay.end + 1)
 
     def _computes(self) -> Iterator[Task]:
         for number, tick in enumerate(self._trace.ticks):
-            pages = self._layout.shard_pages(tick.unit)
-            yield Task(Operation.COMPUTE, tick.unit, Kind.FULL, 0, pages, number)
-
-    def _gradient_tasks(self, update_in_backward: bool) -> Iterator[Task]:
-        for unit, use in enumerate(self._uses.units):
-            pages = self._layout.trainable_pages(unit)
-            if not pages or not use.backward:
-                continue
-            at_home = self._placement.homes[unit].gradient is Tier.DEVICE
-            for written in gradient_spans(use, passing=at_home and not self._placement.keeps_gradients):
-                if self._several:
-                    yield Task(Operation.REDUCE, unit, Kind.GRADIENT, 0, pages, written.end + 1)
-                if not at_home:
-                    yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, 0, pages, written.end + 1)
-            # A forward may follow the unit's last backward: it has to see the parameters of this step.
-            trigger = use.ticks[-1] + 1 if update_in_backward else self._uses.tick_count
-            yield Task(Operation.UPDATE, unit, Kind.MASTER, 0, pages, trigger)
+            yield Task(Operation.COMPUTE, tick.unit, Kind.FULL, number)
 
     def _need(self, task: Task) -> int:
         """The tick at which what the task brings is first used; its trigger when it brings nothing."""

@@ -28,7 +28,8 @@ class Tick:
         phase: what it computes. A recomputed forward belongs to the backward tick that it serves.
         live: all units whose parameters must be gathered during the tick, `unit` included; in a backward tick also
             those that may receive gradients.
-        non_model_bytes: device bytes of everything but model states (activations...) at the worst moment of the tick.
+        non_model_bytes: device bytes of everything but model states (activations...) at the worst moment of the tick, where
+            it was measured. Reported, not planned: budgets are for pages.
         seconds: compute time of the tick; 0.0 when not measured.
         passes: backward passes of the iteration that were over when it began: several micro-batches have several.
     """

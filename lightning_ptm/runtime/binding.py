@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.closed import ClosedParameter, closed_class
 
@@ -87,6 +88,15 @@ class FlatBinding:
         """The shape of the parameter of `slot`."""
         return self._shapes[slot]
 
+    @property
+    def boxes(self) -> list[Box | None]:
+        """By slot, which part of a larger one the parameter is."""
+        return [slot.spec.box for slot in self.layout.slots]
+
+    def fits(self, slot: int, value: Tensor) -> bool:
+        """Whether `value` can be that of the parameter of `slot`, or of the larger one that it is a part of."""
+        return tuple(value.shape) in (self._shapes[slot], self.layout.slots[slot].spec.whole_shape)
+
     def view(self, full: Tensor, slot: int) -> Tensor:
         """The parameter of `slot` as a view of `full` (padded_numel,)."""
         place = self.layout.slots[slot]
@@ -99,6 +109,13 @@ class FlatBinding:
         view where they lie so, else a copy."""
         order = self._orders[slot]
         return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
+
+    def as_laid(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As `in_order`, for values of all parameters; where one is a part of a larger one, in the shape that they have."""
+        return [
+            each if each is None else self.in_order(slot, each) if box is None else each.contiguous()
+            for slot, (each, box) in enumerate(zip(values, self.boxes, strict=True))
+        ]
 
     def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """As `in_order`, for gradients of all parameters."""
@@ -296,10 +313,13 @@ class FlatBinding:
         if self._base is None:
             raise InternalError(f"unit {packed.unit} is not gathered while a saved tensor of it is read")
         start = self._base.storage_offset() + packed.offset
-        return torch.as_strided(self._base, packed.shape, packed.stride, start)
+        # Counting writes by itself: updates write to other pages of this memory meanwhile, and torch would blame its readers.
+        return torch.as_strided(self._base, packed.shape, packed.stride, start).data
 
     def _check_shape(self, slot: int) -> None:
-        if tuple(self.parameters[slot].shape) != self._shapes[slot]:
+        found = self.parameters[slot]
+        # For a checkpoint, a part is lent as the larger one.
+        if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.fits(slot, found)):
             name = self.layout.slots[slot].spec.name
             raise UsageError(
                 f"parameter {name} had shape {self._shapes[slot]} at set-up and has {tuple(self.parameters[slot].shape)} "

@@ -2,7 +2,7 @@
 
 Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has; returns one frozen
 `Blueprint`. Equal on all ranks, up to what their machines have free (the smallest counts), and up to the experts that each
-holds where ranks divide them. `draw` is for the ranks that
+holds, and the parts of parameters, where ranks divide them. `draw` is for the ranks that
 run; `decide` makes the same decisions for a machine and a number of ranks that need not be there.
 """
 
@@ -24,15 +24,19 @@ from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.planning.holders import Holders, everybodys
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.pace import paced_steps
 from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.tiers import check_further
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
+from lightning_ptm.runtime.overlap import overlap
+from lightning_ptm.runtime.parts import Boxes, mesh_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
 from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, travelling
@@ -116,14 +120,11 @@ class Blueprint:
         routes: how each flat's gradient gets to its update; None for frozen flats.
         traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
-        update_in_backward: a unit's gradients go to the update when its backward has ended.
         lock_free: None for synchronous updates.
-        accumulates_whole: gradients of several ranks add up in `.grad` and are reduced once a step.
         saves_behind: checkpoints are written while training goes on.
         activations_to_host: what units save for their backward waits for it in RAM.
         experts: which units are experts that ranks divide; None where all ranks hold all units.
-        absent: units that this rank does not hold: they have no flats in `layout`.
-        whole_layout: with the flats of all units; the same on all ranks.
+        holders: which ranks hold what; the same on all ranks.
         selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
         outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
         may_be_outside: the run could do so.
@@ -146,14 +147,11 @@ class Blueprint:
     placement: Placement
     trace: Trace
     staging_chunks: int
-    update_in_backward: bool
     lock_free: LockFree | None
-    accumulates_whole: bool
     saves_behind: bool
     activations_to_host: bool
     experts: DividedExperts | None
-    absent: frozenset[int]
-    whole_layout: ModelLayout
+    holders: Holders
     selfstepping: frozenset[int]
     outside: bool
     may_be_outside: bool
@@ -164,12 +162,12 @@ class Blueprint:
     @property
     def ram(self) -> Tier:
         """The tier that is memory of the CPU."""
-        return Tier.DEVICE if self.unified else Tier.HOST
+        return _ram(unified=self.unified)
 
     @property
     def pool_bytes(self) -> Mapping[Tier, int]:
         """Bytes to take per tier at the start."""
-        return {tier: self.inventory.pool_bytes(tier) for tier in Tier}
+        return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}
 
     @property
     def by_need(self) -> Collection[int]:
@@ -190,7 +188,7 @@ class Blueprint:
             return False
         if apart or self.lock_free is not None:
             return True
-        return self.placement.homes[unit].master is not Tier.DEVICE
+        return not self.placement.homes[unit].master.computes
 
     def planned(self, trace: Trace) -> Trace:
         """A trace without the ticks of units that are in no plan."""
@@ -206,6 +204,16 @@ class Blueprint:
         if found is None:
             raise InternalError(f"flat {flat.index} is not trained, so it has no gradient")
         return found
+
+    @property
+    def reduced_at_step(self) -> bool:
+        """Whether some gradient is reduced by the step; see GradientRoute."""
+        return any(each is not None and each.reduced_at_step for each in self.routes)
+
+    @property
+    def outlive_backward(self) -> bool:
+        """Whether gradients are updated with by the step, or later; see GradientRoute."""
+        return any(each is not None and each.outlives_backward for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
         return (flat for flat in self.layout.flats if self.traits[flat.index] is not None)
@@ -223,6 +231,8 @@ class Request:
         sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
         backend: of the device that ranks compute on, where optimizers are tried.
         rearranges: parameters will be unfrozen, put into other groups, or given other data during the run.
+        further: tiers beside those that settings bound, with bytes of pages of one rank.
+        boxes: of parameters that are parts of larger ones; see `parts.declared`.
     """
 
     module: nn.Module
@@ -235,6 +245,8 @@ class Request:
     gradients_stay: bool
     sums_gradients: bool
     rearranges: bool = False
+    further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+    boxes: Boxes = dataclasses.field(default_factory=dict)
 
 
 def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
@@ -272,8 +284,18 @@ def decide(
         CapacityError: no placement fits the budgets.
     """
     drawn = _decide(request, machine, world_size, agree, rank)
-    may_be = _may_be_outside(request, drawn, world_size)
-    if request.rearranges and may_be:
+    may_be = _may_be_outside(request, drawn)
+    optimized = (
+        each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
+    )
+    shared = overlap(request.module, optimized)
+    if shared is not None and not may_be:
+        raise ConfigError(
+            f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, and "
+            f"pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), give each memory of its "
+            f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
+        )
+    if (request.rearranges or shared is not None) and may_be:
         drawn = _decide(request, machine, world_size, agree, rank, outside=True)
     return dataclasses.replace(drawn, may_be_outside=may_be)
 
@@ -289,6 +311,7 @@ class _Asked:
 
     units: tuple[Unit, ...]
     experts: DividedExperts | None
+    holders: Holders
     unified: bool
     lock_free: bool
     wishes: Wishes
@@ -301,8 +324,6 @@ class _Model:
     """How this rank's part of the model lies in flats; see Blueprint."""
 
     layout: ModelLayout
-    whole_layout: ModelLayout
-    absent: frozenset[int]
     dtypes: tuple[torch.dtype, ...]
     master_dtypes: tuple[torch.dtype | None, ...]
     gradient_dtypes: tuple[torch.dtype, ...]
@@ -317,12 +338,13 @@ class _Room:
 
     Attributes:
         budget: of pages.
+        reduced_at_step: see GradientRoute.
         at_step: gradients are used when the optimizer steps, not behind each unit's backward.
     """
 
     budget: Budget
     lock_free: LockFree | None
-    accumulates_whole: bool
+    reduced_at_step: bool
     chunks: int
     staging_bytes: int
     at_step: bool
@@ -337,7 +359,7 @@ def _decide(
     *,
     outside: bool = False,
 ) -> Blueprint:
-    asked = _ask(request, machine, world_size, outside=outside)
+    asked = _ask(request, machine, world_size, rank, outside=outside)
     model = _lay_out(request, asked, world_size, rank)
     room = _make_room(request, machine, asked, model, agree)
     placement = _place(request, machine, asked, model, room)
@@ -345,11 +367,14 @@ def _decide(
     return _stocked(drawn, request.settings, machine)
 
 
-def _ask(request: Request, machine: Machine, world_size: int, *, outside: bool) -> _Asked:
+def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
-    units, experts = _units(request, world_size)
+    split = ExpertSplit(world_size, settings.expert_parallel_size)
+    mesh = mesh_of(request.boxes, split, rank)
+    units, experts = _units(request, split)
+    holders = everybodys(mesh) if experts is None else experts.holders
     unified = not machine.device_apart and settings.device_bytes is None
     lock_free = settings.lock_free and bool(request.optimizers)
     wishes = _wishes(settings, unified, lock_free=lock_free)
@@ -358,22 +383,21 @@ def _ask(request: Request, machine: Machine, world_size: int, *, outside: bool) 
     if outside:
         units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
-    elif unified and world_size == 1 and not request.mixed and _may_be_unpaged(settings, wishes):
+    elif unified and holders.everybody.alone and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
-    return _Asked(units, experts, unified, lock_free, wishes, unpaged, known)
+    return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
 
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
-    specs, experts = _specs(asked.units, request, asked.unpaged), asked.experts
-    absent: frozenset[int] = frozenset()
-    shared_by = dict.fromkeys(experts.members, experts.split.sharing) if experts is not None else {}
-    page = request.settings.page_bytes
-    lay_out = partial(build_layout, page_size=page, world_size=world_size, shared_by=shared_by)
-    whole_layout = layout = lay_out(specs)
-    if experts is not None:
-        absent = experts.absent(rank)
-        layout = lay_out([UnitSpec(spec.name, ()) if at in absent else spec for at, spec in enumerate(specs)])
+    elsewhere = asked.holders.elsewhere(rank)
+    layout = build_layout(
+        _specs(asked.units, request, asked.unpaged),
+        page_size=request.settings.page_bytes,
+        world_size=world_size,
+        shared_by={unit: len(sharing.ranks) for unit, sharing in asked.holders.apart.items()},
+        elsewhere=elsewhere,
+    )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     master_dtypes = tuple(
         _master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
@@ -387,8 +411,8 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
-    trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), absent)
-    return _Model(layout, whole_layout, absent, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+    trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
+    return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
 
 
 def _make_room(
@@ -400,23 +424,25 @@ def _make_room(
         raise ConfigError(
             "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
-    budget = agree(_budget(settings, machine, asked.unified))
-    accumulates_whole = layout.world_size > 1 and settings.reduce_gradients == "each_step"
-    if accumulates_whole:
+    check_further(request.further)
+    budget = agree(Budget({**_budget(settings, machine, asked.unified), **request.further}))
+    reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
+    if reduced_at_step:
         budget = _beside_whole_gradients(budget, layout)
     plan = None
     if asked.lock_free:
-        in_place = asked.unified and layout.world_size == 1
-        ram = Tier.DEVICE if asked.unified else Tier.HOST
+        in_place = asked.unified and not layout.shared
+        ram = _ram(unified=asked.unified)
         plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place)
         beside = _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
-        budget = _without(budget, beside, asked.unified)
-    of_one, chunks = chunk_bytes(model) if disk else 0, 1
+        budget = _without(budget, beside, ram)
+    streams = disk or any(size for tier, size in budget.items() if not tier.updates)
+    of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
         most = _LOCK_FREE_CHUNKS if asked.lock_free else _STAGING_CHUNKS
         chunks = _staging_chunks(settings, of_one, budget, most)
     at_step = request.keep_gradients or not settings.update_in_backward
-    return _Room(budget, plan, accumulates_whole, chunks, chunks * of_one, at_step)
+    return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one, at_step)
 
 
 def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
@@ -433,7 +459,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
     )
     keep = room.at_step or asked.lock_free
     placement = None
-    if asked.unified and not keep and model.layout.world_size == 1:
+    if asked.unified and not keep and not model.layout.shared:
         placement = _all_in_ram(place_with)
     if placement is None:
         placement = place_with(keep_gradients=keep)
@@ -448,7 +474,6 @@ def _drawn(
     request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
 ) -> Blueprint:
     """All but what follows from the rest."""
-    keep = placement.keeps_gradients
     training = bool(request.optimizers)
     return Blueprint(
         units=asked.units,
@@ -460,30 +485,29 @@ def _drawn(
             for dtype, master in zip(model.dtypes, model.master_dtypes, strict=True)
         ),
         gradient_dtypes=model.gradient_dtypes,
-        routes=_routes(request, asked, model, placement),
+        routes=_routes(request, asked, model, room, placement),
         traits=model.traits,
         master_bytes_per_element=model.per_element,
         unified=asked.unified,
         budget=room.budget,
         placement=placement,
         trace=model.trace,
-        # A disk that nothing lives on: there is no room for more.
-        staging_chunks=room.chunks if placement.disk_home_bytes else 1,
-        update_in_backward=not room.at_step if asked.lock_free else not keep,
+        # Where nothing streams there is no room for more.
+        staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
-        accumulates_whole=room.accumulates_whole,
         saves_behind=request.settings.async_save and training,
         activations_to_host=request.settings.activations == "host" and training,
         experts=asked.experts,
-        absent=model.absent,
-        whole_layout=model.whole_layout,
+        holders=asked.holders,
         selfstepping=frozenset(asked.unpaged),
         outside=outside,
         may_be_outside=outside,
     )
 
 
-def _routes(request: Request, asked: _Asked, model: _Model, placement: Placement) -> tuple[GradientRoute | None, ...]:
+def _routes(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement
+) -> tuple[GradientRoute | None, ...]:
     found: list[GradientRoute | None] = []
     for flat, dtype, master, gradient, traits in zip(
         model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
@@ -493,11 +517,12 @@ def _routes(request: Request, asked: _Asked, model: _Model, placement: Placement
             of_flat = route(
                 _gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
-                one_rank=model.layout.world_size == 1,
+                one_rank=asked.holders.of(flat.unit).alone,
                 sums=flat.sums_gradients,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
-                outlives_backward=placement.keeps_gradients,
+                reduced_at_step=room.reduced_at_step,
+                outlives_backward=room.at_step if asked.lock_free else placement.keeps_gradients,
                 outlives_step=request.gradients_stay,
             )
         found.append(of_flat)
@@ -506,7 +531,7 @@ def _routes(request: Request, asked: _Asked, model: _Model, placement: Placement
 
 def _gradient_home(homes: Homes, *, unified: bool) -> Tier:
     """A device with memory of its own hands gradients to the host at once when the update runs there."""
-    if not unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
+    if not unified and homes.gradient.computes and not homes.master.computes:
         return Tier.HOST
     return homes.gradient
 
@@ -518,7 +543,7 @@ def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprin
         sum(flat.shard_bytes for flat in drawn.layout.flats_of(unit) if flat.trainable)
         for unit in range(len(drawn.units))
     ]
-    left = drawn.budget.device_bytes - inventory.pool_bytes(Tier.DEVICE) if drawn.unified else 0
+    left = drawn.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if drawn.unified else 0
     return dataclasses.replace(
         drawn,
         inventory=inventory,
@@ -528,13 +553,13 @@ def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprin
     )
 
 
-def _may_be_outside(request: Request, drawn: Blueprint, world_size: int) -> bool:
+def _may_be_outside(request: Request, drawn: Blueprint) -> bool:
     """Whether a run can do without pages, of which nothing is asked but that all of them are in RAM."""
     wishes = _wishes(request.settings, drawn.unified, lock_free=drawn.lock_free is not None)
     parameters = [item.parameter for unit in drawn.units for item in unit.parameters]
     return (
         drawn.unified
-        and world_size == 1
+        and not drawn.layout.shared
         and not request.mixed
         and request.compute is torch.float32  # nothing is converted
         and request.settings.weights is None
@@ -554,13 +579,12 @@ def _check_device_of_its_own(machine: Machine) -> None:
         )
 
 
-def _units(request: Request, world_size: int) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
     wanted = request.settings.units
     wanted = wanted if wanted == "auto" else tuple(wanted)
-    size = request.settings.expert_parallel_size
-    if size == 1:
-        return discover(request.module, wanted), None
-    split = ExpertSplit(world_size, size)
+    if split.size == 1:
+        parts = {parameter: box.parts for parameter, box in request.boxes.items()}
+        return discover(request.module, wanted, parts=parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
@@ -639,17 +663,36 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
                     # As without pages, where parameters are fp32 and so are sums of their gradients.
                     gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
                     stride=_stride(item),
+                    box=request.boxes.get(id(parameter)),
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))
+    _check_strides(specs, request)
+    return specs
+
+
+def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
     strided = [parameter for spec in specs for parameter in spec.parameters if parameter.stride is not None]
+    in_parts = next(
+        (parameter for parameter in strided if parameter.box is not None and not _row_by_row(parameter)), None
+    )
+    if in_parts is not None:
+        raise ConfigError(
+            f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a part of a "
+            f"larger one, in which its place is told row by row; make it contiguous before the fit"
+        )
     if strided and request.settings.state_dict_type == "sharded" and request.optimizers:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
             f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
             f"use state_dict_type='full', or make them contiguous before the fit"
         )
-    return specs
+
+
+def _row_by_row(parameter: ParameterSpec) -> bool:
+    """Whether its elements follow each other in the order of its shape; where there is one, its stride counts for nothing."""
+    steps = [step for step, size in zip(parameter.stride or (), parameter.shape, strict=False) if size > 1]
+    return steps == sorted(steps, reverse=True)
 
 
 def _stride(item: UnitParameter) -> tuple[int, ...] | None:
@@ -717,7 +760,11 @@ def _wishes(settings: Settings, unified: bool, *, lock_free: bool) -> Wishes:
         )
     if settings.wanted_master_home == "device" and not unified:
         raise ConfigError("lock_free=True updates on the CPU, and master_home is 'device'; use 'disk' or 'host'")
-    return Wishes(parameter=Tier.DEVICE if unified else Tier.HOST, master=tier(settings.wanted_master_home))
+    return Wishes(parameter=_ram(unified=unified), master=tier(settings.wanted_master_home))
+
+
+def _ram(*, unified: bool) -> Tier:
+    return Tier.DEVICE if unified else Tier.HOST
 
 
 def _lock_free(
@@ -778,17 +825,14 @@ def _beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice:
     return pages_of((*plan.spares, *plan.gradients), page) * page - in_pages + (in_grad if twice else 0)
 
 
-def _without(budget: Budget, size: int, unified: bool) -> Budget:
+def _without(budget: Budget, size: int, ram: Tier) -> Budget:
     """A budget of which `size` bytes of RAM are spoken for."""
-    ram = budget.device_bytes if unified else budget.host_bytes
-    if size and size >= ram:
+    if size and size >= budget[ram]:
         raise CapacityError(
             f"lock_free=True takes {format_bytes(size)} of RAM beside parameters and gradients, and pages have "
-            f"{format_bytes(ram)} in all; raise host_memory, or use lock_free=False"
+            f"{format_bytes(budget[ram])} in all; raise host_memory, or use lock_free=False"
         )
-    if unified:
-        return dataclasses.replace(budget, device_bytes=ram - size)
-    return dataclasses.replace(budget, host_bytes=ram - size)
+    return budget.without(ram, size)
 
 
 def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int) -> int:
@@ -801,7 +845,7 @@ def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int) 
                 f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
             )
         return chunks
-    ram = budget.host_bytes or budget.device_bytes
+    ram = budget[Tier.HOST] or budget[Tier.DEVICE]
     return min(most, max(2, int(ram * _STAGING_SHARE) // of_one))
 
 
@@ -814,10 +858,10 @@ def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
         free = int(machine.free_disk_bytes * _DISK_SHARE / machine.ranks)
         disk = free if settings.disk_bytes is None else settings.disk_bytes
     if unified:
-        return Budget(device_bytes=host, host_bytes=0, disk_bytes=disk)
+        return Budget({Tier.DEVICE: host, Tier.HOST: 0, Tier.DISK: disk})
     if not machine.device_apart:
         assert settings.device_bytes is not None
-        return Budget(settings.device_bytes, host, disk)
+        return Budget({Tier.DEVICE: settings.device_bytes, Tier.HOST: host, Tier.DISK: disk})
     free_device = machine.free_device_bytes
     device = int(free_device * _DEVICE_SHARE) if settings.device_bytes is None else settings.device_bytes
     if device > free_device:
@@ -825,33 +869,34 @@ def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
             f"device_memory is {format_bytes(device)} and the device has {format_bytes(free_device)} "
             f"free; lower device_memory or leave it at 'auto'"
         )
-    return Budget(device, host, disk)
+    return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
 def _beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
     """What is left for pages when every rank holds all gradients in `.grad`."""
     whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in layout.flats if flat.trainable)
-    if whole >= budget.device_bytes:
+    if whole >= budget[Tier.DEVICE]:
         raise CapacityError(
             f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and pages have "
-            f"{format_bytes(budget.device_bytes)} in all; raise device_memory (host_memory on a CPU-only machine), or use "
+            f"{format_bytes(budget[Tier.DEVICE])} in all; raise device_memory (host_memory on a CPU-only machine), or use "
             f"reduce_gradients='each_backward'"
         )
-    return dataclasses.replace(budget, device_bytes=budget.device_bytes - whole)
+    return budget.without(Tier.DEVICE, whole)
 
 
 def _agreed(budget: Budget, communicator: Communicator) -> Budget:
     """The smallest budget of all ranks: plans are equal on all of them."""
-    values = torch.tensor([-budget.device_bytes, -budget.host_bytes, -budget.disk_bytes], dtype=torch.int64)
-    device, host, disk = (-value for value in communicator.all_reduce(values, maximum=True).tolist())
-    return Budget(device, host, disk)
+    values = torch.tensor([-size for size in budget.values()], dtype=torch.int64)
+    least = communicator.all_reduce(values, maximum=True).tolist()
+    return Budget({tier: -value for tier, value in zip(budget, least, strict=True)})
 
 
 def _keep_freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> bool:
     """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
     if settings.freed_memory != "auto":
         return settings.freed_memory == "keep"
-    if not inventory.pool_bytes(Tier.DISK):
+    pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
+    if not any(size for tier, size in pools.items() if not tier.addressable):
         return True
-    in_ram = inventory.pool_bytes(Tier.DEVICE) + inventory.pool_bytes(Tier.HOST)
+    in_ram = sum(size for tier, size in pools.items() if tier.addressable)
     return in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE

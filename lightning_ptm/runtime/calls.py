@@ -126,6 +126,8 @@ class _Unit:
     """Trained parameters whose gradient is still to come in this pass."""
     calls: dict[int, bool] = field(default_factory=dict)
     """Forward calls by number, of all micro-batches: whether the gradients of the inputs have come in this pass."""
+    passed: set[int] = field(default_factory=set)
+    """Of these, those that have been seen to be of this pass."""
     blind_calls: int = 0
     """Forward calls without gradients, which a reentrant checkpoint may recompute, in each pass anew."""
     again: int = 0
@@ -138,7 +140,8 @@ class Calls:
     Args:
         count: of units; unit 0 is the root.
         trained: how many parameters of a unit are trained, now: some may be frozen and unfrozen in a run.
-        takes_part: whether the backward of a call, by its number, belongs to the pass in progress.
+        takes_part: whether the backward of a call, by its number, belongs to the pass in progress. Of one inside of another
+            (a reentrant checkpoint's), that one may be all that is known of: what was said before counts on.
     """
 
     def __init__(self, count: int, trained: Callable[[int], int], takes_part: Callable[[int], bool]) -> None:
@@ -181,9 +184,12 @@ class Calls:
         for unit, entry in enumerate(self._units):
             entry.state, entry.due, entry.again = State.RESTING, self._trained(unit), 0
             entry.calls = dict.fromkeys(entry.calls, False)
+            entry.passed.clear()
 
     def output(self, unit: int) -> tuple[Action, ...]:
         """A gradient of an output of a call has arrived."""
+        entry = self._units[unit]
+        entry.passed |= {call for call in entry.calls if call not in entry.passed and self._takes_part(call)}
         return self._step(unit, Event.OUTPUT)
 
     def recompute(self, unit: int) -> tuple[Action, ...]:
@@ -198,7 +204,7 @@ class Calls:
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
         """The gradients of a call's inputs have been computed; of those that other micro-batches have, too, in part."""
         entry = self._units[unit]
-        if call not in entry.calls or not (entry.again or self._takes_part(call)):
+        if call not in entry.calls or not self._in_this_pass(entry, call):
             return ()
         entry.calls[call] = True
         return self._step(unit, Event.INPUTS)
@@ -218,10 +224,13 @@ class Calls:
             entry.state,
             event,
             complete=entry.due == 0,
-            open_calls=any(entry.again or self._takes_part(call) for call in still_open),
+            open_calls=any(self._in_this_pass(entry, call) for call in still_open),
             blind_calls=entry.blind_calls > entry.again,
         )
         return actions
+
+    def _in_this_pass(self, entry: _Unit, call: int) -> bool:
+        return entry.again > 0 or call in entry.passed or self._takes_part(call)
 
 
 __all__: Sequence[str] = ["Action", "Calls", "Event", "State", "step"]

@@ -1,6 +1,6 @@
 """Clipping and loss scaling over gradients that live in pages: what is done to them before the update.
 
-Owns, per optimizer, the transform that the next step applies (clip coefficient, clamp). Gradients themselves are not
+Owns, per optimizer, the transform that the next step applies (clips in their order, loss scale). Gradients themselves are not
 changed: the update applies the transform to each page's copy (the values of torch's clip functions, bit for bit on one
 rank). Where they stay behind the step, or are in `.grad` as the update takes them, they are clipped there, as torch does.
 """
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicator
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import (
+    NO_TRANSFORM,
     GradientReader,
     LossScale,
     ParameterGradients,
@@ -43,7 +44,9 @@ class Clipping:
         self._communicator = communicator
         self._updates = updates
         self._optimizers = optimizers
-        self._next: dict[int, Transform] = {}
+        self._clips: dict[int, Transform] = {}
+        """Of flats that are clipped later; stale where none of them is, since their gradients were forgotten."""
+        self._unscale: dict[int, Tensor | None] = {}
 
     def by_norm(self, optimizer: int, max_norm: float, scale: LossScale | None) -> None:
         """Clip at the next step by the global norm. Collective."""
@@ -55,42 +58,47 @@ class Clipping:
         self._clip(optimizer, Transform(clamp=clip_value), scale)
 
     def _clip(self, optimizer: int, how: Transform, scale: LossScale | None) -> None:
+        before = self._pending(optimizer)
         flats = [flat for _, flat in self._updates.flats_of(optimizer) if flat.gradient.any]
         for flat in flats:
             if flat.gradient.route.clips_in_place and scale is None:
                 flat.gradient.transform_(how)
             else:
                 flat.gradient.clip_later()
-        if not any(flat.gradient.clipped_later for flat in flats):
-            return
-        known = self._next.get(optimizer, Transform())
-        clip, clamp = known.clip if how.clip is None else how.clip, known.clamp if how.clamp is None else how.clamp
-        self._next[optimizer] = dataclasses.replace(known, clip=clip, clamp=clamp)
+        if any(flat.gradient.clipped_later for flat in flats):
+            self._clips[optimizer] = dataclasses.replace(before, then=(*before.then, how))
+
+    def _pending(self, optimizer: int) -> Transform:
+        """The clips that an optimizer's gradients have still to get."""
+        waiting = any(flat.gradient.clipped_later for _, flat in self._updates.flats_of(optimizer))
+        return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
         """Take the loss scale off at the next step."""
-        self._next[optimizer] = dataclasses.replace(self._next.get(optimizer, Transform()), unscale=_unscale(scale))
+        self._unscale[optimizer] = _unscale(scale)
 
     def unscales(self, optimizer: int) -> bool:
         """Whether the next step takes a loss scale off."""
-        return self._next.get(optimizer, Transform()).unscale is not None
+        return self._unscale.get(optimizer) is not None
 
     def take(self, optimizer: int) -> Transform:
         """The transform of the step that starts now."""
-        return self._next.pop(optimizer, Transform())
+        transform = dataclasses.replace(self._pending(optimizer), unscale=self._unscale.pop(optimizer, None))
+        self._clips.pop(optimizer, None)
+        return transform
 
     def norm(self, optimizer: int, norm_type: float, scale: LossScale | None) -> Tensor:
-        """Global norm of the optimizer's gradients as the update will get them, before clipping. Collective."""
-        unscale = _unscale(scale)
+        """Global norm of the optimizer's gradients as the update would get them now. Collective."""
+        unscale, clips = _unscale(scale), self._pending(optimizer)
         self._updates.follow_groups(optimizer)
         flats = [flat for _, flat in reversed(self._updates.flats_of(optimizer))]
-        if self._communicator.world_size == 1:
+        if self._communicator.alone:
             groups = self._optimizers[optimizer].param_groups
             order = {id(parameter): place for place, parameter in enumerate(p for g in groups for p in g["params"])}
             norms: list[tuple[int, Tensor]] = []
             for flat in flats:
                 if flat.gradient.any:
-                    norms.extend(self._of_parameters(flat, norm_type, unscale, order))
+                    norms.extend(self._of_parameters(flat, norm_type, unscale, clips, order))
             norms.sort(key=lambda pair: pair[0])
             return total_norm([norm for _, norm in norms], norm_type)
         power = torch.zeros((), dtype=torch.float64)
@@ -107,6 +115,7 @@ class Clipping:
                     norm_type=norm_type,
                     dtype=dtype,
                     unscale=unscale,
+                    clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
                 ).cpu()
                 flat.gradient.done_reading()
                 power = torch.maximum(power, part) if infinite else power + part
@@ -128,7 +137,7 @@ class Clipping:
         return int(bad.item()) == 0
 
     def _of_parameters(
-        self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, order: dict[int, int]
+        self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, clips: Transform, order: dict[int, int]
     ) -> list[tuple[int, Tensor]]:
         present = flat.gradient.present()
         reader: GradientReader
@@ -137,16 +146,24 @@ class Clipping:
             reader = ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
         else:
             reader = TensorGradient(flat.gradient.on_device())
-        norms = parameter_norms(flat.states, reader, present, norm_type=norm_type, dtype=_dtype(flat), unscale=unscale)
+        norms = parameter_norms(
+            flat.states,
+            reader,
+            present,
+            norm_type=norm_type,
+            dtype=_dtype(flat),
+            unscale=unscale,
+            clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
+        )
         if not flat.gradient.in_place:
             flat.gradient.done_reading()
-        parameters = flat.store.binding.parameters
-        holders = [
-            order[id(parameter)]
-            for slot, parameter in enumerate(parameters)
-            if present[slot] and parameter.numel() and flat.states.groups[slot] is not None
+        computed = iter(norms)
+        return [
+            # Zeros, too: how many norms there are decides how their sum rounds.
+            (order[id(parameter)], next(computed) if parameter.numel() else torch.zeros((), dtype=_dtype(flat)))
+            for slot, parameter in enumerate(flat.store.binding.parameters)
+            if present[slot] and flat.states.groups[slot] is not None
         ]
-        return list(zip(holders, norms, strict=True))
 
 
 def _dtype(flat: FlatUpdate) -> torch.dtype:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicators, Gathering, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
@@ -32,6 +32,8 @@ from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.planning.chunks import read_ahead
+from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import Lifetime, What
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
@@ -40,7 +42,7 @@ from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor, Mode
-from lightning_ptm.runtime.experts import ExpertGroups, ExpertRanks
+from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
@@ -49,7 +51,7 @@ from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
-from lightning_ptm.runtime.planner import Planner
+from lightning_ptm.runtime.planner import Planner, check_layout
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.route import Waits
@@ -123,7 +125,6 @@ class Engine:
         file_ops: the disk tier's file calls, for tests of failing disks.
         given: first values that files provide, equal on all ranks.
         events: where the parts tell what happens when.
-        expert_ranks: how the ranks divide experts; asked for where the blueprint says that they do.
         progress: where long work tells how far it has come.
         ranks_here: ranks that share this machine's RAM.
     """
@@ -133,7 +134,7 @@ class Engine:
         module: nn.Module,
         blueprint: Blueprint,
         optimizers: Sequence[Optimizer],
-        communicator: Communicator,
+        communicators: Communicators,
         backend: Backend,
         *,
         disk_paths: Sequence[Path] = (),
@@ -142,14 +143,14 @@ class Engine:
         file_ops: FileOps | None = None,
         given: Given | None = None,
         events: Events | None = None,
-        expert_ranks: ExpertRanks | None = None,
         progress: Progress | None = None,
         ranks_here: int = 1,
     ) -> None:
         self.module = module
         self._ranks_here = ranks_here
         self.blueprint = blueprint
-        self.communicator = communicator
+        self._communicators = communicators
+        self.communicator = communicators.everybody
         self.backend = backend
         self.device = backend.device
         self.events = events or Events()
@@ -168,7 +169,6 @@ class Engine:
         self.failed = False
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
-        self._expert_ranks = expert_ranks
         self.expert_groups: ExpertGroups | None = None
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
@@ -186,29 +186,27 @@ class Engine:
         except BaseException:
             with self._undo:
                 # The module must not be left with parameters that have no values because a budget was too small.
-                if self._taken_over and communicator.world_size == 1:
+                if self._taken_over and self.communicator.alone:
                     self.values.restore()
             raise
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
         drawn = self.blueprint
-        pools = drawn.pool_bytes
+        check_layout(drawn.layout, self.communicator)
         self.allocator = Allocator(
             page_size=drawn.layout.page_size,
             backend=self.backend,
-            device_bytes=pools[Tier.DEVICE],
-            host_bytes=pools[Tier.HOST],
-            disk_bytes=pools[Tier.DISK],
+            sizes=drawn.pool_bytes,
             disk_paths=self.disk_paths,
             pin_host=True,
             poison=poison,
             file_ops=file_ops,
             events=self.events,
             progress=self.bars,
-            uses={tier: drawn.inventory.in_words(tier) for tier in Tier},
+            uses={tier: drawn.inventory.in_words(tier) for tier in drawn.budget},
         )
         self._undo.callback(self.allocator.close)
-        pages = Pages(drawn, self.allocator, self._communicator_of, self.device)
+        pages = Pages(drawn, self.allocator, self._communicators, self.device)
         self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
         self.updater = Updater(
             self.allocator,
@@ -219,10 +217,10 @@ class Engine:
         self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.experts, self.bars)
+        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.holders, self.bars)
         self._first_values(given)
         self._module_buffers = None
-        if self.communicator.world_size > 1:
+        if not self.communicator.alone:
             self._module_buffers = ModuleBuffers(self.module, self.communicator, trains=bool(self._optimizers))
             self._module_buffers.follow_rank_0()
         self._taken_over = True
@@ -242,24 +240,18 @@ class Engine:
                     flat.gradient.before_change = partial(self.updates.finish, unit)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.make_room
-        in_order = (*reversed(range(1, len(self.flats))), 0)  # as units end in a backward pass
+        states = {flat.store.layout.index: flat.states for flats in self.flats for flat in flats}
         self._read_ahead = [
-            flat.states
-            for unit in in_order
-            if unit not in drawn.by_need
-            for flat in self.flats[unit]
-            if flat.states.home() is Tier.DISK and not drawn.placement.keeps_gradients
+            states[flat.index]
+            for flat in read_ahead(drawn.layout, drawn.placement)
+            if flat.unit not in drawn.by_need and (home := states[flat.index].home()) is not None and not home.updates
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
         teams = drawn.experts.teams if drawn.experts is not None else Teams()
-        self._agreement = (
-            Agreement(self.communicator.exchange, self._take_part, self.communicator.rank, teams, self._explained)
-            if self.communicator.world_size > 1
-            else None
-        )
+        exchange, rank = self.communicator.exchange, self.communicator.rank
+        self._agreement = Agreement(exchange, self._take_part, rank, teams, self._explained)
         self.reduction = Reduction(self.flats, self._agreement, lambda: self.executor.release_all())
-        # Ranks that hold different experts have different plans.
-        planner = Planner(drawn, self.communicator if self._expert_ranks is None else self._expert_ranks.holders)
+        planner = Planner(drawn, self._communicators.along(drawn.holders.alike), self.communicator.rank)
         self.tracer = Tracer(drawn.units, self._non_model_bytes, self.backend)
         self.executor = Executor(
             self.stores,
@@ -298,14 +290,14 @@ class Engine:
         )
         self._undo.callback(self._state_dicts.close)
         if drawn.experts is not None:
-            assert self._agreement is not None and self._expert_ranks is not None
-            self.expert_groups = ExpertGroups(drawn.experts, self._expert_ranks, self._agreement, self.executor.expect)
+            group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.fetching.expect
+            self.expert_groups = ExpertGroups(drawn.experts, group, self._agreement, expect)
             self._undo.callback(self.expert_groups.close)
         self.updates.start()
 
     def _check_taken(self) -> None:
         """I3. What is taken without a row would be missing where the plan counts on it."""
-        for tier in Tier:
+        for tier in self.blueprint.budget:
             taken = self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier)
             rows = self.blueprint.inventory.held_bytes(tier, Lifetime.RUN)
             if taken != rows:
@@ -313,14 +305,6 @@ class Engine:
                     f"set-up has taken {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory come to "
                     f"{rows}; nothing was trained; please report this with the settings of the strategy"
                 )
-
-    def _communicator_of(self, unit: int) -> Communicator:
-        """Of the ranks that hold a unit."""
-        experts = self.blueprint.experts
-        if experts is None or unit not in experts.members:
-            return self.communicator
-        assert self._expert_ranks is not None
-        return self._expert_ranks.holders
 
     def _update_scheduler(self, pages: Pages) -> UpdateScheduler:
         drawn = self.blueprint
@@ -352,9 +336,9 @@ class Engine:
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
         # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
-        # RAM, and what the user allows of it, has room for it beside the pages.
-        drawn, ram = self.blueprint, Tier.DEVICE if self.blueprint.unified else Tier.HOST
-        allowed = drawn.budget.of(ram) - drawn.pool_bytes[ram]
+        # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
+        drawn, ram = self.blueprint, self.blueprint.ram
+        allowed = drawn.budget[ram] - drawn.pool_bytes[ram]
         room = 2 * self.precise_bytes() < free_host_bytes() and self.precise_bytes() <= allowed
         first.buffers()
         with self.bars.bar("weights into pages", self.values.bytes_to_lay()) as seen:
@@ -364,7 +348,7 @@ class Engine:
                 self.values.take_over(
                     store,
                     given.parameters,
-                    keep_originals=not self._optimizers and (built or room),
+                    keep_originals=not self._optimizers and any(drawn.copies) and (built or room),
                     keep_frozen=built,
                     seen=seen,
                 )
@@ -391,10 +375,8 @@ class Engine:
         self._backwards = 0
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for store in self.stores:
-            for flat in store.flats:
-                flat.binding.check(computes_only=computes_only)
-            for binding in store.absent:
-                binding.check()
+            for binding in store.bindings:
+                binding.check(computes_only=computes_only)
         self.values.check_known()
         if mode is Mode.TRAIN:
             self._check_frozen()
@@ -482,6 +464,10 @@ class Engine:
 
     # -- what hooks tell ----------------------------------------------------------------------------------------------
 
+    def another_gradient(self, unit: int, parameter: Tensor) -> None:
+        """Several gradients of a parameter come in one pass, each in a backward of its own (a reentrant checkpoint's)."""
+        self.reduction.add_up(unit, parameter)
+
     def unit_backward_ended(self, unit: int) -> None:
         """Gradients of a unit are complete: reduce or offload them, and update the unit before if its turn has come."""
         if not self.flats[unit]:
@@ -496,7 +482,7 @@ class Engine:
         self.reduction.collect(unit)
         # One unit behind: its reduction overlaps this unit's backward.
         self._behind.append(unit)
-        if self.communicator.world_size == 1 or len(self._behind) > 1:
+        if self.communicator.alone or len(self._behind) > 1:
             self._update_ready(self._behind.pop(0))
 
     def backward_begins(self) -> None:
@@ -519,7 +505,6 @@ class Engine:
             self._update_ready(self._behind.pop(0))
         if not self.updates.armed:
             for flat in self._all_flats():
-                flat.gradient.settle()
                 flat.gradient.show()
         self.executor.stay(0, held=self._inside)
 
@@ -557,8 +542,6 @@ class Engine:
         """
         if self.failed:
             raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
-        if self._agreement is None:
-            return
         seen = self._agreement.gather(dataclasses.replace(gathering, flag=Together.COLLECTIVE))
         if seen is not None:
             self._check_nobody_else(seen, Together.COLLECTIVE, str(Together.COLLECTIVE))
@@ -575,8 +558,6 @@ class Engine:
         Raises:
             RankError: other ranks have come for something else.
         """
-        if self._agreement is None:
-            return flags
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self._agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._since = 0
@@ -601,7 +582,6 @@ class Engine:
                 f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, "
                 f"as often, and {_AS_MANY_BATCHES}"
             )
-        assert self._agreement is not None
         self._agreement.give_up(reason)
 
     def _explained(self, reason: str) -> str:
@@ -621,8 +601,6 @@ class Engine:
 
     def _reach(self, position: int, flags: int = 0) -> int:
         """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
-        if self._agreement is None:
-            return flags
         return self._agreement.reach(Boundary(self._since * 2 * _STEP_ENDS + position, flags))
 
     # -- optimizer step -----------------------------------------------------------------------------------------------
@@ -713,15 +691,15 @@ class Engine:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
         self._check_nobody_else(self._reach(position), 0, "is in an optimizer step")
         self.reduction.collect_postponed()
-        if self.blueprint.experts is not None:
-            self._reach(position)  # others may have more experts to reduce: what follows may be collective
+        if self.blueprint.holders.apart:
+            self._reach(position)  # others may have more units to reduce: what follows may be collective
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
         """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
         self._adds_up, before = True, self._adds_up
         try:
-            with self.reduction.postponed() if self.blueprint.accumulates_whole else nullcontext():
+            with self.reduction.postponed():
                 yield
         finally:
             self._adds_up = before
@@ -880,17 +858,25 @@ class Engine:
         return self.backend.bytes_beside(self.blueprint.pool_bytes[Tier.DEVICE])
 
     def _used_bytes(self) -> tuple[int, ...]:
-        return tuple(self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in Tier)
+        return tuple(
+            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in self.blueprint.budget
+        )
 
-    def precise_bytes(self) -> int:
-        """Bytes that all weights take outside of pages in their precise dtype."""
-        drawn = self.blueprint
-        return sum(flat.numel * (8 if flat.dtype == "float64" else 4) for flat in drawn.whole_layout.flats)
+    def precise_bytes(self, *, with_other_parts: bool = False) -> int:
+        """Bytes that all weights take outside of pages in their precise dtype.
 
-    def optimizer_state_bytes(self, *tiers: Tier) -> int:
-        """Bytes of all ranks' optimizer states, masters not counted, that are at home in `tiers`."""
-        states = [flat.states for flats in self.flats for flat in flats if flat.states.home() in tiers]
-        return sum(paged.nbytes for each in states for paged in each.slots.values()) * self.communicator.world_size
+        Args:
+            with_other_parts: of parameters of which this rank has parts, the whole ones.
+        """
+        return sum(
+            flat.numel * (8 if flat.dtype == "float64" else 4) * (flat.parts if with_other_parts else 1)
+            for flat in self.blueprint.layout.everywhere()
+        )
+
+    def optimizer_state_bytes(self, *, on_disk: bool) -> int:
+        """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""
+        slots = [paged for flats in self.flats for flat in flats for paged in flat.states.slots.values()]
+        return sum(paged.nbytes for paged in slots if paged.tier.addressable != on_disk) * self.communicator.world_size
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

@@ -21,16 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptm.comm import (
-    Agreement,
-    Communicator,
-    Meeting,
-    ProcessGroupCommunicator,
-    SoloCommunicator,
-    Teams,
-)
+from lightning_ptm.comm import Agreement, Communicator, Meeting, Teams
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.planning.experts import ExpertSplit, divided
+from lightning_ptm.planning.holders import Holders
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.units import Unit
 
@@ -42,37 +36,6 @@ _EXCHANGES = 4
 
 Call = Callable[[Tensor, list[int]], Tensor]
 """Rows sorted by expert, and how many are each expert's -> their results, in the same order."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertRanks:
-    """The ranks' part in one run.
-
-    Attributes:
-        group: communicator of this rank's group, by member.
-        holders: of the ranks that hold the same experts as this one.
-    """
-
-    split: ExpertSplit
-    group: Communicator
-    holders: Communicator
-
-
-def divide_ranks(size: int, communicator: Communicator) -> ExpertRanks | None:
-    """Process groups for groups of `size` ranks, before anything can fail on one rank alone; None for 1. Collective.
-
-    Raises:
-        ConfigError: the ranks cannot be divided so.
-    """
-    if size == 1:
-        return None
-    split = ExpertSplit(communicator.world_size, size)
-    assert isinstance(communicator, ProcessGroupCommunicator)
-    group = communicator.part(split.groups)
-    holders: Communicator = SoloCommunicator(mean_over=communicator.world_size)
-    if split.sharing > 1:
-        holders = communicator.part([split.holders(member) for member in range(split.size)])
-    return ExpertRanks(split, group, holders)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,24 +57,20 @@ class DividedExperts:
     members: Mapping[int, int]
     gradient_divisor: int = 1
 
-    def absent(self, rank: int) -> frozenset[int]:
-        """Units that a rank does not hold."""
-        ours = self.split.member(rank)
-        return frozenset(unit for unit, member in self.members.items() if member != ours)
+    @property
+    def layer_of(self) -> dict[int, int]:
+        """By unit the place of its layer among `layers`."""
+        return {unit: place for place, layer in enumerate(self.units) for expert in layer for unit in expert}
 
-    def divisor(self, unit: int) -> int:
-        """What gradients of a unit are over before they are reduced."""
-        return self.gradient_divisor if unit in self.members else 1
-
-    def source(self, unit: int) -> int | None:
-        """The first rank that holds a unit; None for one that all ranks hold."""
-        member = self.members.get(unit)
-        return None if member is None else self.split.holders(member)[0]
+    @property
+    def holders(self) -> Holders:
+        """Who holds what."""
+        return divided(self.split, self.members, self.gradient_divisor)
 
     @property
     def teams(self) -> Teams:
         """Who has a part in what."""
-        return Teams(self.split.groups, {unit: self.split.holders(member) for unit, member in self.members.items()})
+        return Teams(self.split.groups, {unit: sharing.ranks for unit, sharing in self.holders.apart.items()})
 
 
 @dataclasses.dataclass(slots=True)
@@ -297,6 +256,8 @@ class ExpertGroup:
 
     Args:
         place: of the layer among all such layers.
+        group: of the ranks that divide its experts, by member.
+        counts: by member, how many of the layer's experts it holds.
         agreement: ranks agree on each exchange through it.
         units: by expert of the layer.
         expect: is told which units will be called next, in order.
@@ -306,7 +267,8 @@ class ExpertGroup:
     def __init__(
         self,
         place: int,
-        ranks: ExpertRanks,
+        group: Communicator,
+        counts: Sequence[int],
         agreement: Agreement,
         units: Sequence[Sequence[int]],
         expect: Callable[[Sequence[int]], None],
@@ -315,12 +277,12 @@ class ExpertGroup:
         gradient_divisor: int,
     ) -> None:
         self._place = place
-        self._communicator = ranks.group
+        self._communicator = group
         self._agreement = agreement
         self._units = units
         self._expect = expect
-        self._counts = ranks.split.counts(len(units))
-        self._first = sum(self._counts[: ranks.group.rank])
+        self._counts = counts
+        self._first = sum(counts[: group.rank])
         self._stats = stats
         self._clock = clock
         self._gradient_divisor = gradient_divisor
@@ -425,17 +387,18 @@ class ExpertGroups:
 
     def __init__(
         self,
-        divided: DividedExperts,
-        ranks: ExpertRanks,
+        experts: DividedExperts,
+        communicator: Communicator,
         agreement: Agreement,
         expect: Callable[[Sequence[int]], None],
     ) -> None:
         self.stats = TokenStats()
-        self._layers = [layer for _, layer in divided.layers]
+        self._layers = [layer for _, layer in experts.layers]
         clock = itertools.count()
         for place, layer in enumerate(self._layers):
-            units, divisor = divided.units[place], divided.gradient_divisor
-            group = ExpertGroup(place, ranks, agreement, units, expect, self.stats, clock, divisor)
+            units, divisor = experts.units[place], experts.gradient_divisor
+            counts = experts.split.counts(len(units))
+            group = ExpertGroup(place, communicator, counts, agreement, units, expect, self.stats, clock, divisor)
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:

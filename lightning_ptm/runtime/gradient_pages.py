@@ -1,13 +1,16 @@
-"""Pages for gradients that come and go while updates run beside compute (lock-free mode).
+"""Where gradients have pages from: what one flat is told of it, and sets of pages for gradients that come and go while
+updates run beside compute (lock-free mode).
 
-Taken once, each set in a row, and used again and again: what is allocated and released all the time would scatter.
+These are taken once, each in a row, and used again and again: what is allocated and released all the time would scatter.
 I1: a set has one user: the flat whose gradient arrives, then whoever was given the gradient, who gives the set back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -21,6 +24,19 @@ if TYPE_CHECKING:
 _LOOK_S = 0.01
 _PATIENCE_S = 60.0
 """There are sets enough for what can be on its way, so they come back within one update of each flat in hand."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageSupply:
+    """Of one flat's gradient.
+
+    Attributes:
+        take: pages for this rank's shard of it, with undefined contents. Raises CapacityError: there are none.
+        give_back: the gradient in these pages is used.
+    """
+
+    take: Callable[[], PagedTensor]
+    give_back: Callable[[PagedTensor], None]
 
 
 class GradientPages:
@@ -57,6 +73,10 @@ class GradientPages:
                     f"no pages for a gradient of {numel} elements have come free for {_PATIENCE_S:.0f} s: updates do not "
                     f"keep up; use a faster disk_path, a smaller max_staleness, or lock_free=False"
                 )
+
+    def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:
+        """Of a flat whose gradient has so many elements."""
+        return PageSupply(partial(self.take, numel, dtype), self.give_back)
 
     def give_back(self, tensor: PagedTensor) -> None:
         """The gradient in these pages is used."""

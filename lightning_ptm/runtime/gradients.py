@@ -34,9 +34,10 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient, Transform
 
 if TYPE_CHECKING:
-    from lightning_ptm.comm import Communicator, Work
+    from lightning_ptm.comm import Work
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
-    from lightning_ptm.runtime.gradient_pages import GradientPages
+    from lightning_ptm.planning.holders import Sharing
+    from lightning_ptm.runtime.gradient_pages import PageSupply
 
 
 _EARLIER = "when it was of an earlier step"
@@ -59,8 +60,8 @@ class FlatGradient:
     Args:
         store: the flat's compute parameters.
         route: where the gradient waits.
-        supply: where pages come from that are given away with a travelling gradient (`detach`, `duplicate`).
-        divided_by: what autograd's gradients are over; the reduced ones are not.
+        sharing: with which ranks.
+        supply: where its pages come from; never asked where it waits in `.grad`.
     """
 
     def __init__(
@@ -68,17 +69,14 @@ class FlatGradient:
         store: FlatStore,
         route: GradientRoute,
         allocator: Allocator,
-        communicator: Communicator,
-        *,
-        supply: GradientPages | None = None,
-        divided_by: int = 1,
+        sharing: Sharing,
+        supply: PageSupply,
     ) -> None:
-        self._divided_by = divided_by
         self.route = route
         self._supply = supply
         self.store = store
         self._allocator = allocator
-        self._communicator = communicator
+        self._sharing = sharing
         layout = store.layout
         self._sums = route.dtype != store.binding.dtype
         self.in_place = route.waits is Waits.IN_GRAD
@@ -106,26 +104,18 @@ class FlatGradient:
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
-        if self.in_place or self._pages is not None:
-            return
-        if self.route.waits is Waits.TRAVELLING:
-            assert self._supply is not None
-            self._pages = self._supply.take(self.store.layout.shard_numel, self.route.dtype)
-        else:
-            layout = self.store.layout
-            name = f"flat {layout.index} gradient"
-            self._pages = self._allocator.allocate(
-                name, layout.shard_numel, self.route.dtype, self.route.tier, shared_tail=True
-            )
+        if not self.in_place and self._pages is None:
+            self._pages = self._supply.take()
 
     # -- what the user sees in `.grad` ----------------------------------------------------------------------------------
 
     def show(self) -> None:
         """A backward pass has ended: `.grad` shows what is in the pages (I4)."""
-        if self.in_place or not self._filled:
+        if self.in_place:
             return
+        self.settle()  # what is being reduced is in no pages yet
         for slot, parameter in enumerate(self.store.binding.parameters):
-            if self._present[slot] and parameter.grad is None:
+            if self._filled and self._present[slot] and parameter.grad is None:
                 parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
 
     def resolve(self) -> None:
@@ -142,14 +132,31 @@ class FlatGradient:
 
     def hide(self) -> None:
         """A backward pass begins, which adds to `.grad`."""
-        if self._retired:
+        if self._retired and self._added_to_used is None:
             slot = self._still_used()
             if slot is None:
                 self._let_go_of_used()
             else:  # a pass of the user's own, in whose step Lightning has still to forget gradients
                 self._added_to_used = slot
+                for at, parameter in enumerate(self.store.binding.parameters):
+                    if parameter.grad is self._used.get(at):
+                        parameter.grad = None  # autograd cannot add to it, and nobody may read the sum
+        self._refuse_hooks_on_sums()
         if self._shown:
             self._follow_user(stay=False)
+        if self.clipped_later and not self.any:  # forgotten one by one
+            self.clipped_later = False
+
+    def _refuse_hooks_on_sums(self) -> None:
+        """A hook behind the accumulation of a gradient finds in `.grad` what is added to a sum that is elsewhere."""
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            elsewhere = self._whole[slot] is not None or parameter.grad is self._shown.get(slot, self)
+            if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the run's own
+                raise UsageError(
+                    f"{self.store.layout.slots[slot].spec.name} has a hook of register_post_accumulate_grad_hook, which "
+                    f"would find the gradient of this backward pass alone in .grad: what earlier ones have added up is in "
+                    f"pages; use register_hook, which gets each pass's gradient, or read .grad in on_after_backward"
+                )
 
     def check_forgotten(self) -> None:
         """What a step has left in `.grad` may be let go of by any means, and by none of them used again.
@@ -221,7 +228,7 @@ class FlatGradient:
                         self._refuse(slot, _CLIPPED, "changed")
                     self._write(slot, values)
                 if not stay:
-                    parameter.grad = shown.added
+                    parameter.grad = None
             else:
                 if grad is not None:
                     self._check_alone(slot, "was assigned")
@@ -236,7 +243,7 @@ class FlatGradient:
         if not any(self._present):
             self._filled = False
             return
-        if self.store.layout.world_size > 1:
+        if self.store.layout.shared:
             name = self.store.layout.slots[slot].spec.name
             others = [self.store.binding.parameters[each] for each in self._shown if each != slot]
             if any(parameter.grad is not None for parameter in others):
@@ -270,7 +277,7 @@ class FlatGradient:
                 view.copy_(value)
 
     def _check_alone(self, slot: int, what: str) -> None:
-        if self._communicator.mean_over > 1:
+        if not self._sharing.alone:
             raise UsageError(
                 f".grad of {self.store.layout.slots[slot].spec.name} {what}, and each of several ranks has a part of that "
                 f"gradient alone; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
@@ -367,13 +374,13 @@ class FlatGradient:
         self.settle()
         self.reserve()
         layout = self.store.layout
-        if self._communicator.mean_over == 1 and self._pages is not None and self._pages.tier is Tier.DEVICE:
+        if self._sharing.alone and self._pages is not None and self._pages.tier.computes:
             self._add_here(self._pages.tensor())
             return
         full = self._take("full gradient", layout.padded_numel)
         other: PagedTensor | None = None
         try:
-            if layout.world_size > 1:
+            if layout.shared:
                 other = self._take("reduced gradient", layout.shard_numel)
             elif self._adds_on_device:
                 other = self._take("gradient so far", layout.shard_numel, self.route.dtype)
@@ -383,14 +390,38 @@ class FlatGradient:
         self._lay_out(full.tensor(), here)
         self._drop()
         self._present = [a or b for a, b in zip(self._present, present, strict=True)]
-        if layout.world_size == 1:
-            if self._communicator.mean_over > 1:  # this rank's expert; other ranks' tokens are in its gradient already
-                full.tensor().div_(self._communicator.mean_over / self._divided_by)
+        communicator, divisor = self.store.communicator, self._sharing.divisor
+        if not layout.shared:  # all ranks' tokens are in the gradient of an expert that is this one's
+            communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
             self._add(full, other)
             return
         assert other is not None
-        work = self._communicator.reduce_scatter(full.tensor(), other.tensor(), layout, self._divided_by)
+        work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
         self._arriving = _Arriving(work, full, other)
+
+    @property
+    def adds_in_pages(self) -> bool:
+        """Whether sums over passes are made in pages, as a single device makes them in `.grad`."""
+        return not self.in_place and self._sharing.alone
+
+    def add_up(self, slot: int) -> None:
+        """Before a further gradient of the same pass comes to a parameter: the one in `.grad` is added to the pages, where
+        there is something to add it to, or sums have a wider dtype."""
+        parameter = self.store.binding.parameters[slot]
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, ShownGradient) or not (self._filled or self._sums):
+            return
+        self.reserve()
+        with self._changing() as values:
+            if not self._filled:
+                values.zero_()
+            view = self.store.binding.view(values, slot)
+            if self._present[slot]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        parameter.grad = None
+        self._filled = self._present[slot] = True
 
     def _add_here(self, pages: Tensor) -> None:
         """The pages are where the gradients are, and whole: these are added to them one by one."""
@@ -459,7 +490,7 @@ class FlatGradient:
         """Gives back the device pages of gradients that have left for their home.
 
         Args:
-            wait: for those that are on their way, too.
+            wait: for those that are on their way, or are being reduced, too.
 
         Returns:
             Whether any page came free.
@@ -469,6 +500,9 @@ class FlatGradient:
             pair[0].wait(host=True)
             self._allocator.release(pair[1])
             self._leaving.remove(pair)
+        if wait and self._arriving is not None:
+            self.settle()
+            return True
         return bool(gone)
 
     def _land(self) -> None:
@@ -505,25 +539,23 @@ class FlatGradient:
             The gradient, what it still waits for, and what gives its pages back.
         """
         source = self.source()
-        if self.in_place:
+        if isinstance(source, ParameterGradients):
             self.hand_over()
             return source, (), _nothing
-        pages, self._pages = self._pages, None
-        assert pages is not None and self._supply is not None
+        self._pages = None
         self._spent = tuple(self._present)
         self._filled = False
         self._present = [False] * len(self._present)
-        return source, self.leaving(), partial(self._supply.give_back, pages)
+        return source, self.leaving(), partial(self._supply.give_back, source.paged)
 
     def duplicate(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
         """As `detach`, with a copy: the gradient stays here until it is cleared."""
         self.settle()
         source = self.source()
-        if self.in_place:
+        if isinstance(source, ParameterGradients):
             copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
             return ParameterGradients(self.store.binding.in_orders(copies)), (), _nothing
-        assert isinstance(source, ShardGradient) and self._supply is not None
-        copy = self._supply.take(source.paged.numel, source.paged.dtype)
+        copy = self._supply.take()
         transfer = self._allocator.copy(source.paged, copy)
         return ShardGradient(copy, tuple(self._present)), (transfer,), partial(self._supply.give_back, copy)
 
@@ -536,7 +568,7 @@ class FlatGradient:
         """The update has read the gradients."""
         if self.route.waits is Waits.PASSING and self._pages is not None:
             self.settle()
-            self._allocator.release(self._pages)
+            self._supply.give_back(self._pages)
             self._pages = None
             self._spent = tuple(self._present)
             self._filled = False
@@ -554,7 +586,7 @@ class FlatGradient:
         self.settle()
         if self._pages is None:
             raise InternalError(f"flat {self.store.layout.index} has no gradient pages")
-        if self._pages.tier is not Tier.DISK:
+        if self._pages.tier.addressable:
             return self._pages.tensor()
         buffer = self._take("gradient copy", self.store.layout.shard_numel, self.route.dtype)
         transfer = self._allocator.copy(self._pages, buffer)
@@ -578,8 +610,14 @@ class FlatGradient:
 
     def zero(self) -> None:
         """All gradients that there are become zero; those in `.grad` are the caller's to overwrite."""
-        self.before_change()
-        if not self.in_place and self._filled:
+        if self.in_place:
+            self.before_change()
+            return
+        self.settle()
+        for sum_ in self._whole:
+            if sum_ is not None:
+                sum_.zero_()
+        if self._filled:
             self._follow_user(stay=False)
             with self._changing() as values:
                 values.zero_()
@@ -590,7 +628,7 @@ class FlatGradient:
         self.before_change()
         values = self.on_device()
         yield values
-        if self._pages is not None and self._pages.tier is Tier.DISK:
+        if self._pages is not None and not self._pages.tier.addressable:
             buffer = self._leaving[-1][1]
             self._leaving.append((self._allocator.copy(buffer, self._pages), buffer))
             del self._leaving[-2]
@@ -625,13 +663,13 @@ class FlatGradient:
     @property
     def _adds_on_device(self) -> bool:
         """Whether what is in the pages, or shall be, has to be in a buffer to be added to or widened."""
-        return (self._filled or self._sums) and self._pages is not None and self._pages.tier is Tier.DISK
+        return (self._filled or self._sums) and self._pages is not None and not self._pages.tier.addressable
 
     def _add(self, part: PagedTensor, before: PagedTensor | None) -> None:
         """Adds `part` (shard_numel,) to the pages and gives it back; `before` is the buffer that a sum on disk needs."""
         pages = self._pages
         assert pages is not None
-        if pages.tier is Tier.DEVICE or (pages.tier is Tier.HOST and (self._filled or self._sums)):
+        if pages.tier.computes or (pages.tier.addressable and (self._filled or self._sums)):
             value = part.tensor()
             if self._filled:
                 pages.tensor().add_(value.to(pages.tensor().device))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -45,6 +45,9 @@ class BackwardListener(Protocol):
     def backward_begins(self) -> None:
         """A backward pass has begun, which nobody has announced."""
 
+    def another_gradient(self, unit: int, parameter: Tensor) -> None:
+        """A further gradient is about to be added to a parameter's `.grad`, in this pass."""
+
     def unit_backward_ended(self, unit: int) -> None:
         """All gradients of `unit` that this backward pass computes are in its parameters' `.grad`."""
 
@@ -69,30 +72,31 @@ def _in_derivative() -> bool:
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules."""
+def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules; out of vmap's wrappers."""
     if isinstance(value, Tensor):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, seen)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, seen)
-    elif isinstance(value, _OPAQUE):
         return
+    seen = {} if seen is None else seen
+    if isinstance(value, _OPAQUE) or id(value) in seen:
+        return
+    seen[id(value)] = value  # which keeps its id from others
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), seen)
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif hasattr(value, "__dict__"):
-        seen = set() if seen is None else seen
-        if id(value) not in seen:
-            seen.add(id(value))
-            for item in tuple(vars(value).values()):
-                yield from tensors_in(item, seen)
+        items = tuple(vars(value).values())
+    for item in items:
+        yield from tensors_in(item, seen)
 
 
-def _refuse_absent(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_elsewhere(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
         f"{name} ({type(module).__name__}) was called on a rank that does not hold it, so there are no weights to compute "
         f"with; with expert_parallel_size above 1 a layer calls its experts through `expert_group.compute`"
@@ -132,13 +136,20 @@ class Hooks:
         self._input_hooks: list[RemovableHandle] = []
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By number of a call, nodes of its graph by which autograd tells whether a pass goes through it."""
+        self._began: dict[int, int] = {}
+        """By unit, how many nodes of graphs there were when its last call began."""
+        self._inside = [frozenset(map(id, unit.module.parameters())) for unit in units]
         self._calls = Calls(len(units), self._trained, self._takes_part)
         self._in_pass = False
         self._wrapped = False
         self.copyable = all(store.readable for store in stores) and not recompute and offload is None
         """Whether a copy of a module may be made: its parameters can be read at any time, and calls need nothing of ours."""
-        for unit in units:
-            self._attach(unit, unit.index in recompute)
+        try:
+            for unit in units:
+                self._attach(unit, unit.index in recompute)
+        except BaseException:
+            self.close()
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
@@ -217,8 +228,8 @@ class Hooks:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
-        if self._stores[unit.index].absent:
-            self._put_around(unit.module, partial(_refuse_absent, unit.name, unit.module))
+        if self._stores[unit.index].elsewhere:
+            self._put_around(unit.module, partial(_refuse_elsewhere, unit.name, unit.module))
             return
         if unit.index != 0:
             if recompute:
@@ -233,6 +244,9 @@ class Hooks:
             if item.parameter.requires_grad:
                 self._handles.append(
                     item.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, unit.index))
+                )
+                self._handles.append(
+                    item.parameter.register_hook(partial(self._gradient_comes, unit.index, item.parameter))
                 )
 
     def _put_around(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -309,6 +323,7 @@ class Hooks:
             self._recompute_starts(index)
             if torch.is_grad_enabled() and not inside_checkpoint():
                 self._calls.called_again(index)
+                self._began[index] = torch._C._autograd._get_sequence_nr()
                 self._watch_inputs(index, args, kwargs)
             return None
         if self._in_pass and not self._wrapped:
@@ -320,6 +335,7 @@ class Hooks:
             )
         self._executor.enter(index, Phase.FORWARD)
         self._listener.progress()
+        self._began[index] = torch._C._autograd._get_sequence_nr()
         if not torch.is_grad_enabled():
             self._calls.called_blind(index)
             return None
@@ -363,7 +379,11 @@ class Hooks:
 
     @_not_compiled
     def _after_forward(self, index: int, call: int | None, output: Any) -> None:
-        if in_backward() or _in_derivative():
+        if _in_derivative():
+            return
+        if in_backward():
+            if torch.is_grad_enabled() and not inside_checkpoint():
+                self._watch_ways_out(index, None, [each for each in tensors_in(output) if each.requires_grad])
             return
         self._saved.end(index)
         self._executor.leave(index)
@@ -371,10 +391,32 @@ class Hooks:
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(partial(self._output_gradient, index))
+            self._watch_ways_out(index, call, outputs)
             if call is not None and outputs:
                 # Besides those of the inputs, which calls of several micro-batches may share, so that nobody waits for a call
                 # in vain, and none is missed: what changes an output in place may leave no way to its own node.
                 self._nodes[call] += _nodes_of(outputs)
+
+    def _watch_ways_out(self, index: int, call: int | None, outputs: Sequence[Tensor]) -> None:
+        """The gradients of inputs that arguments did not show (in closures, slots, attributes of modules) are waited for, as
+        a call's of their own. Where no output shows, nothing is known, and the call ends with the pass."""
+        known = self._nodes[call] if call is not None else ()
+        nodes = _ways_out(outputs, self._began[index], known, self._inside[index])
+        if not nodes and outputs:
+            return
+        another = self._calls.called(index)
+        self._nodes[another] = nodes
+        to_come: dict[int, int] = {}
+
+        def executed(*_: Any) -> None:
+            task = torch._C._current_graph_task_id()
+            if task not in to_come:
+                to_come[task] = sum(map(torch._C._will_engine_execute_node, nodes))
+            to_come[task] -= 1
+            if not to_come[task]:
+                self._inputs_done(index, another, None)
+
+        self._input_hooks += [node.register_hook(executed) for node in nodes]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -438,6 +480,14 @@ class Hooks:
         self._act(index, self._calls.inputs(index, call))
 
     @_not_compiled
+    def _gradient_comes(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        self._start_pass()  # of the user's own: until then `.grad` may be a view of pages, or what a step has used up
+        if parameter.grad is not None:
+            self._listener.another_gradient(index, parameter)
+
+    @_not_compiled
     def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
@@ -458,6 +508,30 @@ def _nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Of tensors that are no leaves, and of what they are views of."""
     bases = (tensor._base for tensor in tensors)
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
+
+
+def _ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
+    """The nodes of a call's graph that hand gradients to others than `known` and the parameters `inside`, by id.
+
+    Args:
+        began: nodes with a lower number are of before the call.
+    """
+    found: dict[Any, None] = {}
+    ours = [node for node in _nodes_of(outputs) if node._sequence_nr() >= began]
+    met = {*known, *ours}
+    while ours:
+        node = ours.pop()
+        for following, _ in node.next_functions:
+            if type(following).__name__ == "AccumulateGrad":
+                if id(following.variable) not in inside:
+                    found[node] = None
+            elif following is not None and following not in met:
+                if following._sequence_nr() >= began:
+                    met.add(following)
+                    ours.append(following)
+                else:
+                    found[node] = None
+    return tuple(found)
 
 
 class _OfACopy(Hooks):

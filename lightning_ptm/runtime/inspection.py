@@ -92,7 +92,7 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
             for slot in update.states.slots.values():
                 add("optimizer states", slot, unit)
     order = ("parameters", "gradients", "master parameters", "optimizer states")
-    keys = sorted(bytes_of, key=lambda key: (order.index(key[0]), key[1]))
+    keys = sorted(bytes_of, key=lambda key: (order.index(key[0]), key[1].distance))
     return tuple(
         StateBytes(states, tier.name.lower(), bytes_of[states, tier], len(units_of[states, tier]))
         for states, tier in keys
@@ -103,20 +103,20 @@ def states_in_words(engine: Engine) -> str:
     """`states_at_home` in a phrase: `148 KiB of model states: 50 KiB in RAM (parameters), 99 KiB on disk in ...`."""
     rows = states_at_home(engine)
     ranks = engine.communicator.world_size
-    device = "in RAM" if engine.blueprint.unified else f"in the device tier ({engine.device})"
-    places = {
-        "device": device,
-        "host": "in RAM",
-        "disk": f"on disk in {', '.join(map(str, engine.disk_paths))}",
-    }
     parts = []
-    for tier, place in places.items():
-        here = [row for row in rows if row.tier == tier]
+    for tier in engine.blueprint.budget:
+        here = [row for row in rows if row.tier == tier.name.lower()]
         if here:
             size = format_bytes(sum(row.bytes for row in here))
-            parts.append(f"{size} {place} ({', '.join(row.states for row in here)})")
+            parts.append(f"{size} {_place(engine, tier)} ({', '.join(row.states for row in here)})")
     whose = f" (rank {engine.communicator.rank} of {ranks})" if ranks > 1 else ""
     return f"{format_bytes(sum(row.bytes for row in rows))} of model states{whose}: {', '.join(parts)}"
+
+
+def _place(engine: Engine, tier: Tier) -> str:
+    if tier.computes:
+        return Tier.HOST.place if engine.blueprint.unified else f"{tier.place} ({engine.device})"
+    return tier.place if tier.addressable else f"{tier.place} in {', '.join(map(str, engine.disk_paths))}"
 
 
 def rooms(engine: Engine) -> tuple[TierRoom, ...]:
@@ -124,7 +124,7 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
     allocator = engine.allocator
     return tuple(
         TierRoom(tier.name.lower(), room, room - allocator.free_bytes(tier))
-        for tier in Tier
+        for tier in engine.blueprint.budget
         if (room := allocator.capacity_bytes(tier))
     )
 
@@ -133,7 +133,7 @@ def inventory(engine: Engine) -> tuple[PageUse, ...]:
     """What the pages of this run are for."""
     return tuple(
         PageUse(tier.name.lower(), what.value, size)
-        for tier in Tier
+        for tier in engine.blueprint.budget
         for what, size in engine.blueprint.inventory.by_what(tier).items()
     )
 
@@ -154,7 +154,7 @@ def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
         return ()
     found = occupied(engine.blueprint, *made)
     return tuple(
-        PlannedBytes(tier.name.lower(), found.per_tick(tier), room, engine.blueprint.budget.of(tier))
-        for tier in Tier
+        PlannedBytes(tier.name.lower(), found.per_tick(tier), room, engine.blueprint.budget[tier])
+        for tier in engine.blueprint.budget
         if (room := engine.allocator.capacity_bytes(tier))
     )

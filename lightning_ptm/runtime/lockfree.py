@@ -9,7 +9,7 @@ I1: a unit that is read for the first time in a micro-batch gets the newest vers
 I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
     Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
-I4: where updates are held back (update/pace.py), a gradient waits here or in the buffers; nobody waits for it.
+I4: where updates are held back (planning/pace.py), a gradient waits here or in the buffers; nobody waits for it.
 I5: of a flat that is read, gradients of one kind wait at most: those that cannot be added to one another (of different
     parameters) are applied before, while versions can still be adopted. So while compute waits for gradient pages,
     there are flats that wait with more and are read no longer.
@@ -27,12 +27,13 @@ from torch.optim import Optimizer
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.planning.pace import Pace
+from lightning_ptm.planning.waiting import Reading
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
-from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, SparePages, Version
-from lightning_ptm.update.forecast import REACH, Forecast
+from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, Version
+from lightning_ptm.update.forecast import Forecast, can_forecast
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +76,12 @@ class StalenessStats:
         return self.total / self.reads if self.reads else 0.0
 
 
-@dataclasses.dataclass(slots=True)
-class _Clock:
-    """A flat's gradients as compute counts them."""
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Clock(Reading):
+    """A flat's gradients as compute counts them. `received` are those that were handed over, or are held."""
 
     flat: FlatUpdate
-    produced: int = 0
     skipped: int = 0
-    adopted: int = 0
-    """Contributions in the version that compute has."""
-    seen: int = 0
-    """Contributions that it includes or forecasts."""
     forecast: Forecast | None = None
     exact: bool = True
     """Whether nothing is forecast in it."""
@@ -104,22 +100,18 @@ class _Clock:
     """Those that the buffering thread was last asked for."""
 
     @property
-    def received(self) -> int:
-        """Contributions that were handed over, or are held."""
-        return self.produced - self.skipped
+    def produced(self) -> int:
+        """Gradients of steps, those that were not taken included."""
+        return self.received + self.skipped
 
     @property
     def held_steps(self) -> int:
         return len(self.held.origins) if self.held is not None else 0
 
-    def adopt(self, version: Version) -> None:
-        self.adopted, self.seen = version.applied, version.seen
+    def take(self, version: Version) -> None:
+        """Compute reads this one from now on."""
+        self.adopt(version.applied, version.seen, learned=version.forecast is not None)
         self.forecast, self.exact = version.forecast, version.exact
-
-    def fits(self, bound: int) -> bool:
-        """Whether the version that compute has may be read (I2)."""
-        lacks = self.received - self.adopted
-        return lacks <= bound and (self.forecast is None or self.seen == self.received or lacks > REACH)
 
 
 class LockFreeUpdates(UpdateScheduler):
@@ -128,12 +120,12 @@ class LockFreeUpdates(UpdateScheduler):
     Args:
         units: stores by unit; flats: all trainable flats, by unit; optimizers: the user's.
         updater: not running yet; the buffering thread has the use of it until `close`.
-        spares: pages for versions in the making, see `SparePages`.
+        spares: pages for versions in the making, as `Waiting` counts them.
         max_staleness: steps whose gradients a parameter in use may lack.
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
         forecast: parameters in use forecast the updates that they lack (update/forecast.py).
-        paced: updates are held back as far as the bound allows (update/pace.py).
+        paced: updates are held back as far as the bound allows (planning/pace.py).
         adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
     """
 
@@ -155,7 +147,7 @@ class LockFreeUpdates(UpdateScheduler):
         super().__init__(flats, optimizers)
         self._units = units
         self._max_staleness = max_staleness
-        self._clocks = [_Clock(flat) for of_unit in flats for flat in of_unit]
+        self._clocks = [_Clock(flat=flat) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
@@ -174,11 +166,13 @@ class LockFreeUpdates(UpdateScheduler):
         """As it was at the last drain."""
         self._buffering = Buffering(
             updater,
-            [LockFreeFlat(_buffer(clock.flat), clock.flat.states, self.shadow(clock.flat)) for clock in self._clocks],
-            SparePages(spares),
+            [
+                LockFreeFlat(_buffer(clock.flat, updater, forecast), clock.flat.states, self.shadow(clock.flat))
+                for clock in self._clocks
+            ],
+            spares,
             room=room,
             cores=cores,
-            forecast=forecast,
         )
         sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
         self._pace = Pace(max_staleness, sizes) if paced else None
@@ -196,7 +190,7 @@ class LockFreeUpdates(UpdateScheduler):
             self._catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
         self._foresee(unit, place, contribution)
-        self._clocks[place].produced += 1
+        self._clocks[place].received += 1
         self._drained = False
         self._given.add(place)
         if self._pace is None:
@@ -246,13 +240,10 @@ class LockFreeUpdates(UpdateScheduler):
                 self._hand_on(place, begin=True)
 
     def _foresee(self, unit: int, place: int, contribution: Contribution) -> None:
-        """Brings the parameters that compute has to where this contribution is expected to take them.
-
-        Not where the next to be read are others: those forecast it themselves.
-        """
+        """Brings the parameters that compute has to where this contribution is expected to take them."""
         clock = self._clocks[place]
-        stale = clock.received + 1 - clock.adopted > min(self._max_staleness, REACH)
-        if clock.forecast is None or clock.seen != clock.received or stale or self._buffering.published(place):
+        published = self._buffering.published(place)
+        if clock.forecast is None or not clock.foresees(self._max_staleness, published=published):
             return
         store = clock.flat.store
         if not store.resident:
@@ -280,7 +271,6 @@ class LockFreeUpdates(UpdateScheduler):
         for _, flat in self.flats_of(optimizer):
             if flat.gradient.any:
                 clock = self._clocks[self._place_of[id(flat)]]
-                clock.produced += 1
                 clock.skipped += 1
         self._graph_open = False
         self._given.clear()
@@ -430,7 +420,7 @@ class LockFreeUpdates(UpdateScheduler):
             return False
         if newer is not None:
             return clock.received - newer.applied <= self._max_staleness
-        return clock.fits(self._max_staleness)
+        return clock.may_read(self._max_staleness)
 
     def _need_one_more(self, place: int) -> None:
         """What waits longest of a flat has to be in the version that is read next (I5)."""
@@ -468,10 +458,16 @@ class LockFreeUpdates(UpdateScheduler):
                 store.release()
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
-            clock.adopt(version)
+            clock.take(version)
 
 
-def _buffer(flat: FlatUpdate) -> FlatBuffer:
+def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
     layout = flat.store.layout
-    name = f"{layout.slots[0].spec.name}..."
-    return FlatBuffer(name, layout.shard_numel, flat.store.binding.dtype, len(layout.slots))
+    return FlatBuffer(
+        f"{layout.slots[0].spec.name}...",
+        layout.shard_numel,
+        flat.store.binding.dtype,
+        len(layout.slots),
+        size=-(-layout.shard_numel // updater.chunk_numel),
+        foreseeable=forecast and can_forecast(flat.states.traits),
+    )

@@ -1,9 +1,11 @@
 """Bytes of pages in use at each tick of a plan, as a run of a blueprint will have them; and of gradients beside the pages.
 
-What is taken at the start is the blueprint's inventory; what stores and gradients take and give back at ticks is
-replay.py's.
+What is taken at the start is the blueprint's inventory; what comes and goes at ticks is an iteration on paper (paper.py).
 Decides and allocates nothing. The simulator's bytes (planning/simulate.py) are another thing: the most that the plan may
 come to, by which it is accepted; these are what it will come to.
+
+I1: a traced iteration's order is the run's. In the one that is assumed before the first, the root's backward is the last,
+    where a run has it first: that iteration leaves its plan there.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.replay import Replay
-from lightning_ptm.runtime.route import Waits
-from lightning_ptm.terms import Tier
+from lightning_ptm.runtime.paper import Paper
+from lightning_ptm.terms import Phase, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,17 +57,27 @@ def occupied(drawn: Blueprint, plan: Plan, trace: Trace, again: Collection[int] 
     """
     page = drawn.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
-    fixed = {tier: drawn.inventory.held_bytes(tier, *lifetimes) // page for tier in Tier}
-    ticks, done = Replay(drawn, trace, fixed[Tier.DEVICE], again).run(plan)
-    if drawn.layout.world_size > 1:
-        first, _ = Replay(drawn, trace, fixed[Tier.DEVICE], again, follows=False).run(plan)
-        ticks = [max(pair) for pair in zip(ticks, first, strict=True)]
+    fixed = {tier: drawn.inventory.held_bytes(tier, *lifetimes) // page for tier in drawn.budget}
+    paper = Paper(drawn, fixed[Tier.DEVICE], again)
+    ticks = paper.run(plan, trace)
+    if drawn.layout.shared:
+        order = _order_of_first(trace)
+        first = Trace(tuple(trace.ticks[at] for at in order))
+        found = Paper(drawn, fixed[Tier.DEVICE], again).run(plan, first, trace, steps=not drawn.reduced_at_step)
+        for at, pages in zip((*order, len(order)), found, strict=True):
+            ticks[at] = max(ticks[at], pages)
     return Occupied(
-        fixed={tier: fixed[tier] * page for tier in Tier},
+        fixed={tier: size * page for tier, size in fixed.items()},
         device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
         gradients_beside=_gradients_beside(drawn),
-        plan=done,
+        plan=paper.done(plan),
     )
+
+
+def _order_of_first(trace: Trace) -> list[int]:
+    """Places of a trace as a run comes to them: of the backward ticks, the root's first (I1)."""
+    backward = [tick.phase is Phase.BACKWARD for tick in trace.ticks]
+    return sorted(range(len(backward)), key=lambda at: (backward[at], backward[at] and trace.ticks[at].unit != 0))
 
 
 def _gradients_beside(drawn: Blueprint) -> int:
@@ -74,10 +85,10 @@ def _gradients_beside(drawn: Blueprint) -> int:
     in_place: list[int] = []
     for unit in range(len(drawn.units)):
         flats = [flat for flat in drawn.layout.flats_of(unit) if drawn.traits[flat.index] is not None]
-        whole = [flat for flat in flats if drawn.accumulates_whole or drawn.route(flat).waits is Waits.IN_GRAD]
+        whole = [flat for flat in flats if drawn.route(flat).adds_up_in_grad]
         in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
     total = sum(in_place)
-    if drawn.placement.keeps_gradients or drawn.accumulates_whole:
+    if drawn.placement.keeps_gradients or drawn.reduced_at_step:
         return total
     most = in_place[0] + max(drawn.gradient_room_bytes, 2 * max(in_place[1:], default=0))
     return min(total, most)

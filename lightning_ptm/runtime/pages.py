@@ -5,23 +5,24 @@ Owns nothing afterwards: stores, gradients and states belong to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from lightning_ptm.comm import Communicator
+from lightning_ptm.comm import Communicators
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.planning.inventory import Row, What
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradient_pages import GradientPages, PageSupply
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.pieces import Buffers
-from lightning_ptm.runtime.stock import taken_dtype
+from lightning_ptm.runtime.route import Waits
+from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
-from lightning_ptm.terms import Tier
 from lightning_ptm.update import FlatStates, OptimizerTraits
 
 _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
@@ -30,9 +31,6 @@ _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 class Pages:
     """Makes the objects that hold a unit's model states on this rank.
 
-    Args:
-        communicator_of: the communicator of the ranks that hold a unit.
-
     Raises (each method): CapacityError, a tier has too few pages.
     """
 
@@ -40,12 +38,12 @@ class Pages:
         self,
         blueprint: Blueprint,
         allocator: Allocator,
-        communicator_of: Callable[[int], Communicator],
+        communicators: Communicators,
         device: torch.device,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
-        self._communicator_of = communicator_of
+        self._communicators = communicators
         self._device = device
 
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
@@ -67,41 +65,35 @@ class Pages:
                 dtype,
                 self._device,
                 is_copy=drawn.copies[layout.index]
-                or layout.world_size > 1
-                or drawn.placement.homes[unit].parameter is not Tier.DEVICE,
+                or layout.shared
+                or not drawn.placement.homes[unit].parameter.computes,
                 closes=drawn.copies[layout.index] or (late and layout.trainable),
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
-            flats.append(FlatStore(layout, binding, home, self._allocator, self._communicator_of(unit)))
-        absent = (
+            communicator = self._communicators.along(drawn.holders.of_flat(layout).axes)
+            flats.append(FlatStore(layout, binding, home, self._allocator, communicator))
+        elsewhere = tuple(
             FlatBinding(
                 layout,
                 [by_name[slot.spec.name] for slot in layout.slots],
                 getattr(torch, layout.dtype),
                 self._device,
             )
-            for layout in (drawn.whole_layout.flats_of(unit) if unit in drawn.absent else ())
+            for layout in drawn.layout.elsewhere.get(unit, ())
         )
-        return UnitStore(drawn.units[unit], tuple(flats), tuple(absent), late)
+        return UnitStore(drawn.units[unit], tuple(flats), elsewhere, late)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats."""
-        drawn, unit = self._blueprint, store.unit.index
-        communicator = self._communicator_of(unit)
+        drawn = self._blueprint
         updates = []
         for flat in store.flats:
             traits = drawn.traits[flat.layout.index]
             if traits is None:
                 continue
-            states = self._states(flat.layout, traits, communicator.rank)
-            gradient = FlatGradient(
-                flat,
-                drawn.route(flat.layout),
-                self._allocator,
-                communicator,
-                supply=self.gradient_pages,
-                divided_by=1 if drawn.experts is None else drawn.experts.divisor(unit),
-            )
+            states = self._states(flat.layout, traits, flat.communicator.rank)
+            route, sharing = drawn.route(flat.layout), drawn.holders.of_flat(flat.layout)
+            gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout))
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)
 
@@ -124,6 +116,18 @@ class Pages:
         tensors = self._of_flat(What.STATES, flat)
         slots = {slot.name: tensor for slot, tensor in zip(traits.slots, tensors, strict=True)}
         return FlatStates(flat, rank, traits, master=master, slots=slots)
+
+    def _supply(self, flat: FlatLayout) -> PageSupply:
+        route = self._blueprint.route(flat)
+        if route.waits is not Waits.TRAVELLING:
+            return PageSupply(partial(self._own_gradient, flat), self._allocator.release)
+        if self.gradient_pages is None:
+            raise InternalError(f"flat {flat.index} is made before the pages in which its gradient travels")
+        return self.gradient_pages.supply(flat.shard_numel, route.dtype)
+
+    def _own_gradient(self, flat: FlatLayout) -> PagedTensor:
+        (taken,) = self._take(gradient_row(self._blueprint, flat))
+        return taken
 
     def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:
         return [tensor for row in self._of_flats[what].get(flat.index, ()) for tensor in self._take(row)]

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.progress import Seen, unseen
+from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.planning.boxes import Box
 
 BUFFERS = 4
 """Pages that are read, or written, at once."""
@@ -28,7 +30,7 @@ BUFFERS = 4
 
 def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
     """All elements, in memory of their own or as a view of the pages."""
-    if paged.tier is not Tier.DISK:
+    if paged.tier.addressable:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step = _step(allocator, paged)
@@ -54,7 +56,7 @@ def chosen(
         numel: a multiple of 4096, at most what the buffers hold.
         buffers: where stretches on disk are read to.
     """
-    if paged.tier is not Tier.DISK:
+    if paged.tier.addressable:
         values = paged.tensor()
         for start in starts:
             yield start, values[start : start + numel].cpu()
@@ -87,6 +89,7 @@ def fill(
     paged: PagedTensor,
     segments: Sequence[Segment],
     given: Sequence[Tensor | None],
+    boxes: Sequence[Box | None] | None = None,
     *,
     through: torch.dtype | None = None,
     keep: bool = True,
@@ -96,7 +99,8 @@ def fill(
 
     Args:
         segments: which parameters lie where in the shard.
-        given: for each parameter its whole values, on the CPU.
+        given: for each parameter its values, on the CPU.
+        boxes: for each that is a part of a larger one, which; its values may be those of the larger one.
         through: values are rounded to this dtype on their way.
         keep: parameters that are not given keep their elements; otherwise they become 0.
         seen: is told how many more bytes of the shard were given.
@@ -109,12 +113,13 @@ def fill(
         for segment in within(segments, start, start + target.numel()):
             value = given[segment.parameter]
             if value is not None:
-                source = value.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
+                box = None if boxes is None else boxes[segment.parameter]
+                source = elements(value, box, segment.parameter_start, segment.numel)
                 place = target.narrow(0, segment.start - start, segment.numel)
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
 
-    if paged.tier is not Tier.DISK:
+    if paged.tier.addressable:
         put(paged.tensor(), 0)
         return
     step = _step(allocator, paged)

@@ -1,16 +1,22 @@
 """Makes the plans of one run, equal on all ranks, and refuses those that do not simulate.
 
 Knows layout, placement and budgets; carries nothing out (executor.py does).
+
+I1: a plan that is returned is the same on all ranks that follow it; a layout that has passed is the same on all ranks.
+Where one is not, all of them raise, and name the first rank that differs, and in what.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CapacityError, RankError
+from lightning_ptm.planning.differences import digest, first_difference, layout_lines, plan_lines
+from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
@@ -26,25 +32,27 @@ def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
     Raises:
         CapacityError: more is live at once than the budgets hold.
     """
-    # Budgets are for pages; what lives beside them is reported, not planned.
-    pages_only = Trace(tuple(dataclasses.replace(tick, non_model_bytes=0) for tick in trace.ticks), ())
-    in_backward = mode is Mode.TRAIN and not drawn.placement.keeps_gradients
     try:
         room = drawn.placement.gather_bytes - drawn.by_need_bytes
         placement = dataclasses.replace(drawn.placement, gather_bytes=max(0, room))
-        plan = schedule(
-            drawn.layout, placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
-        )
+        plan = schedule(drawn.layout, placement, trace, drawn.budget)
     except CapacityError:
         if not drawn.by_need:
             raise
         # Too little for both: what the plan keeps only to save a fetch gives way to what is needed now.
         placement = drawn.placement
-        plan = schedule(
-            drawn.layout, placement, pages_only, drawn.budget, update_in_backward=in_backward or mode is Mode.FORWARD
-        )
-    simulate(drawn.layout, placement, plan, pages_only, drawn.budget, None)
+        plan = schedule(drawn.layout, placement, trace, drawn.budget)
+    simulate(drawn.layout, placement, plan, trace, drawn.budget)
     return plan
+
+
+def check_layout(layout: ModelLayout, communicator: Communicator) -> None:
+    """Before anything that is laid out goes from rank to rank. Collective.
+
+    Raises:
+        RankError: ranks have laid out different models.
+    """
+    _check_alike(layout_lines(layout), communicator, communicator.rank)
 
 
 class Planner:
@@ -54,12 +62,13 @@ class Planner:
         blueprint: what is planned for.
         communicator: plans are compared over it, and are made for what its first rank has traced; every method is
             collective.
+        rank: this one's number among all ranks.
     """
 
-    def __init__(self, blueprint: Blueprint, communicator: Communicator) -> None:
+    def __init__(self, blueprint: Blueprint, communicator: Communicator, rank: int = 0) -> None:
         self._blueprint = blueprint
         self._communicator = communicator
-        self._layout = blueprint.whole_layout.digest() if communicator.world_size > 1 else ""
+        self._rank = rank
 
     def plan(self, mode: Mode, trace: Trace) -> Plan:
         """The plan for iterations like the traced one.
@@ -72,27 +81,43 @@ class Planner:
             plan = make_plan(self._blueprint, mode, trace)
         except CapacityError as error:
             raise CapacityError(f"{error} ({self._blueprint.inventory.in_words(Tier.DEVICE)})") from error
-        self._same_on_all_ranks(plan)
+        _check_alike(plan_lines(plan, self._blueprint.layout), self._communicator, self._rank)
         return plan
 
     def replan(self, mode: Mode, trace: Trace) -> tuple[Plan, Trace] | None:
         """A plan, and the trace that it is for: the first rank's, also where this one has gone through its units in another
         order. None when no plan fits, so that fetch on use goes on."""
-        if self._communicator.world_size > 1:
-            trace = self._communicator.broadcast_object(trace)
+        trace = self._communicator.broadcast_object(trace)
         try:
             return self.plan(mode, trace), trace
         except CapacityError:
             return None
 
-    def _same_on_all_ranks(self, plan: Plan) -> None:
-        communicator = self._communicator
-        if communicator.world_size == 1:
-            return
-        number = int(plan.digest()[:15], 16) ^ int(self._layout[:15], 16)
-        pair = communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
-        if pair[0] != -pair[1]:
-            raise RankError(
-                f"rank {communicator.rank} has made another plan than other ranks, or lays its weights out in another way; "
-                f"do all ranks build the same model (names, shapes, memory formats) with the same settings?"
-            )
+
+def _check_alike(lines: Iterable[str], communicator: Communicator, rank: int) -> None:
+    """Collective.
+
+    Args:
+        rank: this one's number, by which users know it.
+
+    Raises:
+        RankError: the lines of some rank are not those of the first; on all of them.
+    """
+    ours = list(lines)
+    number = digest(ours)
+    most, least = communicator.all_reduce(torch.tensor([number, -number], dtype=torch.int64), maximum=True).tolist()
+    if most == -least:
+        return
+    first, theirs = communicator.broadcast_object((rank, ours))
+    found = first_difference(ours, theirs)
+    place = communicator.rank if found is not None else communicator.world_size
+    differing = -int(communicator.all_reduce(torch.tensor([-place], dtype=torch.int64), maximum=True).item())
+    other, (has, instead) = communicator.broadcast_object((rank, found), differing)
+    raise RankError(
+        f"rank {other} has {has}, where rank {first} has {instead}; they would wait for each other for ever, so nothing is "
+        f"trained; build the same model on all ranks (names, shapes, memory formats), freeze the same parameters, and use "
+        f"the same settings and precision"
+    )
+
+
+__all__ = ["Planner", "check_layout", "make_plan"]

@@ -39,6 +39,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@torch.compiler.disable
+def in_transform() -> bool:
+    """Whether this is computed inside of a transform of torch.func, such as vmap."""
+    return bool(torch._C._functorch.maybe_current_level() is not None)
+
+
 def _checkpoints_itself(module: nn.Module) -> bool:
     return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
 
@@ -137,11 +143,15 @@ class Recompute:
             self._last = unit
             self._starts(unit.index)
             with buffers.as_before():
-                return original(*args, **kwargs)
+                try:
+                    return original(*args, **kwargs)
+                except StopIteration as error:  # loops, Lightning's too, would take it for their end
+                    raise _differs(unit) from error
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times.
-            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint():
+            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times. What a
+            # transform computes cannot be computed again outside of it.
+            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform():
                 return original(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return original(*args, **kwargs)  # the user has switched it on
@@ -168,15 +178,18 @@ class Recompute:
         except CheckpointError as error:
             if self._last is None:
                 raise  # of a checkpoint of the user's
-            name, kind = self._last.name, type(self._last.module).__name__
-            raise UsageError(
-                f"{name} ({kind}) did something else when it was recomputed in the backward pass than in its forward, so "
-                f"its activations are not those of the loss; a forward must not depend on what it left behind, such as a "
-                f"cache of keys and values (transformers: config.use_cache=False) or a counter; mend that, or set "
-                f"recompute='none'"
-            ) from error
+            raise _differs(self._last) from error
         finally:
             self._last = None
+
+
+def _differs(unit: Unit) -> UsageError:
+    return UsageError(
+        f"{unit.name} ({type(unit.module).__name__}) did something else when it was recomputed in the backward pass than in "
+        f"its forward, so its activations are not those of the loss; a forward must not depend on what it left behind, such "
+        f"as a cache of keys and values (transformers: config.use_cache=False), an iterator or a counter; mend that, or set "
+        f"recompute='none'"
+    )
 
 
 def recomputed_units(count: int, every: int) -> frozenset[int]:

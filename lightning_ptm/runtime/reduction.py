@@ -29,14 +29,14 @@ class Reduction:
 
     Args:
         flats: trainable flats, by unit.
-        agreement: ranks agree on reductions through it; None on one rank.
+        agreement: ranks agree on reductions through it.
         give_units_up: frees device pages that hold gathered units.
     """
 
     def __init__(
         self,
         flats: Sequence[Sequence[FlatUpdate]],
-        agreement: Agreement | None,
+        agreement: Agreement,
         give_units_up: Callable[[], None],
     ) -> None:
         self._flats = flats
@@ -45,6 +45,7 @@ class Reduction:
 
         self._scattered: set[int] = set()
         """Units of which some reduction of this step was not asked for by all their holders."""
+        self._may_postpone = any(flat.gradient.route.reduced_at_step for of_unit in flats for flat in of_unit)
         self._postponing = False
         self._postponed: list[int] = []
         """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks, but
@@ -54,8 +55,8 @@ class Reduction:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside, gradients of several ranks stay in `.grad`, where autograd adds the next micro-batch's to them."""
-        self._postponing = self._agreement is not None
+        """Inside, gradients that the step reduces stay in `.grad`, where autograd adds the next micro-batch's to them."""
+        self._postponing = self._may_postpone
         try:
             yield
         finally:
@@ -72,7 +73,7 @@ class Reduction:
             return
         if all(flat.gradient.in_place for flat in flats):
             return
-        if self._agreement is None or flats[0].store.communicator.world_size == 1:
+        if not any(flat.store.layout.shared for flat in flats):
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
@@ -80,6 +81,13 @@ class Reduction:
             return
         missing = not all(all(flat.gradient.here()) for flat in flats)
         self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
+
+    def add_up(self, unit: int, parameter: torch.Tensor) -> None:
+        """What is in a parameter's `.grad` is added to its pages now: what comes next is then added to both."""
+        for flat in self._flats[unit]:
+            slot = next((at for at, each in enumerate(flat.store.binding.parameters) if each is parameter), None)
+            if slot is not None and flat.gradient.adds_in_pages:
+                self._with_room(partial(flat.gradient.add_up, slot))
 
     def collect_postponed(self) -> None:
         """Reduces what is still in `.grad`. Collective: all ranks have postponed in the same passes.
@@ -134,7 +142,8 @@ class Reduction:
             self._scattered.add(unit)
         if decision.flags or not decision.unanimous:
             here = [each for flat in flats for each in flat.gradient.here()]
-            used = flats[0].store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
+            most = max(flats, key=lambda flat: flat.store.layout.world_size)  # of parts, fewer ranks have each
+            used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
             for flat in flats:
                 count = len(flat.store.binding.parameters)

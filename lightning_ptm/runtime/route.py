@@ -1,6 +1,6 @@
 """The way of a flat's gradient from its backward to its update, decided once for each flat, before a byte is allocated.
 
-Owns the decision where it waits and until when. What is done with it there is gradients.py's.
+Owns the decision where it waits and until when, and when ranks reduce it. What is done with it there is gradients.py's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class GradientRoute:
         tier: of the pages; of IN_GRAD, the device.
         dtype: of what waits.
         clips_in_place: clipping changes it where it is, as torch's does; else the update does it on its way.
+        reduced_at_step: until then, each rank's own sum of all passes stays whole in `.grad`.
+        outlives_backward: its update comes with the optimizer's step, or later; else when its unit's backward has ended.
         outlives_step: the user forgets it, not the step (manual optimization).
     """
 
@@ -39,7 +41,14 @@ class GradientRoute:
     tier: Tier
     dtype: torch.dtype
     clips_in_place: bool
+    reduced_at_step: bool
+    outlives_backward: bool
     outlives_step: bool
+
+    @property
+    def adds_up_in_grad(self) -> bool:
+        """Whether it stays outside of pages from pass to pass."""
+        return self.reduced_at_step or self.waits is Waits.IN_GRAD
 
     @property
     def own_pages(self) -> Tier | None:
@@ -55,6 +64,7 @@ def route(
     sums: bool,
     widens: bool,
     lock_free: bool,
+    reduced_at_step: bool,
     outlives_backward: bool,
     outlives_step: bool,
 ) -> GradientRoute:
@@ -67,20 +77,19 @@ def route(
         sums: it is the sum of several passes, in a wider dtype than each has.
         widens: its masters have a wider dtype.
         lock_free: updates run beside compute.
-        outlives_backward: its update comes with the optimizer's step, or later.
-        outlives_step: see GradientRoute.
+        reduced_at_step, outlives_backward, outlives_step: see GradientRoute.
     """
-    if one_rank and home is Tier.DEVICE and not sums:
+    if one_rank and home.computes and not sums:
         waits = Waits.IN_GRAD
     elif lock_free:
         waits = Waits.TRAVELLING
     elif outlives_backward:
         waits = Waits.KEPT
     else:
-        waits = Waits.PASSING if home is Tier.DEVICE else Waits.FROM_FIRST
+        waits = Waits.PASSING if home.computes else Waits.FROM_FIRST
     # Where the update takes `.grad` as it is, clipping it first costs what plain training pays for it.
     clips_in_place = outlives_step or (waits is Waits.IN_GRAD and not widens)
-    return GradientRoute(waits, home, dtype, clips_in_place, outlives_step)
+    return GradientRoute(waits, home, dtype, clips_in_place, reduced_at_step, outlives_backward, outlives_step)
 
 
 __all__ = ["GradientRoute", "Waits", "route"]

@@ -9,6 +9,8 @@ I3: with `activations="host"`, what else a call of a unit saves is handed to run
 in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
 I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
 recomputed forward must save the same.
+I5: what is saved is used as it was: torch, which looks for changes in place where there are no hooks, asks nothing of what
+hooks have packed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload, Sent
@@ -49,6 +51,14 @@ class _HandedOn:
 
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """What stays where it is, and how often it had been written to when it was saved."""
+
+    tensor: Tensor
+    version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +131,7 @@ class SavedTensors:
 
     def _pack(
         self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
-    ) -> Tensor | Packed | Sent | _HandedOn:
+    ) -> Packed | Sent | _HandedOn | _Kept:
         for flat in flats:
             packed = flat.binding.pack(tensor)
             if packed is not None:
@@ -131,11 +141,12 @@ class SavedTensors:
         # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
         # backward comes (a step that fails, or that is left out).
         kept = tensor if offload is None else offload.pack(tensor)
-        return tensor.detach() if kept is tensor else kept
+        return kept if isinstance(kept, Sent) else _Kept(tensor.detach(), tensor._version)
 
-    def _unpack(self, saved: Tensor | Packed | Sent | _HandedOn) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: Packed | Sent | _HandedOn | _Kept) -> Tensor:
+        if isinstance(saved, _Kept):
+            _refuse_changed(saved)
+            return saved.tensor
         if isinstance(saved, Sent):
             assert self._offload is not None  # it has packed this
             return self._offload.unpack(saved)
@@ -148,3 +159,16 @@ class SavedTensors:
             if flat.layout.index == saved.flat:
                 return flat.binding.unpack(saved)
         raise InternalError(f"unit {saved.unit} has no flat {saved.flat}, of which a tensor was saved")
+
+
+def _refuse_changed(saved: _Kept) -> None:
+    """Raises:
+    UsageError: it was written to since it was saved.
+    """
+    version = saved.tensor._version
+    if version != saved.version:
+        raise UsageError(
+            f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs was changed in place after the "
+            f"forward (version {version}, not {saved.version}), so gradients would be wrong; change a clone of it, or, if it "
+            f"goes into a unit whose forward is recomputed, set recompute='none'"
+        )

@@ -32,8 +32,6 @@ class ShownGradient(Tensor):
     def __init__(self, parameter: Tensor, read: Callable[[], Tensor]) -> None:
         self._read = read
         self._held: Tensor | None = None
-        self.added: Tensor | None = None
-        """What a backward pass has added, to be added in the pages."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,7 +56,6 @@ class ShownGradient(Tensor):
     def retire(self, read: Callable[[], Tensor]) -> None:
         """Whoever holds it keeps the values that were fetched; others can be had by `read` alone."""
         self._read = read
-        self.added = None
 
     @property
     def held(self) -> Tensor | None:
@@ -69,20 +66,12 @@ class ShownGradient(Tensor):
         if self._held is None:
             with torch.no_grad():
                 self._held = self._read()
-                if self.added is not None:
-                    self._held.add_(self.added)
-                    self.added = None
         return self._held
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-            ours, theirs = args[0], args[1]
-            if isinstance(ours, ShownGradient) and ours._held is None and ours.added is None and not kwargs:
-                ours.added = theirs.clone()
-                return ours
         fetched = tree_map_only(ShownGradient, ShownGradient._fetched, (tuple(args), dict(kwargs or {})))
         result = func(*fetched[0], **fetched[1])
         if args and isinstance(args[0], ShownGradient) and result is fetched[0][0]:

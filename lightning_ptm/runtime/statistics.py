@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lightning_ptm.memory.links import LinkStats
-from lightning_ptm.runtime.executor import Uses
+from lightning_ptm.planning.fetching import Lookups
 from lightning_ptm.runtime.experts import TokenStats
 from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
 
@@ -36,7 +36,7 @@ class Statistics:
     links: Mapping[str, LinkStats]
     stall_s: Mapping[str, float]
     busy_s: float
-    uses: Uses
+    uses: Lookups
     update_arithmetic_s: float
     staleness: StalenessStats | None
     updates_per_step: float
@@ -58,7 +58,7 @@ def collect(engine: Engine) -> Statistics:
         links=links,
         stall_s={**engine.executor.stall_s, "save": save_s},
         busy_s=engine.allocator.busy_s(),
-        uses=dataclasses.replace(engine.executor.uses),
+        uses=dataclasses.replace(engine.executor.fetching.uses),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
@@ -41,7 +42,8 @@ def take_stock(drawn: Blueprint) -> Inventory:
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(drawn),
     ]
-    transit = {drawn.ram: _transit_pages(drawn)} if drawn.placement.disk_home_bytes else {}
+    on_disk = any(size for tier, size in drawn.placement.at_home_bytes.items() if not tier.addressable)
+    transit = {drawn.ram: _transit_pages(drawn)} if on_disk else {}
     counted = _counted_bytes(drawn, rows, transit)
     return with_room(rows, drawn.layout.page_size, transit, _gathered_bytes(drawn), counted)
 
@@ -145,13 +147,25 @@ def _states(drawn: Blueprint) -> Iterator[Row]:
                 )
 
 
-def _gradient(drawn: Blueprint, flat: FlatLayout, lifetime: Lifetime) -> Row:
+_OF_GRADIENTS = {
+    Waits.KEPT: Lifetime.RUN,
+    Waits.FROM_FIRST: Lifetime.FIRST_GRADIENT,
+    Waits.PASSING: Lifetime.PASSING,
+}
+"""What waits elsewhere has no pages of its own."""
+
+
+def gradient_row(drawn: Blueprint, flat: FlatLayout) -> Row:
+    """Pages of a flat's own gradient; what passes has its place among units in use, and no row in the table."""
+    route = drawn.route(flat)
+    if route.waits not in _OF_GRADIENTS:
+        raise InternalError(f"the gradient of flat {flat.index} waits {route.waits.value}, and has no pages of its own")
     return _row(
         What.GRADIENTS,
-        drawn.route(flat).tier,
+        route.tier,
         flat.shard_numel,
-        drawn.route(flat).dtype,
-        lifetime=lifetime,
+        route.dtype,
+        lifetime=_OF_GRADIENTS[route.waits],
         unit=flat.unit,
         flat=flat.index,
         name=f"flat {flat.index} gradient",
@@ -163,14 +177,14 @@ def _kept_gradients(drawn: Blueprint) -> Iterator[Row]:
     """Those with homes for the whole run. What travels to lock-free updates has pages of no flat."""
     for flat in drawn.trained_flats():
         if drawn.route(flat).waits is Waits.KEPT:
-            yield _gradient(drawn, flat, Lifetime.RUN)
+            yield gradient_row(drawn, flat)
 
 
 def _later_gradients(drawn: Blueprint) -> Iterator[Row]:
     """Those that leave the device for the update: taken when the first comes, as units end in a backward pass, and kept."""
     for flat in reversed(list(drawn.trained_flats())):
         if drawn.route(flat).waits is Waits.FROM_FIRST:
-            yield _gradient(drawn, flat, Lifetime.FIRST_GRADIENT)
+            yield gradient_row(drawn, flat)
 
 
 def _staging(drawn: Blueprint) -> Iterator[Row]:
@@ -213,7 +227,7 @@ def save_rows(drawn: Blueprint) -> Iterator[Row]:
         if any(column.what is What.MASTERS for column in kept):
             del tiers[What.PARAMETERS]  # a rounded copy
         for column in kept:
-            if tiers.get(column.what) is Tier.DISK:
+            if (tier := tiers.get(column.what)) is not None and not tier.addressable:
                 longest[column.dtype] = max(longest.get(column.dtype, 0), flat.shard_numel)
     for dtype, numel in longest.items():
         least = min(chunk_numel(drawn.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
@@ -244,17 +258,17 @@ def _counted_bytes(drawn: Blueprint, rows: list[Row], transit: Mapping[Tier, int
     def whole(size: int) -> int:
         return -(-size // page) * page
 
-    counted = {
-        Tier.DEVICE: whole(placement.device_home_bytes - _in_place_home_bytes(drawn)) + whole(_gathered_bytes(drawn)),
-        Tier.HOST: whole(placement.host_home_bytes),
-        Tier.DISK: whole(placement.disk_home_bytes),
-    }
-    if placement.disk_home_bytes:
-        counted[drawn.ram] += whole(placement.staging_bytes) + transit[drawn.ram] * page
+    counted = {tier: whole(size) for tier, size in placement.at_home_bytes.items()}
+    on_device = placement.at_home_bytes[Tier.DEVICE] - _in_place_home_bytes(drawn)
+    counted[Tier.DEVICE] = whole(on_device) + whole(_gathered_bytes(drawn))
+    if placement.streams:
+        counted[drawn.ram] += whole(placement.staging_bytes)
+    for tier, pages in transit.items():
+        counted[tier] += pages * page
     for flat in drawn.trained_flats():
         homes = placement.homes[flat.unit]
-        if not drawn.unified and homes.gradient is Tier.DEVICE and homes.master is not Tier.DEVICE:
-            counted[Tier.HOST] += max(whole(flat.gradient_bytes), page)
+        if not drawn.unified and homes.gradient.computes and not homes.master.computes:
+            counted[drawn.ram] += max(whole(flat.gradient_bytes), page)
     travel = drawn.lock_free.gradients if drawn.lock_free is not None else ()
     beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
     counted[drawn.ram] += pages_of((*travel, *beside), page) * page
@@ -274,23 +288,23 @@ def _in_place_home_bytes(drawn: Blueprint) -> int:
         flat.shard_bytes // page * page
         for flat in drawn.layout.flats
         if flat.trainable
-        and drawn.placement.homes[flat.unit].gradient is Tier.DEVICE
-        and drawn.layout.world_size == 1
+        and drawn.placement.homes[flat.unit].gradient.computes
+        and not drawn.layout.shared
         and not flat.sums_gradients
     )
 
 
 def _outside_bytes(drawn: Blueprint) -> int:
     """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
-    if drawn.layout.world_size > 1 or drawn.placement.keeps_gradients:
+    if drawn.layout.shared or drawn.placement.keeps_gradients:
         return 0
     per_unit = [
         sum(flat.padded_bytes for flat in drawn.layout.flats_of(unit) if flat.trainable)
-        if drawn.gradient_home(unit) is Tier.DEVICE
+        if drawn.gradient_home(unit).computes
         else 0
         for unit in range(len(drawn.units))
     ]
     return per_unit[0] + 2 * max(per_unit[1:], default=0)
 
 
-__all__ = ["save_rows", "take_stock", "taken_dtype"]
+__all__ = ["gradient_row", "save_rows", "take_stock", "taken_dtype"]

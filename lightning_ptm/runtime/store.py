@@ -66,7 +66,7 @@ class FlatStore:
         self.layout = layout
         self.binding = binding
         self.home = home
-        self.resident = layout.world_size == 1 and home.tier is Tier.DEVICE
+        self.resident = not layout.shared and home.tier.computes
         self._allocator = allocator
         self.communicator = communicator
         self.state = FullState.RELEASED
@@ -120,7 +120,7 @@ class FlatStore:
 
     def fetch_shard(self) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
-        if self.layout.world_size == 1 or self.home.tier is Tier.DEVICE or self._shard is not None:
+        if not self.layout.shared or self.home.tier.computes or self._shard is not None:
             return
         name = f"flat {self.layout.index} shard"
         self._shard = self._in_a_row(name, self.layout.shard_numel)
@@ -153,7 +153,7 @@ class FlatStore:
 
     def fill(self) -> None:
         """Starts filling the pages taken. With several ranks, the caller has agreed on the all-gather."""
-        if self.layout.world_size == 1:
+        if not self.layout.shared:
             self._pending = self._allocator.copy(self.home, self._taken())
         else:
             self._pending = self.communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
@@ -221,7 +221,7 @@ class FlatStore:
             self.evict_shard()
 
     def _shard_tensor(self) -> Tensor:
-        if self.home.tier is Tier.DEVICE:
+        if self.home.tier.computes:
             return self.home.tensor()
         if self._shard is None:
             raise InternalError(f"flat {self.layout.index}: the shard is not on the device")
@@ -244,14 +244,19 @@ class FlatStore:
 class UnitStore:
     """All flats of one unit, fetched and released together.
 
-    `absent` are flats that this rank has no part in: those of an expert that other ranks hold. Their parameters are never
-    bound. `late` says that an update may be under way when the optimizer's step has returned.
+    `elsewhere` are flats that this rank has no part in, since others hold the unit; their parameters are never bound.
+    `late` says that an update may be under way when the optimizer's step has returned.
     """
 
     unit: Unit
     flats: tuple[FlatStore, ...]
-    absent: tuple[FlatBinding, ...] = ()
+    elsewhere: tuple[FlatBinding, ...] = ()
     late: bool = False
+
+    @property
+    def bindings(self) -> tuple[FlatBinding, ...]:
+        """Of all its flats, whoever holds them."""
+        return (*(flat.binding for flat in self.flats), *self.elsewhere)
 
     @property
     def resident(self) -> bool:
@@ -265,12 +270,12 @@ class UnitStore:
     @property
     def readable(self) -> bool:
         """Whether its parameters may be read at any time, and are the precise ones then."""
-        return self.resident and not self.absent and not self.closes
+        return self.resident and not self.elsewhere and not self.closes
 
     @property
     def lent(self) -> bool:
         """Whether its parameters are in the user's hands (`gathered`)."""
-        return any(binding.lent for binding in (*(flat.binding for flat in self.flats), *self.absent))
+        return any(binding.lent for binding in self.bindings)
 
     def open(self) -> None:
         """Its parameters are used from here on, by whoever reads them."""
@@ -289,7 +294,7 @@ class UnitStore:
     @property
     def gathers(self) -> bool:
         """Whether other ranks share it."""
-        return any(flat.layout.world_size > 1 for flat in self.flats)
+        return any(flat.layout.shared for flat in self.flats)
 
     @property
     def fetched(self) -> bool:

@@ -9,13 +9,15 @@ I1: each parameter belongs to exactly one unit. I2: the order of units is the or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ptm.errors import ConfigError
 
+Parts = Mapping[int, int]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 MIN_UNIT_NUMEL = 4096
 """Elements of containers with fewer parameters than this stay with their parent: a fetch of its own would cost more."""
@@ -41,8 +43,8 @@ class Unit:
     owners: tuple[nn.Module, ...]
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _numel(module: nn.Module, parts: Parts) -> int:
+    return sum(parameter.numel() * parts.get(id(parameter), 1) for parameter in module.parameters())
 
 
 def _named_by_user(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -57,15 +59,15 @@ def _named_by_user(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return found
 
 
-def _automatic(root: nn.Module) -> list[nn.Module]:
-    total = _numel(root)
+def _automatic(root: nn.Module, parts: Parts) -> list[nn.Module]:
+    total = _numel(root, parts)
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            candidate = isinstance(module, _CONTAINERS) and _numel(child) >= MIN_UNIT_NUMEL
+            candidate = isinstance(module, _CONTAINERS) and _numel(child, parts) >= MIN_UNIT_NUMEL
             # An element that is itself most of the model (an encoder in a Sequential) is no block: look inside it.
-            if candidate and (2 * _numel(child) <= total or not _has_blocks(child)):
+            if candidate and (2 * _numel(child, parts) <= total or not _has_blocks(child, parts)):
                 found.append(child)
             else:
                 walk(child)
@@ -74,14 +76,25 @@ def _automatic(root: nn.Module) -> list[nn.Module]:
     return found if len(found) > 1 else []
 
 
-def _has_blocks(module: nn.Module) -> bool:
+def _has_blocks(module: nn.Module, parts: Parts) -> bool:
     return any(
-        isinstance(inner, _CONTAINERS) and sum(_numel(child) >= MIN_UNIT_NUMEL for child in inner.children()) > 1
+        isinstance(inner, _CONTAINERS) and sum(_numel(child, parts) >= MIN_UNIT_NUMEL for child in inner.children()) > 1
         for inner in module.modules()
     )
 
 
-def discover(root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Module] = ()) -> tuple[Unit, ...]:
+def _refuse_lazy(root: nn.Module) -> None:
+    for name, parameter in root.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{name} gets its shape in the first forward (a Lazy module), and pages are laid out before; compute one in "
+                f"configure_model: `with torch.no_grad(): self(example)`, or give the sizes"
+            )
+
+
+def discover(
+    root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Module] = (), parts: Parts = MappingProxyType({})
+) -> tuple[Unit, ...]:
     """The units of `root`, the root itself first.
 
     Args:
@@ -89,17 +102,14 @@ def discover(root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Mod
         wanted: `auto`, or class names of the modules that become units; these may be nested, the inner one then owns
             its parameters.
         also: modules that become units, too, where `wanted` is `auto`.
+        parts: by id of parameters that are parts of larger ones, how many there are of each: units are those of the whole
+            model.
 
     Raises:
         ConfigError: a class name that the model does not have; a parameter that has no shape yet.
     """
-    for name, parameter in root.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"{name} gets its shape in the first forward (a Lazy module), and pages are laid out before; compute one in "
-                f"configure_model: `with torch.no_grad(): self(example)`, or give the sizes"
-            )
-    chosen = [*_automatic(root), *also] if wanted == "auto" else _named_by_user(root, list(wanted))
+    _refuse_lazy(root)
+    chosen = [*_automatic(root, parts), *also] if wanted == "auto" else _named_by_user(root, list(wanted))
     chosen_ids = {id(module) for module in chosen}
     modules = [root] + [module for module in root.modules() if id(module) in chosen_ids]
     position = {id(module): index for index, module in enumerate(modules)}

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.planning.chunks import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.update import (
@@ -112,8 +113,11 @@ class UpdateScheduler(abc.ABC):
     # -- update in backward -------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
-        """From now until the step, a unit is updated as soon as its backward has ended."""
-        self._armed = _Armed(self.index_of(optimizer))
+        """From now until the step, a unit is updated as soon as its backward has ended, unless its route says that updates
+        come with the step."""
+        index = self.index_of(optimizer)
+        if not any(flat.gradient.route.outlives_backward for _, flat in self.flats_of(index)):
+            self._armed = _Armed(index)
 
     @property
     def armed(self) -> bool:
@@ -162,8 +166,8 @@ class UpdateScheduler(abc.ABC):
                 if hyper is None:
                     hyper = snapshot(self.optimizers[optimizer], flat.states.traits)
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
-                clipped = flat.gradient.route.clips_in_place and transform.unscale is None
-                self._update(unit, flat, hyper, Transform() if clipped else transform)
+                clips = flat.gradient.clipped_later
+                self._update(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
         self.steps_taken += 1
         self._in_step = False
@@ -349,14 +353,14 @@ class SynchronousUpdates(UpdateScheduler):
         self._updater.pump()
         for unit in list(self._pending):
             self.pending(unit)
-        while len(self._pending) > 1 and self._waiting_bytes() > self._gradient_room_bytes:
-            self.finish(next(iter(self._pending)))  # I5
+        while (first := first_to_wait_for(self._waiting_bytes(), self._gradient_room_bytes)) is not None:
+            self.finish(first)  # I5
 
     def _stepped(self, optimizer: int) -> None:
         self._updater.pump()
 
-    def _waiting_bytes(self) -> int:
-        return sum(job.flat.gradient.bytes for jobs in self._pending.values() for job in jobs)
+    def _waiting_bytes(self) -> dict[int, int]:
+        return {unit: sum(job.flat.gradient.bytes for job in jobs) for unit, jobs in self._pending.items()}
 
     def begin_iteration(self, *, training: bool) -> None:
         return None

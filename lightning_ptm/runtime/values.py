@@ -8,6 +8,8 @@ I1: with several ranks the values of rank 0 count, but for those of files, of wh
 method is then collective.
 I2: the precise value of a parameter is its master where there is one, else its compute parameter.
 I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it.
+I4: of a parameter that is a part of a larger one, `gathered` and the module at the end of a run have the part, with which the
+module computes; what a checkpoint is made of, and what is loaded, is the larger one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +28,17 @@ from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.parts import cut, put_together
 from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.storage.folder import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.planning.holders import Holders
+    from lightning_ptm.planning.layout import ParameterSpec
     from lightning_ptm.runtime.binding import FlatBinding
-    from lightning_ptm.runtime.experts import DividedExperts
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
 
@@ -43,15 +48,15 @@ class ShardedFlat:
     """What this rank has of one flat, of one kind of its states: paged elements, and those that lie outside of pages.
 
     Args:
-        names: of the flat's parameters, by their index.
+        parameters: the flat's, by their index.
         segments: stretches of parameters in `paged`.
-        outside: (name, first element, elements) of stretches that no page holds.
+        outside: (parameter, first element, elements) of stretches that no page holds.
     """
 
     paged: PagedTensor
-    names: Sequence[str]
+    parameters: Sequence[ParameterSpec]
     segments: Sequence[Segment]
-    outside: Sequence[tuple[str, int, Tensor]]
+    outside: Sequence[tuple[ParameterSpec, int, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +65,8 @@ class ShardedKind:
 
     Args:
         unit: its name; kind: `PARAMETERS`, or a slot of the optimizer.
-        tensors: (name of the parameter, dtype, shape), in the order of the flats; the same on all ranks.
+        tensors: (name of the parameter, dtype, whole shape), in the order of the flats if none were apart because its
+            parameters are parts of larger ones; the same on all ranks.
         flats: where this rank's stretches of them are.
     """
 
@@ -74,7 +80,7 @@ def _all_flats(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None
     """The flats of a unit, in order, whoever holds them; None in place of what this rank has no part in."""
     for flat in store.flats:
         yield flat.binding, flat
-    for binding in store.absent:
+    for binding in store.elsewhere:
         yield binding, None
 
 
@@ -133,14 +139,14 @@ class Values:
         communicator: Communicator,
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
-        experts: DividedExperts | None = None,
+        holders: Holders,
         progress: Progress | None = None,
     ) -> None:
         self._progress = progress or Progress(shown=False)
         self._allocator = allocator
         self._communicator = communicator
         self._stores = stores
-        self._experts = experts
+        self._holders = holders
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
         self._mixed = any(
             update.states.master is not None and update.states.master.dtype is not update.store.binding.dtype
@@ -185,25 +191,39 @@ class Values:
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._source(store) is not None
-                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
+                self._write_flat(
+                    flat, self._built(binding, reads, self._tells(flat), keep=keep, replicate=replicate), seen
+                )
             if any(reads):
                 values = [None if read is None else read() for read in reads]
-                for parameter, value in zip(binding.parameters, values, strict=True):
+                for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
                     if keep and value is not None and _rounds(value, binding.dtype):
-                        self._originals[id(parameter)] = value.to(parameter.dtype, copy=True)
+                        self._originals[id(parameter)] = cut(value, binding.boxes[slot]).to(parameter.dtype, copy=True)
                 self._fill(flat, values, seen)
             if flat.resident:
                 flat.bind_resident()
             else:
                 binding.unbind()
-        for binding in store.absent:
+        for binding in store.elsewhere:
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
+                self._built(binding, reads, self._communicator, keep=False, replicate=False)  # for those who hold it
             binding.unbind()
 
-    def _built(self, binding: FlatBinding, reads: Sequence[Read | None], *, keep: bool, replicate: bool) -> Tensor:
-        """A flat's parameters as they are in rank 0's memory, (padded_numel,); zeros for those that files provide."""
+    def _tells(self, flat: FlatStore) -> Communicator:
+        """Of the ranks of which the first one's values count (I1): all, or those that have the same parts."""
+        return flat.communicator if flat.layout.parts > 1 else self._communicator
+
+    def _built(
+        self,
+        binding: FlatBinding,
+        reads: Sequence[Read | None],
+        communicator: Communicator,
+        *,
+        keep: bool,
+        replicate: bool,
+    ) -> Tensor:
+        """A flat's parameters as they are in the first rank's memory, (padded_numel,); zeros for those that files provide."""
         source_dtype = torch.float64 if binding.dtype is torch.float64 else torch.float32
         whole = torch.zeros(binding.layout.padded_numel, dtype=source_dtype)
         built = [slot for slot, read in enumerate(reads) if read is None]
@@ -216,8 +236,8 @@ class Values:
             binding.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
-        self._communicator.broadcast(whole)
-        if replicate and self._communicator.world_size > 1:
+        communicator.broadcast(whole)
+        if replicate and not communicator.alone:
             for slot in built:  # I1
                 if id(binding.parameters[slot]) in self._originals:
                     self._originals[id(binding.parameters[slot])].copy_(binding.view(whole, slot))
@@ -242,7 +262,11 @@ class Values:
         return whole
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, precise value) of every parameter, flat by flat."""
+        """(name, parameter, precise value) of every parameter, flat by flat; of a part, of the larger one (I4)."""
+        for spec, parameter, value in self._parameters():
+            yield spec.name, parameter, put_together(value, spec.box, self._communicator)
+
+    def _parameters(self) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
         flats = [(store, binding, flat) for store in self._stores for binding, flat in _all_flats(store)]
         sizes = [self._precise_bytes(binding, flat) for _, binding, flat in flats]
         with self._progress.bar("gathering weights", sum(sizes)) as seen:
@@ -251,7 +275,7 @@ class Values:
                 for slot, parameter in enumerate(binding.parameters):
                     original = self._originals.get(id(parameter))
                     value = binding.view(whole, slot) if original is None else original
-                    yield binding.layout.slots[slot].spec.name, parameter, value
+                    yield binding.layout.slots[slot].spec, parameter, value
                 seen(size_bytes)
 
     def _precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
@@ -276,7 +300,8 @@ class Values:
 
     def _source(self, store: UnitStore) -> int | None:
         """The rank that tells all others of a unit; None for one that all ranks hold."""
-        return None if self._experts is None else self._experts.source(store.unit.index)
+        sharing = self._holders.apart.get(store.unit.index)
+        return None if sharing is None else sharing.ranks[0]
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
@@ -295,7 +320,8 @@ class Values:
     def optimizer_states(
         self, optimizer: int, copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone()
     ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated.
+        """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated; of a part, of
+        the larger one (I4).
 
         Args:
             copy_of: makes the copies of element-wise state, by the parameter's name.
@@ -313,7 +339,9 @@ class Values:
                     whole = self._told(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
-                            state[name] = copy_of(binding.layout.slots[slot].spec.name, binding.view(whole, slot))
+                            spec = binding.layout.slots[slot].spec
+                            value = put_together(binding.view(whole, slot), spec.box, self._communicator)
+                            state[name] = copy_of(spec.name, value)
                     del whole  # no two of them at once
                 for slot, state in states.items():
                     yield binding.parameters[slot], state
@@ -335,6 +363,15 @@ class Values:
         known = [pair for each in map(_updated, flats) for pair in zip(each.scalars, each.slots, strict=True)]
         return any(scalars is not None and bool(scalars or names) for scalars, names in known)
 
+    def whole_shapes(self) -> dict[int, tuple[int, ...]]:
+        """Of every parameter, by its id, the shape that checkpoints have."""
+        return {
+            id(parameter): binding.layout.slots[slot].spec.whole_shape
+            for store in self._stores
+            for binding, _ in _all_flats(store)
+            for slot, parameter in enumerate(binding.parameters)
+        }
+
     def names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of every parameter, each once."""
         for store in self._stores:
@@ -353,12 +390,11 @@ class Values:
         """
         for binding, _, given in self._given(values):
             for slot, value in enumerate(given):
-                shape = binding.shape(slot)
-                if value is not None and shape != tuple(value.shape):
-                    name = binding.layout.slots[slot].spec.name
+                if value is not None and not binding.fits(slot, value):
+                    spec = binding.layout.slots[slot].spec
                     raise ConfigError(
-                        f"{name} has shape {shape} here and {tuple(value.shape)} in what is loaded; build the model with the "
-                        f"sizes that it was saved with"
+                        f"{spec.name} has shape {spec.whole_shape} here and {tuple(value.shape)} in what is loaded; build "
+                        f"the model with the sizes that it was saved with"
                     )
         for known in values:
             self._unknown.pop(known, None)
@@ -370,11 +406,11 @@ class Values:
                 self._fill(flat, given, seen)
                 for slot, theirs in binding.replaced().items():
                     if (value := given[slot]) is not None:
-                        theirs.copy_(value)
-                for parameter, value in zip(binding.parameters, given, strict=True):
+                        theirs.copy_(cut(value, binding.boxes[slot]))
+                for slot, (parameter, value) in enumerate(zip(binding.parameters, given, strict=True)):
                     original = self._originals.get(id(parameter))
                     if original is not None and value is not None:
-                        self._originals[id(parameter)] = value.to(original.dtype, copy=True)
+                        self._originals[id(parameter)] = cut(value, binding.boxes[slot]).to(original.dtype, copy=True)
 
     def _given(
         self, values: Mapping[int, Tensor]
@@ -402,14 +438,15 @@ class Values:
             given = [None if state is None else state.get(trait.name) for state in per_slot]
             given = [value if isinstance(value, Tensor) else None for value in given]
             for slot, value in enumerate(given):
-                if value is not None and tuple(value.shape) != binding.shape(slot):
+                if value is not None and not binding.fits(slot, value):
+                    spec = binding.layout.slots[slot].spec
                     raise ConfigError(
-                        f"{trait.name} of {flat.store.layout.slots[slot].spec.name} has shape {tuple(value.shape)} in "
-                        f"what is loaded, and the parameter {binding.shape(slot)}; it is of another model"
+                        f"{trait.name} of {spec.name} has shape {tuple(value.shape)} in what is loaded, and the parameter "
+                        f"{spec.whole_shape}; it is of another model"
                     )
-            given = [None if each is None else binding.in_order(slot, each) for slot, each in enumerate(given)]
-            paged = flat.states.slots[trait.name]
-            pieces.fill(self._allocator, paged, flat.states.segments, given, keep=False, seen=seen)
+            paged, boxes = flat.states.slots[trait.name], binding.boxes
+            given = binding.as_laid(given)
+            pieces.fill(self._allocator, paged, flat.states.segments, given, boxes, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
             scalars = None if not state else {name: v for name, v in state.items() if name not in slot_names}
             flat.states.set_scalars(slot, scalars)
@@ -449,7 +486,7 @@ class Values:
         this one has gathered already are what they are there.
 
         Args:
-            write: edits are kept: those of rank 0, on all ranks.
+            write: edits are kept: those of rank 0, on all ranks; of parts, those of the first rank that has each.
             may_write: asked at the end: whether all ranks are still there.
 
         Raises:
@@ -482,7 +519,7 @@ class Values:
             for binding, flat, whole in wholes:
                 if write:
                     self._collect_edits(binding, whole)
-                    self._communicator.broadcast(whole)
+                    (self._communicator if flat is None else self._tells(flat)).broadcast(whole)
                     if flat is not None:
                         self._write_flat(flat, whole)
                         self._renew_originals(flat, whole)
@@ -525,7 +562,7 @@ class Values:
             for binding, _ in _all_flats(store)
             for slot in binding.replaced()
         }
-        for _, parameter, value in self.parameters():
+        for _, parameter, value in self._parameters():
             if id(parameter) in theirs:
                 continue  # the user's own storage stays, as anywhere
             binding, slot = slots[id(parameter)]
@@ -558,7 +595,7 @@ class Values:
             optimizers: with those of the optimizers.
         """
         here = list(self.kinds_here(optimizers=optimizers))
-        if self._experts is None:
+        if not self._holders.apart:
             return here
         by_unit: dict[str, list[ShardedKind]] = {}
         for kind in here:
@@ -575,7 +612,7 @@ class Values:
     def kinds_here(self, *, optimizers: bool) -> Iterator[ShardedKind]:
         """Those of the units that this rank holds."""
         for store in self._stores:
-            if store.absent:
+            if store.elsewhere:
                 continue
             weights = [(flat, self._precise_home(flat), range(len(flat.binding.parameters))) for flat in store.flats]
             yield self._kind(store, PARAMETERS, weights)
@@ -593,12 +630,16 @@ class Values:
         self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, PagedTensor, Sequence[int]]]
     ) -> ShardedKind:
         tensors, flats = [], []
+        places = {item.name: place for place, item in enumerate(store.unit.parameters)}
+        families: dict[tuple[bool, str, int], int] = {}
         for flat, paged, slots in parts:
-            names = [slot.spec.name for slot in flat.layout.slots]
+            parameters = [slot.spec for slot in flat.layout.slots]
             whole = {slot: self._original(flat, slot, name) for slot in slots}
             for slot, original in whole.items():
+                spec = parameters[slot]
+                family = families.setdefault(flat.layout.family, len(families))
                 dtype = paged.dtype if original is None else original.dtype
-                tensors.append((names[slot], dtype, flat.binding.shape(slot)))
+                tensors.append(((family, spec.group, places[spec.name]), (spec.name, dtype, spec.whole_shape)))
             paged_segments, outside = [], []
             for segment in self.segments(flat):
                 if segment.parameter not in whole:
@@ -608,9 +649,10 @@ class Values:
                     paged_segments.append(segment)
                 else:
                     values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
-                    outside.append((names[segment.parameter], segment.parameter_start, values))
-            flats.append(ShardedFlat(paged, names, paged_segments, outside))
-        return ShardedKind(store.unit.name, name, tensors, flats)
+                    outside.append((parameters[segment.parameter], segment.parameter_start, values))
+            flats.append(ShardedFlat(paged, parameters, paged_segments, outside))
+        tensors.sort(key=itemgetter(0))
+        return ShardedKind(store.unit.name, name, [tensor for _, tensor in tensors], flats)
 
     def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
         return self._originals.get(id(flat.binding.parameters[slot])) if kind == PARAMETERS else None
@@ -624,7 +666,7 @@ class Values:
             for slot, parameter in enumerate(binding.parameters):
                 view = binding.view(whole, slot)
                 if parameter.data_ptr() != view.data_ptr():
-                    view.copy_(parameter)
+                    view.copy_(cut(parameter, binding.boxes[slot]))
 
     def _renew_originals(self, flat: FlatStore, whole: Tensor) -> None:
         for slot, parameter in enumerate(flat.binding.parameters):
@@ -644,10 +686,10 @@ class Values:
     def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
         home, segments = self._precise_home(flat), self.segments(flat)
-        given = [None if each is None else flat.binding.in_order(slot, each) for slot, each in enumerate(given)]
-        pieces.fill(self._allocator, home, segments, given, seen=seen)
+        given, boxes = flat.binding.as_laid(given), flat.binding.boxes
+        pieces.fill(self._allocator, home, segments, given, boxes, seen=seen)
         if home is not flat.home:
-            pieces.fill(self._allocator, flat.home, segments, given, through=home.dtype, seen=seen)
+            pieces.fill(self._allocator, flat.home, segments, given, boxes, through=home.dtype, seen=seen)
 
     def _write_flat(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
         shard = self._shard(flat, whole)
@@ -657,14 +699,14 @@ class Values:
         pieces.write(self._allocator, flat.home, shard, seen=seen)
 
     def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
-        if flat.layout.world_size == 1:
+        if not flat.layout.shared:
             return whole
         pieces = flat.layout.pieces(flat.communicator.rank)
         return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in pieces])
 
     def _whole(self, flat: FlatStore, paged: PagedTensor) -> Tensor:
         shard = self.read(paged)
-        if flat.layout.world_size == 1:
+        if not flat.layout.shared:
             return shard
         device = flat.binding.device  # where the collectives' backend works
         full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)

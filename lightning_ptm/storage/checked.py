@@ -3,7 +3,7 @@
 I1: every byte of every tensor was written by somebody, or opening it raises.
 I2: no byte is handed out before the range that it was written in has been compared with its checksum.
 I3: what the folder opens with (index, headers, lists of ranges, Lightning's dictionary) is of one save and as it was
-    written (folder.py, I4). Formats 1 and 2 say so of tensors' bytes alone; what else is known of them must agree: each file
+    written (index.py, I1). Formats 1 and 2 say so of tensors' bytes alone; what else is known of them must agree: each file
     is what the index calls it, a slot has its parameters' names and shapes, the dictionary its own checksums (CRC-32) and
     the index's step.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import PIECE_BYTES, Archive
-from lightning_ptm.storage.folder import (
+from lightning_ptm.storage.index import (
     INDEX,
     LIGHTNING,
     PARAMETERS,

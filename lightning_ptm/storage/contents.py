@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.storage.folder import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.storage.source import Source, Weight
 
 _LIGHTNING_OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states"}

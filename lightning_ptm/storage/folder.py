@@ -1,5 +1,4 @@
-"""A sharded checkpoint as a folder: how it comes to be all at once, how it is told from a half-written one, what its index
-says.
+"""A sharded checkpoint as a folder: how it comes to be all at once, how it is told from a half-written one.
 
     NAME.ckpt/
       index.json            format version, step, ranks, files, names, seals; written last
@@ -11,10 +10,7 @@ I1: a folder under its final name is complete: it was written under a name that 
 I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
 I3: a checkpoint of that name is replaced in one step; until then it is as it was. Where the file system cannot exchange two
     names, it is moved aside for a moment; after a crash in that moment, whoever saves next moves it back.
-I4: every byte of every file is under a checksum, and all of them are of one save: the index begins with the checksum of the
-    rest of it; its seals are those of Lightning's dictionary, of each safetensors file's header, and of the ranks' lists,
-    which have those of all else. (Formats 1 and 2 have the lists only: see checked.py.)
-I5: nothing is removed, moved or replaced but what this file has made: by its name, and under a final name by its index.
+I4: nothing is removed, moved or replaced but what this file has made: by its name, and under a final name by its index.
 """
 
 from __future__ import annotations
@@ -23,308 +19,26 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
 import stat
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import xxhash
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.reading import (
-    contents,
-    entries,
-    is_file,
-    is_folder,
-    items,
-    number,
-    parsed,
-    regular,
-    short,
-    text,
-    unread,
-)
+from lightning_ptm.storage.index import FORMAT, INDEX, LIGHTNING, PARTIAL, ranges_name
+from lightning_ptm.storage.reading import contents
 from lightning_ptm.storage.tensors import sync_folder
-from lightning_ptm.storage.writer import Range, SaveOps, checksum_of, failure
+from lightning_ptm.storage.writer import failure
 
-FORMAT = "lightning_ptm sharded checkpoint"
-VERSION = 3
-SEALED_SINCE = 3
-"""The format since which everything is under one checksum (I4)."""
-_DIGESTS: Mapping[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: checksum_of, 3: checksum_of}
-"""The checksums of a folder, by its format version."""
-_MOST_RANGE_BYTES = 1 << 30
-"""No writer's buffer was ever a hundredth of it, and a reader's is as long as a range."""
-INDEX = "index.json"
-LIGHTNING = "lightning.pt"
-PARTIAL = ".lightning_ptm-partial-"
 _ASIDE = ".lightning_ptm-replaced-"
 _PARTIAL_NAME = re.compile(re.escape(PARTIAL) + "[0-9a-f]{12}")
-PARAMETERS = "parameters"
-"""The kind of state that is no slot of an optimizer."""
-_PIECE_BYTES = 4 << 20
 _LOCK = "writer.lock"
 _RENAME_EXCHANGE = 2
 _YOUNG_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """How long something is, and its checksum."""
-
-    size_bytes: int
-    checksum: int
-
-    @staticmethod
-    def of(content: bytes) -> Seal:
-        return Seal(len(content), checksum_of(memoryview(content)))
-
-    @staticmethod
-    def of_file(path: Path) -> Seal:
-        """Read in pieces. Raises CheckpointError."""
-        size, checksum = 0, xxhash.xxh3_64()
-        try:
-            with regular(path).open("rb", buffering=0) as file:
-                while piece := file.read(_PIECE_BYTES):
-                    size += len(piece)
-                    checksum.update(piece)
-        except OSError as error:
-            raise unread(path, error) from error
-        return Seal(size, checksum.intdigest())
-
-
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    """One safetensors file: which unit's, and which kind of state ("parameters", or a slot of the optimizer)."""
-
-    name: str
-    unit: str
-    kind: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerIndex:
-    """One optimizer: its parameters' names in its own order, and its element-wise state by name."""
-
-    name: str
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """What is in the folder.
-
-    Args:
-        step: optimizer steps done.
-        world_size: ranks that wrote it.
-        page_size: bytes of a page then.
-        writer: package and version.
-        files: all safetensors files.
-        parameters: name in the state dict -> name of the tensor (several where weights are tied).
-        state: all names of the state dict, in its order.
-        optimizers: none where only weights were saved.
-        seals: of Lightning's dictionary, of the header of each file of `files`, and, once written, of each rank's list of
-            ranges, by the file's name (I4). Older formats have none.
-        version: of the folder's format.
-    """
-
-    step: int
-    world_size: int
-    page_size: int
-    writer: str
-    files: tuple[StateFile, ...]
-    parameters: Mapping[str, str]
-    state: tuple[str, ...]
-    optimizers: tuple[OptimizerIndex, ...] = field(default=())
-    seals: Mapping[str, Seal] = field(default_factory=dict)
-    version: int = VERSION
-
-    def write(self, folder: Path, ops: SaveOps | None = None) -> None:
-        """Write and sync it: the last file, when all ranks have written theirs.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        lists = {name: Seal.of(contents(folder / name)) for name in map(ranges_name, range(self.world_size))}
-        whole = asdict(replace(self, seals={**self.seals, **lists}))
-        body = json.dumps({"format": FORMAT, **whole}, indent=1).encode().removeprefix(_OPENING)
-        write_synced(folder / INDEX, _sealing_line(body) + body, ops)
-
-
-_OPENING = b"{\n"
-
-
-def _sealing_line(body: bytes) -> bytes:
-    """The beginning of an index whose rest is `body`: one object with it."""
-    return _OPENING + b' "checksum": "%016x",\n' % checksum_of(memoryview(body))
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether there is a complete sharded checkpoint."""
-    return is_folder(path) and is_file(path / INDEX) and not path.name.startswith(PARTIAL)
-
-
-def read_index(path: Path) -> Index:
-    """Read and check a folder's index.
-
-    Raises:
-        CheckpointError: it is no such folder, is incomplete, or of a newer version.
-    """
-    if path.name.startswith(PARTIAL):
-        raise CheckpointError(f"{path} was never finished: its writer ended before its time; use an earlier checkpoint")
-    if is_folder(path) and not is_file(path / INDEX):
-        raise CheckpointError(
-            f"{path} is a folder without {INDEX}, so it is no checkpoint of AngelPTMStrategy(state_dict_type='sharded'); "
-            f"give the path of a checkpoint"
-        )
-    content = contents(path / INDEX)
-    try:
-        values = entries(parsed(content))
-        sealed = "checksum" in values and content.startswith(_sealing_line(b"")[:-19])
-        if sealed:
-            body = content[len(_sealing_line(b"")) :]
-            if content != _sealing_line(body) + body:
-                raise ValueError("its checksum differs")
-            del values["checksum"]
-        if values.get("format") != FORMAT:
-            raise ValueError(f"its format is {short(values.get('format'))}")
-        version = number(values.get("version"), 1)
-        if version > VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version} and this lightning_ptm reads up to {VERSION}; update lightning_ptm"
-            )
-        if sealed is not (version >= SEALED_SINCE):
-            raise ValueError(f"its format version {version} {'begins with a' if sealed else 'has no'} checksum")
-        return _index(values, version)
-    except ValueError as error:
-        raise CheckpointError(f"{path / INDEX} is damaged ({error}); use an earlier checkpoint") from error
-
-
-_KEYS = ("step", "world_size", "page_size", "writer", "files", "parameters", "state", "optimizers")
-
-
-def _index(values: dict[str, Any], version: int) -> Index:
-    """An index of what JSON says. Raises ValueError."""
-    entries(values, ["format", "version", *_KEYS, *(["seals"] if version >= SEALED_SINCE else [])])
-    files = [entries(each, ["name", "unit", "kind", "size_bytes"]) for each in items(values["files"])]
-    index = Index(
-        step=number(values["step"]),
-        world_size=number(values["world_size"], 1),
-        page_size=number(values["page_size"]),
-        writer=text(values["writer"]),
-        files=tuple(
-            StateFile(_plain_name(each["name"]), text(each["unit"]), text(each["kind"]), number(each["size_bytes"]))
-            for each in files
-        ),
-        parameters={name: text(tensor) for name, tensor in entries(values["parameters"]).items()},
-        state=tuple(map(text, items(values["state"]))),
-        optimizers=tuple(
-            OptimizerIndex(text(each["name"]), tuple(map(text, items(each["parameters"]))))
-            for each in (entries(each, ["name", "parameters"]) for each in items(values["optimizers"]))
-        ),
-        seals={
-            name: Seal(number(each["size_bytes"]), number(each["checksum"], most=(1 << 64) - 1))
-            for name, each in (
-                (name, entries(each, ["size_bytes", "checksum"]))
-                for name, each in entries(values.get("seals", {})).items()
-            )
-        },
-        version=version,
-    )
-    names = {file.name for file in index.files}
-    if len(names) < len(files) or len({(file.unit, file.kind) for file in index.files}) < len(files):
-        raise ValueError("it has a file twice")
-    if strange := sorted(set(index.parameters) - set(index.state)):
-        raise ValueError(f"{short(strange[0])} is a parameter and not in the state dict")
-    if len(set(index.state)) < len(index.state):
-        raise ValueError("it has a name of the state dict twice")
-    if version >= SEALED_SINCE:
-        if len(index.seals) != 1 + len(names) + index.world_size:
-            raise ValueError(f"it has {len(index.seals)} seals for {len(names)} files of {index.world_size} ranks")
-        entries(dict(index.seals), [LIGHTNING, *names, *map(ranges_name, range(index.world_size))])
-    return index
-
-
-def _plain_name(value: Any) -> str:
-    """The name of a safetensors file in the folder itself, and of none elsewhere."""
-    name = text(value)
-    if not name.endswith(".safetensors") or "/" in name or "\0" in name:
-        raise ValueError(f"{short(name)} is no name of a safetensors file in that folder")
-    return name
-
-
-def check_seal(path: Path, found: Seal, index: Index) -> None:
-    """Compare a file, or a safetensors file's header, with what was written, if the format says that (I4).
-
-    Raises:
-        CheckpointError: it is damaged, or of another save.
-    """
-    if index.version >= SEALED_SINCE and index.seals[path.name] != found:
-        raise CheckpointError(
-            f"{path} is damaged, or of another save than {INDEX} beside it (its checksum differs); use an earlier checkpoint"
-        )
-
-
-def ranges_name(rank: int) -> str:
-    """The file of what a rank wrote."""
-    return f"ranges-{rank:05d}.json"
-
-
-def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps | None = None) -> None:
-    """Write and sync what a rank wrote: its last act, which others may look for."""
-    rows = [[each.file, each.start, each.stop, each.checksum] for each in ranges]
-    path = folder / ranges_name(rank)
-    beside = path.with_suffix(".new")
-    write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
-    try:
-        os.replace(beside, path)
-    except OSError as error:
-        raise failure(path, error) from error
-
-
-def all_have_written(folder: Path, world_size: int) -> bool:
-    """Whether every rank has done its last act."""
-    return all((folder / ranges_name(rank)).exists() for rank in range(world_size))
-
-
-def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
-    """All that was written, by file and in order.
-
-    Raises:
-        CheckpointError: a list is missing or damaged, or bytes of a file were written by nobody.
-    """
-    found: dict[str, list[Range]] = {file.name: [] for file in index.files}
-    for rank in range(index.world_size):
-        path = folder / ranges_name(rank)
-        content = contents(path)
-        check_seal(path, Seal.of(content), index)
-        try:
-            for row in items(parsed(content)):
-                each = _range(items(row, 4), _DIGESTS[index.version])
-                if each.file not in found:
-                    raise ValueError(f"{short(each.file)} is no file of this checkpoint")
-                found[each.file].append(each)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged ({error}); use an earlier checkpoint") from error
-    for ranges in found.values():
-        ranges.sort(key=lambda each: each.start)
-    return found
-
-
-def _range(row: list[Any], digest: Callable[[memoryview], int]) -> Range:
-    start, stop = number(row[1]), number(row[2])
-    if not start < stop <= start + _MOST_RANGE_BYTES:
-        raise ValueError(f"nobody writes bytes {start} to {stop} at once")
-    return Range(text(row[0]), start, stop, number(row[3], most=(1 << 64) - 1), digest)
 
 
 class Draft:
@@ -407,7 +121,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int | None]:
 
 
 def _refuse_others(target: Path) -> None:
-    """Raises CheckpointError where something lies in the way that is no checkpoint of ours (I5)."""
+    """Raises CheckpointError where something lies in the way that is no checkpoint of ours (I4)."""
     if target.is_symlink() or not target.is_dir() or _is_ours(target) or not any(target.iterdir()):
         return
     raise CheckpointError(
@@ -514,26 +228,6 @@ def remove(path: Path) -> None:
     gone = _beside(path.parent)
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def write_synced(path: Path, content: bytes, ops: SaveOps | None = None) -> None:
-    """Write a small file and make it durable.
-
-    Raises:
-        CheckpointError: it failed.
-    """
-    ops = ops or SaveOps()
-    try:
-        descriptor = ops.open(os.fspath(path), os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            done = 0
-            while done < len(content):
-                done += ops.pwritev(descriptor, [memoryview(content)[done:]], done)
-            ops.fsync(descriptor)
-        finally:
-            ops.close(descriptor)
-    except OSError as error:
-        raise failure(path, error) from error
 
 
 def link(target: Path, name: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_ptm.config import parse_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError
-from lightning_ptm.storage.folder import Draft, write_synced
+from lightning_ptm.storage.folder import Draft
+from lightning_ptm.storage.index import write_synced
 from lightning_ptm.storage.source import Source, Weight
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
@@ -72,7 +73,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Export:
     """What an export writes.
 
     Args:
@@ -102,7 +103,7 @@ class Plan:
 
 def plan(
     source: Source, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
-) -> Plan:
+) -> Export:
     """Decide what is written.
 
     Args:
@@ -136,7 +137,7 @@ def plan(
         layout = lay_out([(entry.name, entry.dtype, entry.weight.shape) for entry in ordered], metadata)
         file = SINGLE if len(groups) == 1 else SHARD.format(number=number, count=len(groups))
         shards.append(Shard(file, layout, tuple(ordered)))
-    return Plan(tuple(shards), tuple(left_out), source.others)
+    return Export(tuple(shards), tuple(left_out), source.others)
 
 
 def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tuple[list[Entry], list[str]]:
@@ -160,7 +161,7 @@ def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tupl
 
 def write(
     source: Source,
-    chosen: Plan,
+    chosen: Export,
     folder: Path,
     *,
     seen: Callable[[int], None] = lambda count: None,
@@ -211,7 +212,7 @@ def write(
     return infinite
 
 
-def _shard_index(chosen: Plan) -> bytes:
+def _shard_index(chosen: Export) -> bytes:
     weight_map = {entry.name: shard.file for shard in chosen.shards for entry in shard.entries}
     return json.dumps({"metadata": {"total_size": chosen.size_bytes}, "weight_map": weight_map}, indent=2).encode()
 
@@ -221,8 +222,3 @@ def _became_infinite(before: Tensor, after: Tensor) -> int:
         return 0
     infinite = after.isinf()
     return int((infinite & before.isfinite()).sum()) if infinite.any() else 0
-
-
-def names_text(names: Sequence[str], most: int = 5) -> str:
-    """`a, b, c and 4 more`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

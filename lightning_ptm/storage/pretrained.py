@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import CheckpointError, ConfigError, some
 from lightning_ptm.storage.reading import unread
 from lightning_ptm.storage.tensors import Mapped
 
@@ -80,11 +80,11 @@ def _find(path: Path) -> dict[str, Held]:
     if files:
         raise ConfigError(
             f"weights: {path} has neither {SINGLE} nor {SHARDED}, and {len(files)} other safetensors files "
-            f"({_some([file.name for file in files])}); give one of them, or an index"
+            f"({some([file.name for file in files])}); give one of them, or an index"
         )
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
-        raise ConfigError(f"weights: {path} has {_some(pickles)} and no safetensors file; {_CONVERT}")
+        raise ConfigError(f"weights: {path} has {some(pickles)} and no safetensors file; {_CONVERT}")
     raise ConfigError(
         f"weights: {path} has no safetensors file, so there is nothing to start from; give a folder with {SINGLE} or "
         f"{SHARDED}, or a file"
@@ -111,18 +111,14 @@ def _indexed(path: Path) -> dict[str, Held]:
     missing = sorted({file for file in places.values() if not (path.parent / file).is_file()})
     if missing:
         raise CheckpointError(
-            f"{path} names {len(missing)} file(s) that are not beside it: {_some(missing)}; the weights are incomplete, so "
+            f"{path} names {len(missing)} file(s) that are not beside it: {some(missing)}; the weights are incomplete, so "
             f"fetch these files again"
         )
     files = {file: _tensors(path.parent / file) for file in sorted(set(places.values()))}
     absent = [f"{name} ({file})" for name, file in places.items() if name not in files[file]]
     if absent:
         raise CheckpointError(
-            f"{path} names {len(absent)} tensor(s) that are not in their files: {_some(absent)}; the files are of "
+            f"{path} names {len(absent)} tensor(s) that are not in their files: {some(absent)}; the files are of "
             f"different models, or incomplete"
         )
     return {name: files[file][name] for name, file in places.items()}
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import Archive, Placed
 from lightning_ptm.storage.checked import CheckedFile, CheckedFolder
-from lightning_ptm.storage.folder import LIGHTNING, PARAMETERS, Index
+from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index
 from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.storage.tensors import Stored
 

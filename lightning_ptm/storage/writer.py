@@ -69,7 +69,7 @@ class _File:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Write:
     """Bytes on their way to [start, start + filled) of a file.
 
     In a buffer, they lie from `start % BLOCK_BYTES` on.
@@ -102,10 +102,10 @@ class RangeWriter:
         for index in reversed(range(buffers)):
             self._free.put(index)
         self._in_place = threading.Semaphore(_IN_PLACE)
-        self._jobs: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._files: dict[str, _File] = {}
         self._created: list[str] = []
-        self._current: _Piece | None = None
+        self._current: _Write | None = None
         self._lock = threading.Lock()
         self._ranges: list[Range] = []
         self._error: BaseException | None = None
@@ -155,7 +155,7 @@ class RangeWriter:
                     while not self._in_place.acquire(timeout=0.5):
                         self._check()
                     stop = min(last, begin + BUFFER_BYTES)
-                    self._jobs.put(_Piece(file, start + begin, None, stop - begin, view[begin:stop]))
+                    self._jobs.put(_Write(file, start + begin, None, stop - begin, view[begin:stop]))
                 done = last
         self._copy(file, start + done, source[done:])
 
@@ -167,7 +167,7 @@ class RangeWriter:
             position = start + done
             if piece is None or piece.file is not file or piece.start + piece.filled != position:
                 self._send()
-                piece = self._current = _Piece(file, position, self._take())
+                piece = self._current = _Write(file, position, self._take())
             # Cut at whole buffers of the file, so that all but the ends of a long run are whole blocks.
             room = BUFFER_BYTES - (piece.start + piece.filled) % BUFFER_BYTES
             count = min(room, total - done)
@@ -275,7 +275,7 @@ class RangeWriter:
             else:
                 self._in_place.release()
 
-    def _write(self, piece: _Piece) -> None:
+    def _write(self, piece: _Write) -> None:
         view = piece.view
         if view is None:
             assert piece.buffer is not None

@@ -53,6 +53,18 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
             )
 
 
+def refuse_parts(callbacks: Iterable[Callback]) -> None:
+    """Raises:
+    ConfigError: one of these puts into checkpoints what rank 0 has of weights, and it has parts.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} saves the averages that rank 0 has, and each rank has parts of parameters alone; "
+                f"leave it out, or train with whole parameters"
+            )
+
+
 def _wrapped(method: Callable[..., Any], gathered: Gathered, *, write: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,3 @@ class CopiesSeen(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self._seen(args[0].nbytes)
         return result
-
-
-__all__ = ["CopiesSeen"]

@@ -29,7 +29,7 @@ _WRITE = (
 
 
 class PagedStates(defaultdict[Any, Any]):
-    """See the file's contract.
+    """See the file's contract. Long because a dict is read and written by so many methods.
 
     Args:
         name: of the optimizer's class.

@@ -33,8 +33,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.mixed_operators import promote_operators
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.trainer.half_products import wide_products
+from lightning_ptm.trainer.mixed_operators import promote_operators
 from lightning_ptm.update.scale import LossScale
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
@@ -70,7 +71,8 @@ class StepEngine(Protocol):
 
 
 class AngelPTMPrecision(Precision):
-    """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself.
+    """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself. Long because Lightning calls so
+    much of it.
 
     Args:
         precision: the Trainer's precision.
@@ -83,7 +85,6 @@ class AngelPTMPrecision(Precision):
         self.precision = precision
         self.plan = PrecisionPlan(_DTYPES[precision], precision.endswith("-mixed"))
         self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
-        self.update_in_backward = True
         self.wide_products = False
         """Whether products of 16-bit tensors are computed in fp32 (half_products.py)."""
         self.over = False
@@ -112,7 +113,6 @@ class AngelPTMPrecision(Precision):
         engine: StepEngine | None,
         device_type: str = "cpu",
         *,
-        update_in_backward: bool = True,
         wide_products: bool = False,
     ) -> None:
         """Connects the plugin to the engine of this run, or to none."""
@@ -120,12 +120,11 @@ class AngelPTMPrecision(Precision):
         self.over = False
         self._engine = engine
         self._device_type = device_type
-        self.update_in_backward = update_in_backward
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # Parameters are converted when they are laid into pages; all else becomes what Lightning's plugins make of it:
-        # `module.to(dtype)` in 16 bits, which takes complex buffers and metrics' states along, and `module.double()`.
+        # All becomes what Lightning's plugins make of it: `module.to(dtype)` in 16 bits, which takes complex tensors and
+        # metrics' states along, and `module.double()`; but parameters whose values are gone, which nobody can convert.
         dtype = self._default_dtype
         if dtype is None:
             return module
@@ -137,6 +136,11 @@ class AngelPTMPrecision(Precision):
             for name, buffer in owner._buffers.items():
                 if buffer is not None and (buffer.is_floating_point() or (halves and buffer.is_complex())):
                     owner._buffers[name] = buffer.to(dtype)
+            for parameter in owner._parameters.values():
+                if parameter is None or isinstance(parameter, ClosedParameter):
+                    continue
+                if parameter.is_floating_point() or (halves and parameter.is_complex()):
+                    parameter.data = parameter.data.to(dtype)
         return module
 
     @property
@@ -213,7 +217,7 @@ class AngelPTMPrecision(Precision):
     def arm(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> None:
         """Units may be updated in the backward pass of `closure`, if nobody can have a say in between: where it is
         Lightning's own, and not one that the user has put around it."""
-        if self.update_in_backward and type(closure) is Closure and self._nothing_waits_for_gradients(model):
+        if type(closure) is Closure and self._nothing_waits_for_gradients(model):
             self._running().arm(optimizer)
 
     @override

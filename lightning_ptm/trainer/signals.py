@@ -73,6 +73,3 @@ class Signals:
                 "SLURM's signal came when training had ended: nothing was saved for it, nor put into the queue"
             )
         self._asked = 0
-
-
-__all__ = ["Signals"]

@@ -80,6 +80,3 @@ def _refuse(optimizer: Optimizer) -> NoReturn:
         f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
         f"optimizer from configure_optimizers"
     )
-
-
-__all__ = ["refuse_spent", "renew", "spend"]

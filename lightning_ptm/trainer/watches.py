@@ -284,7 +284,7 @@ def warn_of_rearranging(trainer: Trainer, engine: Engine) -> None:
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
     """Of hooks that would be refused."""
     readers = precision.gradient_readers(module, of_grad=True)
-    if readers and engine.communicator.world_size > 1 and not engine.gradients_in_place:
+    if readers and not engine.communicator.alone and not engine.gradients_in_place:
         rank_zero_warn(
             f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "

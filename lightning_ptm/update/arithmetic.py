@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ptm.update.gradient import GradientReader, ParameterGradients, ShardGradient, TensorGradient
-from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, Progress
+from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, JobUnderWay
 from lightning_ptm.update.merged import FIRST_MOMENT, MergedStep
 from lightning_ptm.update.shadow import HyperParameters, RunViews
 from lightning_ptm.update.states import Run
@@ -27,7 +27,7 @@ from lightning_ptm.update.traits import frozen_scalars
 class _Chunk:
     """A chunk's windows and the step that is taken: 1-D tensors of the shard's elements from `start` on."""
 
-    progress: Progress
+    progress: JobUnderWay
     hyper: HyperParameters
     start: int
     parameter: torch.Tensor
@@ -51,7 +51,7 @@ class Arithmetic:
         self._before: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def update(
-        self, progress: Progress, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
+        self, progress: JobUnderWay, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
     ) -> None:
         """Run a job's optimizer steps over elements [start, start + numel) of its shard.
 
@@ -96,7 +96,7 @@ class Arithmetic:
             windows[TARGET].copy_(parameter)
 
     @staticmethod
-    def _merged_hyper(progress: Progress) -> HyperParameters:
+    def _merged_hyper(progress: JobUnderWay) -> HyperParameters:
         groups = enumerate(progress.job.hyper.groups)
         merged = progress.merged
         return HyperParameters(tuple(merged[i].group if i in merged else group for i, group in groups))
@@ -223,6 +223,6 @@ class Arithmetic:
         return self._scratch[key]
 
 
-def _reader(progress: Progress, start: int, windows: Mapping[str, torch.Tensor]) -> GradientReader:
+def _reader(progress: JobUnderWay, start: int, windows: Mapping[str, torch.Tensor]) -> GradientReader:
     gradient = progress.job.gradient
     return TensorGradient(windows[GRADIENT], start) if isinstance(gradient, ShardGradient) else gradient

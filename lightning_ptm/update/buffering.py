@@ -1,6 +1,6 @@
 """The buffering thread: alone owns lock-free mode's buffers, between compute and the updating thread (Algorithm 2).
 
-Owns the thread and the queue of messages to it. What becomes of gradients and versions is decided in buffers.py; reads,
+Owns the thread and the queue of messages to it. Gradients and versions are in buffers.py; reads,
 arithmetic and writes are the updater's, which runs in a thread of its own.
 I1: compute and the updating thread only put messages into the queue; nobody but this thread touches a buffer.
 I2: after an error in either thread nothing is updated any more, and every later call of compute raises that error.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, SparePages, Version, combined
-from lightning_ptm.update.forecast import REACH, Forecast, can_forecast
+from lightning_ptm.planning.waiting import Begin
+from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Version, combined
+from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.job import JobHandle, UpdateJob
 from lightning_ptm.update.shadow import HyperParameters, Shadow
 from lightning_ptm.update.states import FlatStates
@@ -58,34 +59,25 @@ class Buffering:
     Args:
         updater: not running yet; between `start` and `stop` in a thread of its own. Closed by its owner.
         flats: in the order in which a forward pass uses them; a flat is named by its place here.
-        spares: pages for new versions, see `SparePages`.
+        spares: pages for new versions.
         room: chunks of all jobs in hand at once, about.
         cores: CPU cores that the updater's arithmetic may use, and this thread's.
-        forecast: versions forecast the updates that they do not include, where the optimizer's can be.
     """
 
     def __init__(
         self,
         updater: Updater,
         flats: Sequence[LockFreeFlat],
-        spares: SparePages,
+        spares: Iterable[PagedTensor],
         *,
         room: int,
         cores: int,
-        forecast: bool,
     ) -> None:
         self._updater = updater
         self._flats = list(flats)
         self._cores = cores
-        self._forecast = forecast
         self._of_buffer = {id(flat.buffer): flat for flat in flats}
-        self._buffers = Buffers(
-            [flat.buffer for flat in flats],
-            spares,
-            self._submit,
-            size_of=lambda buffer: -(-buffer.numel // updater.chunk_numel),
-            room=room,
-        )
+        self._buffers = Buffers([flat.buffer for flat in flats], spares, self._submit, room=room)
 
         self.updates = 0
         """Jobs finished since the start; written by the thread."""
@@ -223,13 +215,11 @@ class Buffering:
             self._failure = error
             self._notify()
 
-    def _submit(self, buffer: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
+    def _submit(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
+        buffer = begun.flat
         flat = self._of_buffer[id(buffer)]
         steps, transform = combined(contribution)
-        forecast = None
-        behind = len(steps) > REACH  # too far for a forecast, and too many steps to take one by one
-        if self._forecast and steps and not behind and can_forecast(flat.states.traits):
-            forecast = Forecast(flat.states, steps[-1], min(max(1, buffer.late), REACH), buffer.forecast)
+        forecast = Forecast(flat.states, steps[-1], begun.ahead, buffer.forecast) if begun.ahead else None
         job = UpdateJob(
             flat.states,
             flat.shadow,
@@ -238,7 +228,7 @@ class Buffering:
             steps[-1] if steps else HyperParameters(()),
             transform,
             steps[:-1],
-            merge=behind,
+            merge=begun.at_once,
             after=contribution.after,
             fresh_target=True,
             forecast=forecast,

@@ -1,33 +1,24 @@
 """Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute
 (section 4.3 and Algorithm 2 of the paper, mended: see ARCHITECTURE.md).
 
-Passive, and driven by one thread (buffering.py; by hand in tests). Only a `VersionSlot` has two sides.
-I1: exactly once. A contribution is in one place: waiting, taken by one job, or counted as applied. A job takes what waits
-    by leaving nothing in its place; nothing is ever cleared, so what comes meanwhile waits for the next job.
+Owns the gradients and the pages; what waits for which job, and which comes next, is decided in planning/waiting.py. Passive,
+and driven by one thread (buffering.py; by hand in tests). Only a `VersionSlot` has two sides.
+I1: a contribution is in one place, as `Waiting` counts it: waiting, taken by one job, or applied.
 I2: no half updates. A job writes pages that nobody reads. They are published at once, when all are written; the pages
     that they replace are used again only after compute has given them back.
-I3: one job at a time for a flat, so its updates follow each other.
-I4: a version that is published forecasts what has been received and is not in it (forecast.py), unless it cannot be, or is
-    more than `REACH`.
-I5: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
-    for, or soon will, and while compute waits it collects the versions of all flats that it is not using, and gives their
-    old pages back.
-I6: what is held back is applied when its pass is asked for (pace.py), when compute waits for it, or when more comes that it
-    cannot be added to.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ptm.errors import InternalError
-from lightning_ptm.update.forecast import REACH, Forecast
+from lightning_ptm.planning.waiting import Begin, Doing, Flat, Waiting, forecasts_all
+from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.job import Pending
 from lightning_ptm.update.shadow import HyperParameters
@@ -110,7 +101,7 @@ class Version:
     Attributes:
         pages: they are in.
         applied: contributions that they include.
-        seen: contributions that they include or forecast, where they forecast any and lack no more than `REACH`.
+        seen: contributions that they include or forecast, where they forecast any and lack no more than `waiting.REACH`.
         forecast: of the next update; None: there is none.
         exact: they are the master parameters, rounded.
     """
@@ -123,7 +114,7 @@ class Version:
 
     def fits(self, received: int) -> bool:
         """Whether it forecasts all of so many contributions, as far as can be."""
-        return self.forecast is None or self.seen >= received or received - self.applied > REACH
+        return self.forecast is None or forecasts_all(received, self.applied, self.seen)
 
 
 class VersionSlot:
@@ -166,194 +157,128 @@ class VersionSlot:
         return version
 
 
-class SparePages:
-    """Pages for versions in the making, by number of elements and dtype.
-
-    Args:
-        pages: all there are.
-    """
-
-    def __init__(self, pages: Iterable[PagedTensor]) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
-        for tensor in pages:
-            self.give_back(tensor)
-        self._total = Counter({kind: len(tensors) for kind, tensors in self._free.items()})
-
-    def take(self, numel: int, dtype: torch.dtype, *, urgent: bool) -> PagedTensor | None:
-        """Spare pages, or None. Where a kind has several, the last is for `urgent` (I5)."""
-        kind = (numel, dtype)
-        free = self._free.get(kind, [])
-        if len(free) > (0 if urgent or self._total[kind] == 1 else 1):
-            return free.pop()
-        return None
-
-    def give_back(self, tensor: PagedTensor) -> None:
-        self._free.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
-
-
-class FlatBuffer:
-    """What is on its way for one flat. `slot` is shared with compute; the rest is the buffering thread's.
+class FlatBuffer(Flat):
+    """The gradients, and the pages in the making, of one flat. `slot` is shared with compute; the rest is the buffering
+    thread's.
 
     Args:
         name: for messages and audits.
         numel, dtype: of the shard's compute parameters.
         parameters: how many there are in the flat.
+        size, foreseeable: see `Flat`.
     """
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype, parameters: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        parameters: int = 1,
+        *,
+        size: int = 1,
+        foreseeable: bool = False,
+    ) -> None:
+        super().__init__((numel, dtype), size, foreseeable=foreseeable)
         self.name = name
-        self.numel = numel
-        self.dtype = dtype
         self.parameters = parameters
         self.slot = VersionSlot()
 
         self.waiting: list[Contribution] = []
-        """Oldest first; more than one where steps had gradients for different parameters."""
-        self.taken: Contribution | None = None
+        """One for each of `sums`."""
+        self.applying: Contribution | None = None
         self.target: PagedTensor | None = None
-        """Pages that the job of `taken` writes."""
+        """Pages that the job of `applying` writes."""
         self.offers = 0
-        """Calls of `hold` that have ended; compute looks at it."""
-        self.received = 0
-        self.applied = 0
-        self.due = 0
-        """Contributions that need not be held back, counted from the first (I6)."""
-        self.urgent = False
-        self.exact = True
-        """Whether the newest version is."""
+        """Contributions that the thread has come to; compute looks at it."""
         self.forecast: Forecast | None = None
         """The newest."""
-        self.late = 0
-        """Contributions that had come meanwhile when the last job ended."""
 
-    @property
-    def pending(self) -> int:
-        """Contributions that no version includes."""
-        held = [*self.waiting, *([self.taken] if self.taken is not None else [])]
-        return sum(len(contribution.origins) for contribution in held)
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether a job may take what waits (I3, I6)."""
-        if not self.waiting or self.taken is not None:
-            return False
-        return self.urgent or self.applied < self.due or len(self.waiting) > 1 or not self.waiting[0].origins
-
-    def hold(self, contribution: Contribution) -> None:
-        """A new contribution waits, added to what waits already if that goes."""
-        self.received += len(contribution.origins)
-        version = self.slot.collect() if self.forecast is not None else None
-        if version is not None:  # compute has not seen it, and shall see this contribution in it (I4)
-            if self.received - version.applied <= REACH:
-                self._add_forecast(version.pages, contribution)
-            self.slot.publish(dataclasses.replace(version, seen=self.received, forecast=self.forecast, exact=False))
-            self.exact = False
-        if self.waiting and self.waiting[-1].goes_with(contribution):
-            self.waiting[-1].add(contribution)
-        else:
-            self.waiting.append(contribution)
-        self.offers += 1
-
-    def take(self, target: PagedTensor) -> Contribution:
-        """A job takes what waits and will write `target` (I1)."""
-        if not self.waiting or self.taken is not None:
-            raise InternalError(f"{self.name} has nothing that a job could take")
-        self.taken = self.waiting.pop(0)
-        self.target = target
-        return self.taken
-
-    def finish(self, forecast: Forecast | None) -> Version | None:
-        """The job has written its target: publish it. Returns a version that nobody has seen and nobody will.
-
-        Args:
-            forecast: what the job has learned of the next update.
-        """
-        taken, target = self.taken, self.target
-        if taken is None or target is None:
-            raise InternalError(f"{self.name} has no job that could be finished")
-        self.taken = self.target = None
-        self.urgent = False
-        self.applied += len(taken.origins)
-        taken.discard()
-        self.late = self.pending
-        self.exact = forecast is None
-        self.forecast = forecast or self.forecast
-        for contribution in self.waiting if self.forecast is not None and self.pending <= REACH else ():
-            self._add_forecast(target, contribution)
-            self.exact = False
-        return self.slot.publish(Version(target, self.applied, self.received, self.forecast, self.exact))
-
-    def _add_forecast(self, pages: PagedTensor, contribution: Contribution) -> None:
+    def foresee(self, pages: PagedTensor, contribution: Contribution) -> None:
+        """Bring parameters to where a contribution is expected to take them."""
         if self.forecast is not None and contribution.origins:
             contribution.settle()
             steps = len(contribution.origins)
             self.forecast.add_(pages.tensor(), contribution.source, contribution.transform, steps)
 
 
-Submit = Callable[[FlatBuffer, Contribution, "PagedTensor"], None]
+Submit = Callable[[Begin[FlatBuffer], Contribution, "PagedTensor"], None]
 
 
 class Buffers:
-    """All flats' buffers, and which job comes next.
+    """All flats' buffers.
 
     Args:
         flats: in the order in which a forward pass uses them.
         spares: pages for new versions.
-        submit: starts a flat's job; `finish` is to be called when it has ended.
-        size_of: what a flat counts for against `room`.
-        room: jobs are started until this much is in hand, and two at least, so that reads go on between them.
+        submit: starts a flat's job, which writes the pages; `finish` is to be called when it has ended.
+        room: see `Waiting`.
     """
 
     def __init__(
-        self,
-        flats: Sequence[FlatBuffer],
-        spares: SparePages,
-        submit: Submit,
-        *,
-        size_of: Callable[[FlatBuffer], int] = lambda flat: 1,
-        room: int = 2,
+        self, flats: Sequence[FlatBuffer], spares: Iterable[PagedTensor], submit: Submit, *, room: int = 2
     ) -> None:
-        self.flats = list(flats)
-        self._spares = spares
         self._submit = submit
-        self._size_of = size_of
-        self._room = room
-        self._in_hand: list[FlatBuffer] = []
+        self._spares: dict[Hashable, list[PagedTensor]] = {}
+        for tensor in spares:
+            self._spares.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
+        kinds = [kind for kind, tensors in self._spares.items() for _ in tensors]
+        self.policy = Waiting(flats, kinds, room=room)
 
     def offer(self, flat: FlatBuffer, contribution: Contribution, *, begin: bool = True) -> None:
         """A reduced, eligible gradient has come; it is held back unless the flat's pass may `begin`."""
-        flat.hold(contribution)
-        if begin:
-            self.begin(flat)
+        # Taken back: compute has not seen it, and shall see this contribution in it.
+        unseen = flat.slot.collect() if flat.learned else None
+        held = self.policy.hold(
+            flat,
+            contribution.step,
+            len(contribution.origins),
+            contribution.source.which,
+            unseen=None if unseen is None else unseen.applied,
+        )
+        if unseen is not None:
+            if held.foreseen:
+                flat.foresee(unseen.pages, contribution)
+            flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
+        if held.doing is Doing.ADDED:
+            flat.waiting[-1].add(contribution)
         else:
-            self.feed()
+            flat.waiting.append(contribution)
+        flat.offers += 1
+        if begin:
+            self.policy.begin(flat)
+        self._feed()
 
     def begin(self, flat: FlatBuffer) -> None:
         """What has come for a flat is held back no longer."""
-        flat.due = flat.received
-        self.feed()
+        self.policy.begin(flat)
+        self._feed()
 
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
-        """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand.
-
-        A request that has been overtaken by that version asks for nothing: the last spare pages are not for it (I5).
-        """
-        flat.urgent = flat.applied < needed
-        self.feed()
+        """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand."""
+        self.policy.hurry(flat, needed)
+        self._feed()
         return flat.taken is not None
 
     def give_back(self, pages: PagedTensor) -> None:
         """Compute has replaced these pages and reads them no more."""
-        self._spares.give_back(pages)
-        self.feed()
+        self._take_back(pages)
+        self._feed()
 
     def finish(self, flat: FlatBuffer, forecast: Forecast | None = None) -> None:
-        """A flat's job has ended, and has learned this."""
-        replaced = flat.finish(forecast)
-        self._in_hand.remove(flat)
-        if replaced is not None:
-            self._spares.give_back(replaced.pages)
-        self.feed()
+        """A flat's job has written its target, and has learned this: it is published."""
+        ended = self.policy.finish(flat, learned=forecast is not None)
+        applied, target = flat.applying, flat.target
+        assert applied is not None and target is not None
+        flat.applying = flat.target = None
+        applied.discard()
+        flat.forecast = forecast or flat.forecast
+        if ended.foreseen:
+            for contribution in flat.waiting:
+                flat.foresee(target, contribution)
+        unseen = flat.slot.publish(Version(target, flat.applied, flat.received, flat.forecast, flat.exact))
+        if unseen is not None:
+            self._take_back(unseen.pages)
+        self._feed()
 
     def publish_exact(self) -> bool:
         """Nothing waits: start to publish master parameters as they are, of flats whose newest version is a forecast.
@@ -361,26 +286,25 @@ class Buffers:
         Returns:
             Whether there are any.
         """
-        inexact = [flat for flat in self.flats if not flat.exact]
+        inexact = self.policy.want_exact()
         for flat in inexact:
             flat.waiting.append(Contribution(ParameterGradients([None] * flat.parameters), ()))
-        self.feed()
+        self._feed()
         return bool(inexact)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in hand."""
-        return not self._in_hand and not any(flat.waiting for flat in self.flats)
+        return self.policy.idle
 
-    def feed(self) -> None:
-        """Start jobs as far as there is room: what compute waits for first, then the oldest gradients."""
-        ready = [flat for flat in self.flats if flat.may_begin]
-        ready.sort(key=lambda flat: (not flat.urgent, flat.waiting[0].step))
-        for flat in ready:
-            held = sum(map(self._size_of, self._in_hand))
-            if not flat.urgent and len(self._in_hand) >= 2 and held + self._size_of(flat) > self._room:
-                return
-            target = self._spares.take(flat.numel, flat.dtype, urgent=flat.urgent)
-            if target is not None:
-                self._in_hand.append(flat)
-                self._submit(flat, flat.take(target), target)
+    def _take_back(self, pages: PagedTensor) -> None:
+        kind = (pages.numel, pages.dtype)
+        self._spares.setdefault(kind, []).append(pages)
+        self.policy.give_back(kind)
+
+    def _feed(self) -> None:
+        for job in self.policy.next_jobs():
+            flat = job.flat
+            flat.applying = contribution = flat.waiting.pop(0)
+            flat.target = target = self._spares[flat.kind].pop()
+            self._submit(job, contribution, target)

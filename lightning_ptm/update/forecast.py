@@ -26,10 +26,6 @@ from lightning_ptm.update.shadow import HyperParameters
 from lightning_ptm.update.states import FlatStates, Run
 from lightning_ptm.update.traits import OptimizerTraits
 
-REACH = 2
-"""Updates that are forecast. What lacks more is used as it is: so far ahead a forecast may overshoot, and each step of it
-costs compute a pass over the parameters."""
-
 _REUSE = 16
 """Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those
 steps, which it is, can hardly have changed, and reading the second moment is a pass over 4 bytes an element."""

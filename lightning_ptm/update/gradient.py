@@ -9,6 +9,7 @@ I2: Transform does to each element what torch.amp.GradScaler.unscale_, clip_grad
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,22 +33,26 @@ class Transform:
         unscale: 0-dim tensor, 1 / loss scale.
         clip: 0-dim tensor, the coefficient of clipping by norm (norms.py: `clip_coefficient`).
         clamp: bound of clipping by value.
+        then: further clips, one after the other, each of what those before it leave.
         share: last factor of all; not 1 where gradients of several steps were added (buffers.py).
     """
 
     unscale: torch.Tensor | None = None
     clip: torch.Tensor | None = None
     clamp: float | None = None
+    then: tuple[Transform, ...] = ()
     share: float = 1.0
 
     @property
     def is_identity(self) -> bool:
-        return self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
+        alone = self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
+        return alone and all(each.is_identity for each in self.then)
 
     @property
     def factor(self) -> float:
         """All factors in one; a device's are waited for."""
-        return self.share * _value(self.unscale) * _value(self.clip)
+        later = math.prod(each.factor for each in self.then)
+        return self.share * _value(self.unscale) * _value(self.clip) * later
 
     def apply_(self, gradient: torch.Tensor) -> None:
         """Transform `gradient` in place."""
@@ -56,6 +61,8 @@ class Transform:
                 gradient.mul_(factor.to(gradient.device))
         if self.clamp is not None:
             gradient.clamp_(min=-self.clamp, max=self.clamp)
+        for each in self.then:
+            each.apply_(gradient)
         if self.share != 1.0:
             gradient.mul_(self.share)
 
@@ -235,8 +242,8 @@ def add_(ours: GradientSource, our: Transform, theirs: GradientSource, their: Tr
         factors = our.factor, their.factor
         whole = sum(factors)
         for mine, other in pairs:
-            _clamp_scaled_(mine, our.clamp, factors[0])
-            _clamp_scaled_(other, their.clamp, factors[1])
+            _clamp_scaled_(mine, our)
+            _clamp_scaled_(other, their)
             mine.lerp_(other, factors[1] / whole if whole else 0.5)
         return Transform(unscale=torch.tensor(whole, dtype=torch.float32))
     for mine, other in pairs:
@@ -246,10 +253,13 @@ def add_(ours: GradientSource, our: Transform, theirs: GradientSource, their: Tr
     return NO_TRANSFORM
 
 
-def _clamp_scaled_(gradient: torch.Tensor, bound: float | None, factor: float) -> None:
-    """Clamp a gradient that is still to be multiplied by `factor` where it will exceed `bound` then."""
-    if bound is not None and bound < factor * torch.finfo(gradient.dtype).max:
-        gradient.clamp_(min=-bound / factor, max=bound / factor)
+def _clamp_scaled_(gradient: torch.Tensor, how: Transform) -> None:
+    """Clamp a gradient that is still to be multiplied by the factors where it will exceed a bound then."""
+    factor = 1.0
+    for each in (dataclasses.replace(how, then=()), *how.then):
+        factor *= each.factor
+        if each.clamp is not None and each.clamp < factor * torch.finfo(gradient.dtype).max:
+            gradient.clamp_(min=-each.clamp / factor, max=each.clamp / factor)
 
 
 def _zero_gaps(target: torch.Tensor, run: Run) -> None:

@@ -1,6 +1,6 @@
 """What is asked of the updater, and what it has in hand: jobs, their columns, chunks, and the handle of a job.
 
-Facts and their bookkeeping only; pipeline.py alone changes them.
+Facts and their bookkeeping only; planning/chunks.py decides what becomes of them, pipeline.py does it.
 I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
     address it where it lives.
 I2: a chunk is the same stretch of all columns; it starts at a multiple of the updater's `chunk_numel`.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.planning import chunks
 from lightning_ptm.planning.homes import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
@@ -123,12 +124,9 @@ class Column:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Chunk:
+class Chunk(chunks.Chunk[FlatStates]):
     """A stretch of a flat's shard on its way: buffers and transfers by column role (elements)."""
 
-    states: FlatStates
-    start: int
-    numel: int
     buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
     reads: dict[str, Transfer] = dataclasses.field(default_factory=dict)
     writes: dict[str, Transfer] = dataclasses.field(default_factory=dict)
@@ -188,7 +186,7 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
             )
 
 
-class Progress:
+class JobUnderWay(chunks.Job[FlatStates, Chunk]):
     """A submitted job on its way through the updater."""
 
     def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
@@ -206,33 +204,19 @@ class Progress:
 
         starts = range(0, flat.shard_numel, chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.
-        self.waiting = [
+        updated = [
             start
-            for start in reversed(starts)
+            for start in starts
             if job.fresh_target or job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
         ]
-        """Starts of the chunks that were not begun, the first last."""
-        self.active: list[Chunk] = []
-        """Chunks whose reads were issued, in order of issue."""
+        super().__init__(job.states, flat.shard_numel, chunk_numel, updated, streams=bool(self.staged))
         self.landing: list[Transfer] = []
         """Writes of compute parameters in flight."""
         self.submitted: Mark | None = None
         """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
-        self.predecessor: Progress | None = None
-        """The job before this one on the same master states, until it is computed."""
         self._scalars: list[dict[tuple[int, int], ScalarState]] = []
         self.merged: Mapping[int, MergedStep] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
-
-    @property
-    def computed(self) -> bool:
-        return not self.waiting and not self.active
-
-    def may_start(self) -> bool:
-        """True when no earlier job on the same states has arithmetic left."""
-        if self.predecessor is not None and self.predecessor.computed:
-            self.predecessor = None
-        return self.predecessor is None
 
     def has_gradient(self) -> bool:
         return all(pending.done() for pending in self.job.after)
@@ -244,25 +228,24 @@ class Progress:
             like: has the dtype and device of the parameters that are updated.
         """
         if not self._scalars:
-            states, shadow = self.job.states, self.job.shadow
-            before = {
-                states.clock(index): states.scalars(index)
-                for index, group in enumerate(states.groups)
-                if group is not None and self.present[index]
-            }
+            shadow, before = self.job.shadow, self._clocks()
             for hyper in self.job.steps:
                 after = {clock: shadow.advance(hyper, clock[0], known, like) for clock, known in before.items()}
                 self._scalars.append(after)
                 before = dict(after)
         return self._scalars
 
-    def _merge(self) -> dict[int, MergedStep]:
-        states, steps = self.job.states, self.job.steps
-        clocks = {
+    def _clocks(self) -> dict[tuple[int, int], ScalarState | None]:
+        """Scalars before the job, by the clocks of parameters with a gradient."""
+        states = self.job.states
+        return {
             states.clock(index): states.scalars(index)
             for index, group in enumerate(states.groups)
             if group is not None and self.present[index]
         }
+
+    def _merge(self) -> dict[int, MergedStep]:
+        states, steps, clocks = self.job.states, self.job.steps, self._clocks()
         if len({group for group, _ in clocks}) < len(clocks):
             return {}  # parameters of one group have had different numbers of steps
         found: dict[int, MergedStep] = {}

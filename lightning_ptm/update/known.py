@@ -67,6 +67,12 @@ def is_known(optimizer: Optimizer, dtype: torch.dtype) -> bool:
     return type(optimizer) in _SLOTS and dtype.itemsize >= 4
 
 
+def has_wrong_kernel(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel for the dtype computes something else than its other kernels do (see `is_known`)."""
+    fused = (group for group in optimizer.param_groups if group.get("fused") and group.get("momentum"))
+    return type(optimizer) is optim.SGD and dtype.itemsize < 4 and any(fused)
+
+
 def known_group(optimizer: Optimizer, values: _Values, dtype: torch.dtype, *, may_fuse: bool) -> GroupTraits:
     """What one of torch's own classes keeps for a parameter of a group with these hyper-parameters."""
     cls = type(optimizer)

@@ -7,13 +7,14 @@ does not depend on where the shards were cut beyond the last bits of float64.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from lightning_ptm.update.gradient import GradientReader, Transform
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientReader, Transform
 from lightning_ptm.update.states import FlatStates, Run, Segment
 
 _PIECE_NUMEL = 1 << 20
@@ -28,6 +29,7 @@ def parameter_norms(
     norm_type: float = 2.0,
     dtype: torch.dtype = torch.float32,
     unscale: torch.Tensor | None = None,
+    clipped: Transform = NO_TRANSFORM,
 ) -> list[torch.Tensor]:
     """One 0-dim norm for each parameter with a gradient, in flat order; world size 1 only.
 
@@ -38,10 +40,11 @@ def parameter_norms(
         norm_type: p of the p-norm, `inf` included.
         dtype: dtype that the optimizer gets gradients in; the norm is taken of the gradient cast to it.
         unscale: 0-dim factor applied first (1 / loss scale).
+        clipped: applied next; the clips of this step so far.
 
     Temporary memory: one parameter's gradient in `dtype`, when a cast or a factor is needed.
     """
-    caster = _Caster(dtype, unscale)
+    caster = _Caster(dtype, dataclasses.replace(clipped, unscale=unscale))
     norms: list[torch.Tensor] = []
     for segment in states.segments:
         if present[segment.parameter] and states.groups[segment.parameter] is not None:
@@ -71,12 +74,13 @@ def shard_power(
     norm_type: float = 2.0,
     dtype: torch.dtype = torch.float32,
     unscale: torch.Tensor | None = None,
+    clipped: Transform = NO_TRANSFORM,
 ) -> torch.Tensor:
     """This shard's part of the global norm: sum of |g|^p (for `inf` the greatest |g|), 0-dim float64.
 
     Ranks add these up (`inf`: take the greatest) and give the result to `norm_of_power`. Arguments as `parameter_norms`.
     """
-    caster = _Caster(dtype, unscale)
+    caster = _Caster(dtype, dataclasses.replace(clipped, unscale=unscale))
     total: torch.Tensor | None = None
     for segment in states.segments:
         if not present[segment.parameter] or states.groups[segment.parameter] is None:
@@ -114,9 +118,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 class _Caster:
     """Gradients as the optimizer would get them, without a copy where possible, else all in one buffer that grows."""
 
-    def __init__(self, dtype: torch.dtype, unscale: torch.Tensor | None) -> None:
+    def __init__(self, dtype: torch.dtype, transform: Transform) -> None:
         self._dtype = dtype
-        self._transform = Transform(unscale=unscale)
+        self._transform = transform
 
         self._buffer = torch.empty(0, dtype=dtype)
 

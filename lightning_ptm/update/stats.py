@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 
-class Stall(enum.Enum):
+class Wait(enum.Enum):
     """What an update waited for."""
 
     READ = "read"
@@ -28,13 +28,7 @@ class UpdateStats:
     gradient_stall_s: float = 0.0
     save_stall_s: float = 0.0
 
-    def add_stall(self, cause: Stall, seconds: float) -> None:
+    def add_stall(self, cause: Wait, seconds: float) -> None:
         """Count time waited."""
-        if cause is Stall.READ:
-            self.read_stall_s += seconds
-        elif cause is Stall.WRITE:
-            self.write_stall_s += seconds
-        elif cause is Stall.SAVE:
-            self.save_stall_s += seconds
-        else:
-            self.gradient_stall_s += seconds
+        name = f"{cause.value}_stall_s"
+        setattr(self, name, getattr(self, name) + seconds)

@@ -3,7 +3,8 @@
 A private copy of the user's optimizer is run on a few numbers the way the user would run it (`run_whole`: parameters of the
 user's kinds of shapes, all groups, one object, a closure) and the way pages are updated (`run_in_pieces`: 1-D stretches of
 them, shorter and longer, several to a call, by a Shadow), and every bit is compared. Nothing is taken from a list of names.
-`explain` then finds out which property an optimizer lacks, by trials in which only that property matters.
+What is tried is in specimens.py; candidate.py finds out which property an optimizer lacks, by trials in which only that
+property matters.
 
 Knows the user's optimizer as something to copy; writes into nothing of it (private.py). Draws from generators of its own.
 """
@@ -13,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import enum
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,77 +26,13 @@ from torch.optim import Optimizer
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.specimens import Gradient, Specimen, Trial
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
 _CUTS = (0, 64, 448, 512, 960)
 _LONG_NUMEL = 20_480
 """Of a stretch that stands for several parameters in a row: some classes keep other states from 4096 elements on."""
-_LOUD_LR = 0.05
-"""So that a rounding to 16 bit does not swallow what is looked for."""
 _LOSS = 0.75
-
-
-class Gradient(enum.Enum):
-    """What the gradient of a step is like."""
-
-    MIXED = "many magnitudes, a few zeros"
-    ORTHOGONAL = "orthogonal to the parameter, and to each of its rows"
-    PARALLEL = "parallel to the parameter"
-    LARGE = "a large norm"
-    TINY = "a tiny norm"
-    HOLES = "a page's part is all zeros"
-    BROKEN = "one inf, one NaN"
-
-
-USUAL = (
-    Gradient.MIXED,
-    Gradient.ORTHOGONAL,
-    Gradient.PARALLEL,
-    Gradient.LARGE,
-    Gradient.HOLES,
-    Gradient.TINY,
-    Gradient.MIXED,
-)
-LONG = (Gradient.MIXED,) * 24
-"""Long enough for what happens every few steps."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Specimen:
-    """A parameter of the trial: its group, its shape, and what the user has set on parameters of this kind."""
-
-    group: int
-    shape: tuple[int, ...]
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """What is tried: parameters, hyper-parameters by group, and the kind of gradient of each step.
-
-    `absent` holds pairs (step, parameter) without a gradient.
-    """
-
-    specimens: tuple[Specimen, ...]
-    groups: tuple[Mapping[str, Any], ...]
-    steps: tuple[Gradient, ...] = USUAL
-    absent: frozenset[tuple[int, int]] = frozenset()
-
-    def at_step(self, group: int, step: int) -> dict[str, Any]:
-        """A group's own hyper-parameters at a step: a schedule that is loud once and halves the learning rate later."""
-        lr = self.groups[group].get("lr")
-        if not isinstance(lr, float | int | torch.Tensor) or isinstance(lr, bool):
-            return {}
-        factor = 0.5 if step >= len(self.steps) // 2 else 1.0
-        value = float(lr) or 1e-3  # a warm-up begins with 0, which would hide everything
-        if step in (1, 4):
-            value = max(value, _LOUD_LR)
-        value *= factor
-        return {"lr": torch.full_like(lr, value) if isinstance(lr, torch.Tensor) else value}
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,13 +90,9 @@ def run_whole(
     found = Whole(trial)
     if replay is not None:
         found.slot_names = replay.slot_names
-    parameters = []
     for index, specimen in enumerate(trial.specimens):
-        value = _start(specimen, index, dtype, device) if replay is None else replay.starts[index]
-        found.starts.append(value)
-        parameter = torch.nn.Parameter(value.reshape(specimen.shape).clone())
-        parameter.__dict__.update(specimen.attributes)
-        parameters.append(parameter)
+        found.starts.append(_start(specimen, index, dtype, device) if replay is None else replay.starts[index])
+    parameters = _parameters(found)
     used = _run_object(private, initial, _groups(trial, parameters, 0))
     generator = torch.Generator().manual_seed(2023)
     state = _random_state()
@@ -200,12 +132,7 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
     """Whether `step` goes on with parameters that its groups held before its closure: groups that are emptied in there come
     too late for it."""
     private = PrivateOptimizer(optimizer)
-    parameters = [
-        torch.nn.Parameter(start.reshape(specimen.shape).clone())
-        for specimen, start in zip(whole.trial.specimens, whole.starts, strict=True)
-    ]
-    for parameter, specimen in zip(parameters, whole.trial.specimens, strict=True):
-        parameter.__dict__.update(specimen.attributes)
+    parameters = _parameters(whole)
     used = _run_object(private, initial, _groups(whole.trial, parameters, 0))
     for group in used.param_groups:
         group.update(whole.trial.at_step(0, 1))
@@ -221,6 +148,16 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
         undecorated_step(private.cls)(used, closure=closure)
     pairs = zip(parameters, whole.starts, strict=True)
     return not all(same_value(parameter.detach().flatten(), start.flatten()) for parameter, start in pairs)
+
+
+def _parameters(whole: Whole) -> list[torch.nn.Parameter]:
+    """A trial's, as they are at its start."""
+    parameters = []
+    for specimen, start in zip(whole.trial.specimens, whole.starts, strict=True):
+        parameter = torch.nn.Parameter(start.reshape(specimen.shape).clone())
+        parameter.__dict__.update(specimen.attributes)
+        parameters.append(parameter)
+    return parameters
 
 
 def _run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:

@@ -21,10 +21,10 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import CurrentStream, Stream
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
-from lightning_ptm.update.job import JobHandle, Progress, UpdateJob
+from lightning_ptm.update.job import JobHandle, JobUnderWay, UpdateJob
 from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
 from lightning_ptm.update.states import FlatStates
-from lightning_ptm.update.stats import Stall, UpdateStats
+from lightning_ptm.update.stats import UpdateStats, Wait
 from lightning_ptm.update.threads import use_cores
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Updater:
     @property
     def chunk_numel(self) -> int:
         """Elements that travel together."""
-        return self._pipeline.chunk_numel
+        return self._pipeline.policy.chunk_numel
 
     def take_staging(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
         """Take so many staging buffers, so that no job fails for want of pages in mid-run. Call before `run_in_thread`. They
@@ -118,9 +118,9 @@ class Updater:
         self._check()
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
-        progress = Progress(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
+        progress = JobUnderWay(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
         progress.submitted = self._backend.mark()
-        self._command(lambda: self._pipeline.enqueue(progress))
+        self._command(lambda: self._pipeline.policy.enqueue(progress))
         return handle
 
     def prefetch(self, order: Iterable[FlatStates]) -> None:
@@ -194,7 +194,7 @@ class Updater:
         Afterwards the pages are the truth and may be read, moved or written by others. Raises as `finish` does.
         """
         self._check()
-        self._command(self._pipeline.forget_ahead)
+        self._command(self._pipeline.policy.forget_ahead)
         if self._thread is not None:
             idle = threading.Event()
             self._command(lambda: self._when_idle(idle))
@@ -296,27 +296,24 @@ class Updater:
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
             self._backend.make_current()
             while not self._stopping.is_set():
-                self._take_commands()
+                while not self._commands.empty():
+                    self._commands.get()()
                 if not self._pipeline.advance_or_wait(None, self._wait_or_command):
                     self._commands.get()()
 
     def _wait_or_command(self, blocker: Blocker) -> None:
-        if blocker.cause is Stall.GRADIENT:
+        if blocker.cause is Wait.GRADIENT:
             # Only polled: a gradient that never comes must not keep `stop` from ending this thread.
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=_GRADIENT_WATCH_S)()
         else:
             self._pipeline.wait(blocker)
 
-    def _take_commands(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
-
     def _when_idle(self, idle: threading.Event) -> None:
         """Runs in the worker: finish all that is in hand, as drain does."""
 
         def wait(blocker: Blocker) -> None:
-            if blocker.cause is Stall.GRADIENT:
+            if blocker.cause is Wait.GRADIENT:
                 self._stopping.wait(_GRADIENT_WATCH_S)
             else:
                 self._pipeline.wait(blocker)

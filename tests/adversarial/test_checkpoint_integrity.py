@@ -24,8 +24,9 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.sharded import load
-from lightning_ptm.storage import folder as folders
-from lightning_ptm.storage.folder import INDEX, LIGHTNING, PARTIAL, Draft, link, read_index, remove_stale
+from lightning_ptm.storage import index as folders
+from lightning_ptm.storage.folder import Draft, link, remove_stale
+from lightning_ptm.storage.index import INDEX, LIGHTNING, PARTIAL, read_index
 from lightning_ptm.storage.tensors import lay_out, read_layout
 
 WIDTH = 66

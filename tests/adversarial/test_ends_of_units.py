@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Twin, assert_alike, quietly, trainer, vectors
+from twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, twins, vectors
+
+from lightning_ptm.errors import UsageError
 
 
 class Late(nn.Module):
@@ -55,6 +57,48 @@ class InObjects(Late):
         return Plain(super().forward(x.inside[0].value))
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class InClosures(Late):
+    def forward(self, x: Callable[[], Tensor]) -> Callable[[], Tensor]:  # type: ignore[override]
+        output = super().forward(x())
+        return lambda: output
+
+
+class InSlots(Late):
+    def forward(self, x: Slotted) -> Tensor:  # type: ignore[override]
+        return super().forward(x.value)
+
+
+class InAttributes(Late):
+    def forward(self, x: None) -> Tensor:  # type: ignore[override]
+        return super().forward(self.side)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(eq=False)
+class Cyclic:
+    value: Tensor
+    itself: Any = None
+
+    def __post_init__(self) -> None:
+        self.itself = self
+
+
+class InCycles(Late):
+    def forward(self, x: Cyclic) -> Cyclic:  # type: ignore[override]
+        return Cyclic(super().forward(x.value))
+
+
+class CheckpointsInside(Late):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
 class Program(Twin):
     """`kind` of block; a subclass says how a step goes through them."""
 
@@ -86,6 +130,47 @@ class Objects(Program):
 
     def call(self, block: Any, value: Tensor) -> Tensor:
         return block(Plain(value)).inside[0].value  # type: ignore[no-any-return]
+
+
+class Closures(Program):
+    kind = InClosures
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return block(lambda: value)()  # type: ignore[no-any-return]
+
+
+class Slots(Program):
+    kind = InSlots
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return block(Slotted(value))  # type: ignore[no-any-return]
+
+
+class Attributes(Program):
+    kind = InAttributes
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        block.side = value
+        return block(None)  # type: ignore[no-any-return]
+
+
+class Cycles(Program):
+    kind = InCycles
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return block(Cyclic(value)).value  # type: ignore[no-any-return]
+
+
+class RegionsInside(Program):
+    kind = CheckpointsInside
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return block(value).tanh()  # type: ignore[no-any-return]
+
+
+class Mapped(Program):
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return torch.vmap(lambda row: block(row).view(-1))(value[:, None]).tanh()  # type: ignore[no-any-return]
 
 
 class ByHand(Program):
@@ -162,7 +247,46 @@ class ThreeRegions(ByHand):
         self.manual_backward(loss)
 
 
-KINDS: list[Callable[[], LightningModule]] = [Program, Adapters, Objects, Survives, SurvivesRaw, Attacked, ThreeRegions]
+class AddedUp(ByHand):
+    """Passes that add up, each with several gradients of a weight: of regions of a reentrant checkpoint and beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for index in range(3):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+            x = checkpoint(self._scaled, x, use_reentrant=True)
+            x = checkpoint(self.blocks[1], self.blocks[1](x) if index else x, use_reentrant=True)
+        return self.head(x * self.scale)  # type: ignore[no-any-return]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.scale)
+
+    def passes(self, batch: Tensor) -> None:
+        for part in (batch, batch.flip(0) / 3, batch / 7):
+            self.manual_backward(self.loss_of(part))
+
+
+class AddedUpRaw(AddedUp):
+    def passes(self, batch: Tensor) -> None:
+        for part in (batch, batch.flip(0) / 3, batch / 7):
+            self.loss_of(part).backward()
+
+
+class BackwardFirst(Twin):
+    """A pass of the step's own, which adds to what the last step has used, until Lightning forgets both."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+KINDS: list[Callable[[], LightningModule]] = [Program, Adapters, Survives, SurvivesRaw, Attacked, ThreeRegions]
+KINDS += [Objects, Closures, Slots, Attributes, Cycles, RegionsInside, Mapped, AddedUp, AddedUpRaw, BackwardFirst]
 
 
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
@@ -177,3 +301,22 @@ def test_as_one_device(kind: type[Twin], recompute: str, home: str, strategy_at:
         return module
 
     assert_alike(trained(strategy_at(home, recompute=recompute)), trained(None))
+
+
+class UsedUp(Late):
+    def forward(self, x: Iterator[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(next(x))
+
+
+class Iterators(Program):
+    kind = UsedUp
+
+    def call(self, block: Any, value: Tensor) -> Tensor:
+        return block(iter([value]))  # type: ignore[no-any-return]
+
+
+def test_an_iterator_cannot_be_recomputed_from(strategy_at: MakeStrategy) -> None:
+    """Lightning's loop would take the StopIteration for the end of the epoch."""
+    twins(Iterators, strategy_at("all_on_disk"))
+    with pytest.raises(UsageError, match="an iterator or a counter"):
+        trained(Iterators, strategy_at("all_on_disk", recompute="all"))

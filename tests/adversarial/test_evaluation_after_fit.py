@@ -104,6 +104,23 @@ def test_another_fit_behind_an_evaluation_goes_on(how: str, strategy_at: MakeStr
     assert_alike(*modules)
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
+def test_an_evaluation_leaves_weights_in_the_precision_of_the_run(
+    precision: str, home: str, how: str, strategy_at: MakeStrategy
+) -> None:
+    modules = []
+    for strategy in (strategy_at(home), None):
+        with quietly():
+            torch.manual_seed(0)
+            module = Evaluated()
+            evaluate(trainer(strategy, precision=precision), module, how)
+            module.losses.clear()  # of 16-bit products, which may be computed in another way
+            modules.append(module)
+    assert_alike(*modules)
+
+
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 def test_an_evaluation_of_the_best_checkpoint_and_another_fit_from_it(
     home: str, strategy_at: MakeStrategy, tmp_path: Path

@@ -84,6 +84,6 @@ def test_what_is_not_installed_is_missing_as_ever(monkeypatch: pytest.MonkeyPatc
 
 def test_registering_twice_changes_nothing() -> None:
     watching = list(sys.meta_path)
-    lightning_ptm.strategy.register()
+    lightning_ptm.trainer.strategy.register()
     assert sys.meta_path == watching
     assert strategies.StrategyRegistry.get("angel_ptm_disk").settings.master_home == "disk"

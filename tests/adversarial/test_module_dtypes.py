@@ -198,3 +198,21 @@ def test_init_module_has_it_too(strategy_at: MakeStrategy) -> None:
         with quietly(), trainer(strategy, precision="bf16-true").init_module():
             dtypes.append(nn.Linear(2, 2).weight.dtype)
     assert dtypes == [torch.bfloat16] * 2
+
+
+class Copies(Twin):
+    """Keeps copies of its weights from when its optimizer is made, as averages of weights do."""
+
+    def configure_optimizers(self) -> Any:
+        self.first = [parameter.detach().clone() for parameter in self.parameters()]
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
+def test_optimizers_are_made_for_converted_weights(precision: str, home: str, strategy_at: MakeStrategy) -> None:
+    ours, plain = (
+        trained(Copies, strategy, precision=precision, limit_train_batches=1) for strategy in (strategy_at(home), None)
+    )
+    for got, value in zip(ours.first, plain.first, strict=True):
+        assert got.dtype is value.dtype and torch.equal(got, value)

@@ -193,7 +193,7 @@ def test_a_run_in_the_browser(strategy_at, board_trainer, model, data, browser, 
 
         show(browser, address, "text")
         text_with(browser, "pages/plan", "pages/states", "pages/settings", "pages/trace")
-        text_with(browser, "fetch blocks.0", "update blocks.2", "root", "MB in use", "max_staleness", "cpu_time, s")
+        text_with(browser, "fetch blocks.0", "release blocks.2", "root", "MB in use", "max_staleness", "cpu_time, s")
 
         show(browser, address, "hparams")
         text = text_with(browser, "strategy/page_size", "activation", "gelu", "depth", "a_run", "speed/tokens_per_s")

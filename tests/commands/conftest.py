@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.storage.folder import LIGHTNING, Index, Seal, StateFile, write_ranges
+from lightning_ptm.storage.index import LIGHTNING, Index, Seal, StateFile, write_ranges
 from lightning_ptm.storage.tensors import lay_out
 from lightning_ptm.storage.writer import RangeWriter
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_ptm.cli import main
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.storage import archive, checked, huggingface
-from lightning_ptm.storage.folder import PARTIAL, read_index
+from lightning_ptm.storage.index import PARTIAL, read_index
 from lightning_ptm.storage.source import Source
 from lightning_ptm.storage.tensors import read_layout
 from lightning_ptm.storage.writer import SaveOps

@@ -157,7 +157,7 @@ class Watching(GPT):
         strategy: Any = self.trainer.strategy
         self.ram_bytes = sum(room.bytes for room in strategy.tier_rooms() if room.tier != "disk")
         self.beside = len(strategy.engine.values._originals)
-        self.misses = strategy.engine.executor.fetch_misses
+        self.misses = strategy.engine.executor.fetching.misses
         return super().forward(tokens)
 
 

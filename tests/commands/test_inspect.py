@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_ptm.cli import main
-from lightning_ptm.storage.folder import INDEX, read_index
+from lightning_ptm.storage.index import INDEX, read_index
 
 
 def inspect(capsys: pytest.CaptureFixture[str], checkpoint: Path, *options: str) -> str:

@@ -13,11 +13,11 @@ import torch
 from planned_runs import LIMITS, NEAR, make_trainer, planned
 
 from lightning_ptm.data import TextBytes
-from lightning_ptm.forecasting.prediction import Forecast
+from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS
 from lightning_ptm.trainer.half_products import products_here
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
@@ -58,14 +58,14 @@ class Measured(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.pages = {tier.name.lower(): engine.allocator.peak_bytes(tier) for tier in Tier}
-        self.misses.append(engine.executor.fetch_misses)
+        self.pages = {tier.name.lower(): engine.allocator.peak_bytes(tier) for tier in TIERS}
+        self.misses.append(engine.executor.fetching.misses)
         trace = trainer.strategy.last_trace()  # type: ignore[attr-defined]
         if trace is not None and not self.beside:
             self.beside = trace.non_model_peak_bytes - self._before
 
 
-def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Forecast, Measured]:
+def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Prediction, Measured]:
     """The forecast of a run, and what it measured."""
     options = {name: given[name] for name in OF_TRAINER if name in given}
     settings = {**LIMITS, "disk_path": str(folder)}

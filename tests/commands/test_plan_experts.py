@@ -16,7 +16,7 @@ from lightning_ptm.cli import main
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.commands.report import render
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.prediction import Forecast
+from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.planning import Link, Plan
@@ -36,7 +36,7 @@ def planned(
     machine: dict[str, Any] | None = None,
     class_path: str = "lightning_ptm.models.T5MoE",
     **options: Any,
-) -> tuple[Forecast, Blueprint]:
+) -> tuple[Prediction, Blueprint]:
     """On nodes of four devices, each with 64 MiB and a quarter of 1 GiB of RAM."""
     settings = {"page_size": "64KiB", "units": ["Block", "Expert"], "expert_parallel_size": 4} | (strategy or {})
     sizes = {
@@ -78,7 +78,7 @@ def planned(
     return forecast(folder / "config.yaml", str(folder / "machine.yaml"), nodes, **options)
 
 
-def moved(found: Forecast, link: Link) -> int:
+def moved(found: Prediction, link: Link) -> int:
     assert found.timing is not None
     return next(use.bytes for use in found.timing.links if use.link is link)
 
@@ -87,7 +87,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_its_share_of_the_rest(tmp_path
     whole, _ = planned(tmp_path, {"expert_parallel_size": 1})
     found, drawn = planned(tmp_path)
     assert found.numel == whole.numel and found.ranks == 8
-    held = [unit for unit in drawn.by_need if unit not in drawn.absent]
+    held = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
     assert len(held) == 2 * EXPERTS // 4
     # Two ranks hold each of them, and half of its bytes.
     of_experts = len(held) * EXPERT_NUMEL * 2 // 2
@@ -134,7 +134,7 @@ def tasks_of(plan: Plan, unit: int) -> list[Operation]:
     return [task.operation for task in plan.tasks if task.unit == unit and task.kind is not Kind.PARAMETER]
 
 
-def replayed(found: Forecast, drawn: Blueprint) -> Plan:
+def replayed(found: Prediction, drawn: Blueprint) -> Plan:
     return occupied(drawn, found.plan, drawn.trace).plan
 
 
@@ -144,7 +144,7 @@ def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_p
     assert all(tick.unit not in drawn.by_need for tick in drawn.planned(drawn.trace).ticks)
     order = [Operation.FETCH, Operation.COMPUTE, Operation.COMPUTE]
     end = [Operation.RELEASE, Operation.OFFLOAD, Operation.UPDATE]
-    held = [unit for unit in drawn.by_need if unit not in drawn.absent]
+    held = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
     plan = replayed(found, drawn)
     assert plan.tick_count == len(drawn.trace.ticks)
     for unit in held:
@@ -152,7 +152,9 @@ def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_p
     # What the run makes of a device that holds few: fetched again for the backward.
     narrow, drawn = planned(tmp_path, away | {"expert_parallel_size": 2, "device_memory": "1MiB"}, nodes=1)
     plan = replayed(narrow, drawn)
-    again = [tasks_of(plan, unit).count(Operation.GATHER) for unit in drawn.by_need if unit not in drawn.absent]
+    again = [
+        tasks_of(plan, unit).count(Operation.GATHER) for unit in drawn.by_need if unit not in drawn.layout.elsewhere
+    ]
     assert 2 in again
     assert max(narrow.page_ticks) <= 1 << 20
     backward = [tick.phase for tick in drawn.trace.ticks].index(Phase.BACKWARD)

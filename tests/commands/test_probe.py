@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands import hardware as hardware
 from lightning_ptm.commands import probe
+from lightning_ptm.commands.compute_rates import Effort
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting import hardware
 
-TINY = probe.Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0, steps=2)
+TINY = Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0, steps=2)
 
 
 @pytest.fixture

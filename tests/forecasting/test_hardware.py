@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_ptm.commands.estimate import Work
-from lightning_ptm.commands.hardware import FIELDS, find, installed, read
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.hardware import FIELDS, find, installed, read
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.terms import TIERS
 
 PAGE = 64 * 1024
 MakeAllocator = Callable[..., Allocator]
@@ -37,9 +38,7 @@ def make_allocator(tmp_path: Path) -> Iterator[MakeAllocator]:
         allocator = Allocator(
             page_size=PAGE,
             backend=CpuBackend(),
-            device_bytes=pages * PAGE,
-            host_bytes=pages * PAGE,
-            disk_bytes=pages * PAGE,
+            sizes=dict.fromkeys(TIERS, pages * PAGE),
             disk_paths=folders,
             poison=poison,
             io_threads_per_path=threads,

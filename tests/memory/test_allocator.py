@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError, UsageError
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.terms import BLOCK_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
 from .conftest import PAGE, MakeAllocator
 from .files import CountedFiles, HandDrivenFiles
 
 FLOATS_PER_PAGE = PAGE // 4
 BLOCK_FLOATS = 1024
-EVERY_LINK = list(itertools.product(Tier, Tier))
+TAPE = dataclasses.replace(Tier.DISK, name="TAPE")
+EVERY_LINK = list(itertools.product(TIERS, TIERS))
 
 
 def filled(allocator: Allocator, name: str, values: torch.Tensor, tier: Tier) -> PagedTensor:
@@ -93,7 +96,7 @@ def test_too_large_is_refused_with_the_setting_to_raise(make_allocator: MakeAllo
 
 def test_empty_tensor_takes_no_page(make_allocator: MakeAllocator) -> None:
     allocator = make_allocator()
-    for tier in Tier:
+    for tier in TIERS:
         tensor = allocator.allocate("nothing", 0, torch.float32, tier)
         assert allocator.free_bytes(tier) == allocator.capacity_bytes(tier)
         allocator.copy(tensor, tensor).wait()
@@ -120,7 +123,7 @@ def test_scattered_tensor_has_no_view_until_merged(make_allocator: MakeAllocator
     assert torch.equal(tensor.tensor(), values)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_merge_keeps_the_values(make_allocator: MakeAllocator, tier: Tier) -> None:
     allocator = make_allocator(pages=16)
     small = [allocator.allocate(f"page {index}", 1, torch.float32, tier) for index in range(12)]
@@ -143,7 +146,7 @@ def test_merge_keeps_the_values(make_allocator: MakeAllocator, tier: Tier) -> No
 # Shared tails: the paper's rule of two tensors in a page.
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_shared_tail_begins_where_the_last_one_ended(make_allocator: MakeAllocator, tier: Tier) -> None:
     allocator = make_allocator(pages=8)
     first = allocator.allocate("a", FLOATS_PER_PAGE + 10, torch.float32, tier, shared_tail=True)
@@ -235,7 +238,7 @@ def test_ragged_range_changes_nothing_else(
     assert torch.equal(read(allocator, source), values)
 
 
-@pytest.mark.parametrize("other", list(Tier))
+@pytest.mark.parametrize("other", TIERS, ids=str)
 def test_scattered_pages_are_copied_both_ways(make_allocator: MakeAllocator, other: Tier) -> None:
     allocator = make_allocator(pages=16, paths=2)
     scatter(allocator, Tier.HOST, 4)
@@ -395,7 +398,7 @@ def test_moving_tensor_cannot_be_used(on_hold: Held) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_released_bytes_are_nan(make_allocator: MakeAllocator, tier: Tier, dtype: torch.dtype) -> None:
     allocator = make_allocator()
     tensor = filled(allocator, "x", torch.ones(1000, dtype=dtype), tier)
@@ -473,24 +476,36 @@ def test_copy_within_a_tensor_must_not_overlap_itself(make_allocator: MakeAlloca
     [
         ({"page_size": 100_000}, "multiple of 4096"),
         ({"page_size": 32768}, "at least 65536"),
-        ({"host_bytes": 1000}, "host tier has 1000 bytes.*raise host_memory"),
-        ({"device_bytes": -1}, "raise device_memory"),
-        ({"disk_bytes": PAGE}, "no disk_path"),
+        ({"sizes": {Tier.HOST: 1000}}, "host tier has 1000 bytes.*raise host_memory"),
+        ({"sizes": {Tier.DEVICE: -1}}, "raise device_memory"),
+        ({"sizes": {Tier.DISK: PAGE}}, "no disk_path"),
+        ({"sizes": {Tier.DISK: PAGE, TAPE: PAGE}, "disk_paths": [Path()]}, "disk and tape tiers have no addresses"),
     ],
 )
-def test_impossible_settings_are_refused(changes: dict[str, int], message: str) -> None:
-    arguments = {"page_size": PAGE, "device_bytes": PAGE, "host_bytes": 0, "disk_bytes": 0} | changes
+def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"page_size": PAGE, "sizes": {Tier.DEVICE: PAGE}} | changes
     with pytest.raises(ConfigError, match=message):
-        Allocator(backend=CpuBackend(), **arguments)  # type: ignore[arg-type]
+        Allocator(backend=CpuBackend(), **arguments)
 
 
 def test_tier_of_no_bytes_is_empty() -> None:
-    with Allocator(
-        page_size=PAGE, backend=CpuBackend(), device_bytes=2 * PAGE + 5, host_bytes=0, disk_bytes=0
-    ) as allocator:
+    with Allocator(page_size=PAGE, backend=CpuBackend(), sizes={Tier.DEVICE: 2 * PAGE + 5}) as allocator:
         assert allocator.capacity_bytes(Tier.DEVICE) == 2 * PAGE
         with pytest.raises(CapacityError, match="host_memory"):
             allocator.allocate("x", 1, torch.float32, Tier.HOST)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_tensors_without_elements_go_to_and_from_tiers_without_bytes(tier: Tier) -> None:
+    with Allocator(page_size=PAGE, backend=CpuBackend(), sizes={Tier.DEVICE: PAGE}, poison=True) as allocator:
+        here = allocator.allocate("here", 0, torch.float32, Tier.DEVICE)
+        there = allocator.allocate("there", 0, torch.float32, tier)
+        for source, target in ((here, there), (there, here), (there, there)):
+            allocator.copy(source, target).wait()
+        allocator.move(here, tier).wait()
+        assert here.tier is tier and allocator.free_bytes(Tier.DEVICE) == PAGE
+        allocator.merge(here)
+        allocator.release(here)
 
 
 # Closing.
@@ -549,9 +564,7 @@ class AllocatorAgainstTensors(RuleBasedStateMachine):
         self.allocator = Allocator(
             page_size=PAGE,
             backend=CpuBackend(),
-            device_bytes=self.PAGES * PAGE,
-            host_bytes=self.PAGES * PAGE,
-            disk_bytes=self.PAGES * PAGE,
+            sizes=dict.fromkeys(TIERS, self.PAGES * PAGE),
             disk_paths=[Path(self.folder.name)] * 2,
             poison=True,
         )
@@ -563,7 +576,7 @@ class AllocatorAgainstTensors(RuleBasedStateMachine):
         if hasattr(self, "allocator"):
             for tensor in self.allocator.live_tensors():
                 self.allocator.release(tensor)
-            for tier in Tier:
+            for tier in TIERS:
                 assert self.allocator.free_bytes(tier) == self.allocator.capacity_bytes(tier), "a page leaked"
             self.allocator.close()
             self.folder.cleanup()
@@ -571,7 +584,7 @@ class AllocatorAgainstTensors(RuleBasedStateMachine):
     def pick(self, index: int) -> int:
         return index % len(self.live)
 
-    @rule(numel=st.integers(1, 3 * FLOATS_PER_PAGE), tier=st.sampled_from(Tier), shared_tail=st.booleans())
+    @rule(numel=st.integers(1, 3 * FLOATS_PER_PAGE), tier=st.sampled_from(TIERS), shared_tail=st.booleans())
     def allocate(self, numel: int, tier: Tier, shared_tail: bool) -> None:
         try:
             tensor = self.allocator.allocate("x", numel, torch.float32, tier, shared_tail=shared_tail)
@@ -608,7 +621,7 @@ class AllocatorAgainstTensors(RuleBasedStateMachine):
         target_values[target_start : target_start + numel] = source_values[source_start : source_start + numel]
 
     @precondition(lambda self: self.live)
-    @rule(index=st.integers(0, 99), tier=st.sampled_from(Tier))
+    @rule(index=st.integers(0, 99), tier=st.sampled_from(TIERS))
     def move(self, index: int, tier: Tier) -> None:
         tensor, _ = self.live[self.pick(index)]
         before = tensor.tier

@@ -91,9 +91,7 @@ def test_refused_disk_leaves_no_thread_or_file(tmp_path: Path) -> None:
         Allocator(
             page_size=PAGE,
             backend=CpuBackend(),
-            device_bytes=PAGE,
-            host_bytes=0,
-            disk_bytes=PAGE,
+            sizes={Tier.DEVICE: PAGE, Tier.DISK: PAGE},
             disk_paths=[tmp_path / "nowhere"],
         )
     assert set(os.listdir("/proc/self/fd")) <= before

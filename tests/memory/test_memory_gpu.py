@@ -12,7 +12,7 @@ import torch
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import backend_of
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS, Tier
 
 from .conftest import PAGE
 
@@ -24,9 +24,7 @@ def allocator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Alloca
     with Allocator(
         page_size=PAGE,
         backend=backend_of("cuda:0"),
-        device_bytes=32 * PAGE,
-        host_bytes=32 * PAGE,
-        disk_bytes=32 * PAGE,
+        sizes=dict.fromkeys(TIERS, 32 * PAGE),
         disk_paths=[tmp_path],
         pin_host=request.param,
         poison=True,
@@ -41,7 +39,7 @@ def filled(allocator: Allocator, values: torch.Tensor, tier: Tier) -> PagedTenso
     return tensor
 
 
-@pytest.mark.parametrize(("source_tier", "target_tier"), list(itertools.product(Tier, Tier)))
+@pytest.mark.parametrize(("source_tier", "target_tier"), list(itertools.product(TIERS, TIERS)))
 @pytest.mark.parametrize("numel", [7, 3 * PAGE // 4 + 77])
 def test_copy_over_every_link(allocator: Allocator, source_tier: Tier, target_tier: Tier, numel: int) -> None:
     values = torch.randn(numel)
@@ -94,4 +92,4 @@ def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
 
 def test_device_without_room_says_what_to_lower() -> None:
     with pytest.raises(CapacityError, match="lower device_memory"):
-        Allocator(page_size=PAGE, backend=backend_of("cuda:0"), device_bytes=1 << 50, host_bytes=0, disk_bytes=0)
+        Allocator(page_size=PAGE, backend=backend_of("cuda:0"), sizes={Tier.DEVICE: 1 << 50})

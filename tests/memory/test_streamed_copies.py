@@ -11,13 +11,13 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.copier import Copier
-from lightning_ptm.memory.copies import CopyRange, Machine
+from lightning_ptm.memory.copies import CopyMachine, CopyRange
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Transfer
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS, Tier
 
 from .conftest import PAGE
 
@@ -68,10 +68,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.to_device, self.to_host, self.within = HandStream(), HandStream(), HandStream()
-        self.ledgers = {tier: TierLedger(tier, 4, PAGE) for tier in Tier}
+        self.ledgers = {tier: TierLedger(tier, 4, PAGE) for tier in TIERS}
         regions = {tier: HostRegion(4 * PAGE) for tier in (Tier.DEVICE, Tier.HOST)}
         streams = CopyStreams(self.to_device, self.to_host, self.within, self.within)
-        self.machine = Machine(PAGE, regions, None, streams, apart=True)
+        self.machine = CopyMachine(PAGE, regions, None, streams, apart=True)
         self.lock = threading.RLock()
         self.copier = Copier(self.machine, None, self.ledgers, self.lock)
         self.ids = 0

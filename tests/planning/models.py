@@ -21,11 +21,14 @@ from lightning_ptm.planning import (
     schedule,
     sequential_trace,
 )
-from lightning_ptm.planning.plan import ISSUE_ORDER
-from lightning_ptm.terms import Phase
+from lightning_ptm.planning.gradients import gradient_tasks
+from lightning_ptm.terms import Phase, Tier
 
 PAGE = 64 * 1024
 """Bytes of a page in these tests: the smallest that is allowed. It holds `PAGE // 2` elements of 16 bit."""
+
+BESIDE = replace(Tier.HOST, name="BESIDE", distance=1.5, setting="beside_memory", toward=Tier.HOST)
+"""A tier that the planner does not know: another memory, whose bytes pass through the host's, and where updates run."""
 
 
 def spec(name: str, *shape: int, dtype: str = "bfloat16", trainable: bool = True, group: int = 0) -> ParameterSpec:
@@ -134,17 +137,13 @@ def traces(draw: st.DrawFn, unit_count: int) -> Trace:
             live = {unit} | draw(st.sets(st.integers(0, unit_count - 1), max_size=2))
             live |= {0} if root_always else set()
             at = draw(st.sampled_from(Phase)) if mixed else phase
-            ticks.append(Tick(unit, at, tuple(sorted(live)), draw(st.integers(0, PAGE)), 0.01))
+            ticks.append(Tick(unit, at, tuple(sorted(live)), seconds=0.01))
     return Trace(tuple(ticks))
 
 
 def replanned(plan: Plan, tasks: Sequence[Task]) -> Plan:
-    """A plan with other tasks, sorted as the executor expects."""
-    order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
-    return Plan(
-        tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation]))),
-        plan.tick_count,
-    )
+    """A plan with other tasks, sorted as they are issued."""
+    return Plan((), plan.tick_count).beside(tasks)
 
 
 def two_micro_batches(layout: ModelLayout) -> Trace:
@@ -154,6 +153,6 @@ def two_micro_batches(layout: ModelLayout) -> Trace:
     return Trace((*forward, *forward[1:], *backward, *(replace(tick, passes=1) for tick in backward)))
 
 
-def plan_of(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
-    """The plan with updates in the backward pass."""
-    return schedule(layout, placement, trace, budget, update_in_backward=True)
+def done(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
+    """The plan, and what follows the gradients."""
+    return schedule(layout, placement, trace, budget).beside(gradient_tasks(layout, placement, trace))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
-from lightning_ptm.terms import BLOCK_BYTES, Tier
+from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
 PAGE = 16 * BLOCK_BYTES
 
@@ -43,7 +43,7 @@ def test_a_pool_is_the_sum_of_its_rows() -> None:
     assert found.pool_bytes(Tier.HOST) == 10 * PAGE  # with two pages of transit, and what sharing was feared to lose
     assert found.pool_bytes(Tier.DEVICE) == (3 + 2) * PAGE  # the room for gathered units is whole pages
     assert found.pool_bytes(Tier.DISK) == 0
-    for tier in Tier:
+    for tier in TIERS:
         assert sum(found.by_what(tier).values()) == found.pool_bytes(tier)
     assert found.by_what(Tier.HOST) == {What.STATES: 3 * PAGE, What.TRANSIT: 2 * PAGE, What.ENDS: 5 * PAGE}
 

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.differences import layout_lines
 from lightning_ptm.terms import ALIGN_NUMEL
 
 from .models import PAGE, TABLE_4, Transformer, spec, transformer_units, unit_lists
 
+SQUARES = (None, Box((128, 64), 0, 2, 0), Box((128, 64), 0, 2, 0, sections=2), Box((64, 128), 1, 2, 0))
+"""Of which a parameter of (64, 64) may be a part."""
 RANKS = st.one_of(st.integers(1, 9), st.sampled_from((64, 768)))
 
 
@@ -112,6 +116,33 @@ def test_each_optimizer_has_a_flat_of_its_own_and_frozen_parameters_share_one() 
     ]
 
 
+def test_parts_of_larger_parameters_lie_in_flats_that_fewer_ranks_share() -> None:
+    """Beside that of the whole ones, whatever comes between them."""
+
+    def unit_of(index: int) -> UnitSpec:
+        cut = replace(spec("cut", 4096), box=Box((8192,), 0, 2, index))
+        other = spec("other", 64, dtype="float32")
+        return UnitSpec("", (spec("whole", 4096), other, cut, spec("frozen", 64, trainable=False)))
+
+    of_rank = [build_layout([unit_of(index)], page_size=PAGE, world_size=4) for index in range(2)]
+    for layout in of_rank:
+        found = [([slot.spec.name for slot in flat.slots], flat.parts, flat.world_size) for flat in layout.flats]
+        assert found == [(["whole"], 1, 4), (["cut"], 2, 2), (["other"], 1, 4), (["frozen"], 1, 4)]
+        families = [flat.family for flat in layout.flats]
+        assert families[0] == families[1] and len(set(families)) == 3
+        assert layout.gathers(0)
+    assert list(layout_lines(of_rank[0])) == list(layout_lines(of_rank[1]))
+    (cut,) = of_rank[1].flats[1].slots
+    assert cut.spec.whole_shape == (8192,) and [each.whole_start for each in cut.spec.stretches(5, 3)] == [4101]
+
+
+def test_ranks_that_cut_in_another_way_differ() -> None:
+    units = [UnitSpec("", (replace(spec("cut", 4096), shape=(64, 64), box=box),)) for box in SQUARES]
+    assert len({tuple(layout_lines(build_layout([unit], page_size=PAGE, world_size=2))) for unit in units}) == len(
+        units
+    )
+
+
 def test_a_tail_is_one_stripe_of_small_equal_pieces() -> None:
     (flat,) = build_layout(
         [UnitSpec("root", (spec("weight", 3 * PAGE // 2 + 1000),))], page_size=PAGE, world_size=3
@@ -162,3 +193,23 @@ def test_models_that_cannot_be_laid_out_are_refused(units: list[UnitSpec], messa
 def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="world_size is 0"):
         build_layout([UnitSpec("root", ())], page_size=PAGE, world_size=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(unit_lists(), st.integers(1, 9), st.data())
+def test_flats_of_units_that_others_hold_are_beside_those_that_a_rank_has(
+    units: list[UnitSpec], world_size: int, data: st.DataObject
+) -> None:
+    elsewhere = data.draw(st.sets(st.integers(0, len(units) - 1)))
+    whole = build_layout(units, page_size=PAGE, world_size=world_size)
+    ours = build_layout(units, page_size=PAGE, world_size=world_size, elsewhere=elsewhere)
+    assert set(ours.elsewhere) == elsewhere and not whole.elsewhere
+    assert [flat.index for flat in ours.flats] == list(range(len(ours.flats)))
+    for unit in range(len(units)):
+        theirs = ours.elsewhere.get(unit, ())
+        assert not (theirs and ours.flats_of(unit))
+        assert [replace(flat, index=0) for flat in theirs or ours.flats_of(unit)] == [
+            replace(flat, index=0) for flat in whole.flats_of(unit)
+        ]
+    assert [flat.slots for flat in ours.everywhere()] == [flat.slots for flat in whole.flats]
+    assert list(layout_lines(ours)) == list(layout_lines(whole))

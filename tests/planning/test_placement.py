@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from lightning_ptm.errors import CapacityError, ConfigError
@@ -29,7 +27,7 @@ NO_WISHES = Wishes()
 
 
 def pages(device: int, host: int = 0, disk: int = 0) -> Budget:
-    return Budget(device * PAGE, host * PAGE, disk * PAGE)
+    return Budget({DEVICE: device * PAGE, HOST: host * PAGE, DISK: disk * PAGE})
 
 
 def placed(
@@ -50,7 +48,7 @@ def placed(
         sequential_trace(layout) if trace is None else trace,
         budget,
         wishes=wishes,
-        unified=not budget.host_bytes if unified is None else unified,
+        unified=not budget[HOST] if unified is None else unified,
         keep_gradients=keep_gradients,
         staging_bytes=staging_bytes,
         update_on_device=update_on_device,
@@ -61,8 +59,8 @@ def test_everything_lives_on_a_device_that_holds_it() -> None:
     layout = even_layout([1, 2, 2])
     placement = placed(layout, pages(1000))
     assert set(placement.homes) == {Homes(DEVICE, DEVICE, DEVICE)}
-    assert placement.device_home_bytes == (5 + 30) * PAGE
-    assert (placement.host_home_bytes, placement.disk_home_bytes) == (0, 0)
+    assert placement.at_home_bytes[DEVICE] == (5 + 30) * PAGE
+    assert (placement.at_home_bytes[HOST], placement.at_home_bytes[DISK]) == (0, 0)
 
 
 def test_master_states_leave_the_device_first_and_those_updated_last_stay() -> None:
@@ -70,7 +68,7 @@ def test_master_states_leave_the_device_first_and_those_updated_last_stay() -> N
     placement = placed(layout, pages(5 + 2 * 3 + 6 + 12, disk=12))
     assert [homes.parameter for homes in placement.homes] == [DEVICE] * 3
     assert [homes.master for homes in placement.homes] == [DEVICE, DEVICE, DISK]
-    assert placement.disk_home_bytes == 12 * PAGE
+    assert placement.at_home_bytes[DISK] == 12 * PAGE
 
 
 def test_without_an_optimizer_on_the_device_master_states_live_on_the_host() -> None:
@@ -87,8 +85,8 @@ def test_what_neither_device_nor_host_holds_goes_to_disk() -> None:
     assert parameters[0] is DEVICE and set(parameters) == {DEVICE, HOST}
     masters = [homes.master for homes in placement.homes]
     assert HOST in masters and DISK in masters
-    assert placement.device_home_bytes + placement.gather_bytes <= 22 * PAGE
-    assert placement.host_home_bytes <= 60 * PAGE
+    assert placement.at_home_bytes[DEVICE] + placement.gather_bytes <= 22 * PAGE
+    assert placement.at_home_bytes[HOST] <= 60 * PAGE
 
 
 def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None:
@@ -97,10 +95,12 @@ def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None
     budget = pages(100, host=100, disk=100)
     passing, kept = (placed(layout, budget, wishes=wish, unified=False, keep_gradients=keep) for keep in (False, True))
     assert [homes.gradient for homes in passing.homes + kept.homes] == [HOST] * 4
-    assert passing.host_home_bytes == kept.host_home_bytes == 6 * PAGE
+    assert passing.at_home_bytes[HOST] == kept.at_home_bytes[HOST] == 6 * PAGE
     on_device = Wishes(parameter=DEVICE, master=DISK)
-    assert placed(layout, budget, wishes=on_device, unified=False).device_home_bytes == 3 * PAGE
-    assert placed(layout, budget, wishes=on_device, unified=False, keep_gradients=True).device_home_bytes == 6 * PAGE
+    assert placed(layout, budget, wishes=on_device, unified=False).at_home_bytes[DEVICE] == 3 * PAGE
+    assert (
+        placed(layout, budget, wishes=on_device, unified=False, keep_gradients=True).at_home_bytes[DEVICE] == 6 * PAGE
+    )
 
 
 def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:
@@ -114,7 +114,7 @@ def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> 
 def test_frozen_parameters_have_parameters_only() -> None:
     units = [UnitSpec("root", (spec("frozen", PAGE // 2, trainable=False), spec("weight", PAGE // 2)))]
     layout = build_layout(units, page_size=PAGE, world_size=1)
-    assert placed(layout, pages(100), keep_gradients=True).device_home_bytes == (2 + 1 + 6) * PAGE
+    assert placed(layout, pages(100), keep_gradients=True).at_home_bytes[DEVICE] == (2 + 1 + 6) * PAGE
 
 
 def test_room_for_a_fetch_ahead_is_kept_while_everything_finds_a_home() -> None:
@@ -132,31 +132,28 @@ def test_room_for_a_fetch_ahead_is_kept_while_everything_finds_a_home() -> None:
 
 def test_shards_of_several_ranks_cost_their_share() -> None:
     layout = even_layout([4, 8, 8], world_size=4)
-    assert placed(layout, pages(1000)).device_home_bytes == (5 + 30) * PAGE
+    assert placed(layout, pages(1000)).at_home_bytes[DEVICE] == (5 + 30) * PAGE
 
 
 def test_small_states_are_charged_what_they_cost_in_any_order() -> None:
     units = [UnitSpec(f"unit{index}", (spec(f"{index}", 64),)) for index in range(4)]
     layout = build_layout(units, page_size=PAGE, world_size=1)
     # Alone in its page: parameters, and three tensors of master states.
-    assert placed(layout, pages(1000)).device_home_bytes == 4 * (1 + 3) * PAGE
+    assert placed(layout, pages(1000)).at_home_bytes[DEVICE] == 4 * (1 + 3) * PAGE
 
 
-def test_homes_gathers_staging_and_activations_share_the_device() -> None:
+def test_homes_gathers_and_staging_share_the_device() -> None:
     layout = even_layout([1, 4, 4])
-    trace = sequential_trace(layout)
-    trace = Trace(tuple(replace(tick, non_model_bytes=3 * PAGE + 1) for tick in trace.ticks))
-    placement = placed(layout, pages(50, disk=1000), trace=trace, staging_bytes=PAGE + 1)
+    placement = placed(layout, pages(50, disk=1000), staging_bytes=PAGE + 1)
     assert placement.staging_bytes == 2 * PAGE
-    assert placement.non_model_peak_bytes == 3 * PAGE + 1
-    total = placement.device_home_bytes + placement.gather_bytes + placement.staging_bytes
-    assert total + placement.non_model_peak_bytes <= 50 * PAGE
+    total = placement.at_home_bytes[DEVICE] + placement.gather_bytes + placement.staging_bytes
+    assert total <= 50 * PAGE
 
 
 def test_a_large_device_is_not_taken_whole() -> None:
     layout = even_layout([1, 4, 4])
     placement = placed(layout, pages(10**6))
-    assert placement.device_home_bytes + placement.gather_bytes < 200 * PAGE
+    assert placement.at_home_bytes[DEVICE] + placement.gather_bytes < 200 * PAGE
 
 
 def test_evaluation_needs_no_gradients() -> None:

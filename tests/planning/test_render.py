@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptm.planning import Budget, Plan, Task, Wishes, render
-from lightning_ptm.terms import Kind, Operation
+from lightning_ptm.planning import Budget, Wishes, render
 
 from .models import even_layout
 from .test_placement import pages
@@ -28,8 +27,3 @@ def test_a_plan_reads_as_its_golden_file(name: str, world_size: int, budget: Bud
     layout = even_layout([size * world_size for size in (1, 4, 4, 4, 4)], world_size)
     text = render(planned(layout, budget, wishes), layout)
     assert text == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-
-
-def test_a_part_of_a_units_pages_is_shown() -> None:
-    plan = Plan((Task(Operation.FETCH, 1, Kind.PARAMETER, 0, 2, 0),), 0)
-    assert render(plan, even_layout([1, 4])).splitlines()[1] == " end  -        fetch layers.0[0:2]"

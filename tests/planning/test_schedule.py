@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptm.errors import CapacityError, UsageError
+from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning import (
     Budget,
     ModelLayout,
@@ -19,7 +19,7 @@ from lightning_ptm.planning import (
 )
 from lightning_ptm.terms import Operation, Phase, Tier
 
-from .models import PAGE, even_layout, plan_of, two_micro_batches
+from .models import even_layout
 from .test_placement import pages, placed
 
 ON_DISK = Wishes(parameter=Tier.DISK, master=Tier.DISK)
@@ -32,7 +32,7 @@ def planned(
     """Placed, scheduled and simulated."""
     trace = sequential_trace(layout) if trace is None else trace
     placement = placed(layout, budget, trace=trace, wishes=wishes, keep_gradients=keep_gradients)
-    plan = plan_of(layout, placement, trace, budget)
+    plan = schedule(layout, placement, trace, budget)
     simulate(layout, placement, plan, trace, budget)
     return plan
 
@@ -44,8 +44,7 @@ def triggers(plan: Plan, operation: Operation, unit: int) -> list[int]:
 def test_what_lies_on_the_device_of_one_rank_needs_no_copies() -> None:
     layout = even_layout([1, 2, 2])
     plan = planned(layout, pages(1000), Wishes())
-    assert {task.operation for task in plan.tasks} == {Operation.COMPUTE, Operation.UPDATE}
-    assert [task.unit for task in plan.tasks_at(4)] == [2, 1]  # The last block's update, then the next backward.
+    assert {task.operation for task in plan.tasks} == {Operation.COMPUTE}
 
 
 def test_fetches_are_issued_at_the_start_as_far_as_the_device_holds_them() -> None:
@@ -95,8 +94,6 @@ def test_several_ranks_gather_from_fetched_pages_and_give_them_up() -> None:
         gathers, fetches = triggers(plan, Operation.GATHER, unit), triggers(plan, Operation.FETCH, unit)
         assert fetches[0] <= gathers[0]
         assert len(triggers(plan, Operation.EVICT, unit)) == len(fetches) <= len(gathers)
-        reduced = triggers(plan, Operation.REDUCE, unit)
-        assert reduced == triggers(plan, Operation.OFFLOAD, unit) == triggers(plan, Operation.UPDATE, unit)
 
 
 def test_pages_at_home_on_the_device_are_gathered_without_a_fetch() -> None:
@@ -106,8 +103,6 @@ def test_pages_at_home_on_the_device_are_gathered_without_a_fetch() -> None:
         Operation.GATHER,
         Operation.COMPUTE,
         Operation.RELEASE,
-        Operation.REDUCE,
-        Operation.UPDATE,
     }
     assert [triggers(plan, Operation.GATHER, unit) for unit in range(3)] == [[0], [0], [0]]
 
@@ -121,47 +116,10 @@ def test_gathers_move_to_the_earliest_tick_that_holds_them() -> None:
     assert [triggers(tight, Operation.GATHER, unit)[0] for unit in range(5)] == [0, 0, 0, 2, 3]
 
 
-def test_a_unit_that_is_used_after_its_backward_is_updated_after_that_use() -> None:
-    layout = even_layout([1, 1])
-    trace = Trace(
-        (
-            Tick(1, Phase.FORWARD, (0, 1)),
-            Tick(1, Phase.BACKWARD, (0, 1)),
-            Tick(0, Phase.FORWARD, (0,)),
-            Tick(1, Phase.FORWARD, (1,)),
-        )
-    )
-    plan = planned(layout, pages(100, disk=100), ON_DISK, trace)
-    assert triggers(plan, Operation.UPDATE, 1) == [4]
-    assert triggers(plan, Operation.UPDATE, 0) == [3]
-
-
-def test_gradients_leave_at_the_end_of_each_backward_pass() -> None:
-    layout = even_layout([1, 4, 4])
-    trace = two_micro_batches(layout)  # forwards 0..4, backwards 5 6 7 and 8 9 10
-    # A block and its gradients beside the root's, but never the gradients of both blocks.
-    plan = planned(layout, pages(1 + 1 + 4 + 4, disk=1000), ON_DISK, trace, keep_gradients=True)
-    assert triggers(plan, Operation.OFFLOAD, 2) == [6, 9]
-    assert triggers(plan, Operation.OFFLOAD, 1) == [7, 10]
-    assert triggers(plan, Operation.OFFLOAD, 0) == [8, 11]
-    assert [triggers(plan, Operation.UPDATE, unit) for unit in range(3)] == [[11], [10], [9]]
-
-
 def test_evaluation_moves_parameters_only() -> None:
     layout = even_layout([1, 4, 4])
     plan = planned(layout, pages(9, disk=1000), ON_DISK, forward_trace(layout))
     assert {task.operation for task in plan.tasks} == {Operation.FETCH, Operation.COMPUTE, Operation.RELEASE}
-
-
-def test_updates_can_wait_for_the_end_when_gradients_are_kept() -> None:
-    layout = even_layout([1, 2])
-    trace, budget = sequential_trace(layout), pages(100)
-    kept = placed(layout, budget, keep_gradients=True)
-    plan = schedule(layout, kept, trace, budget, update_in_backward=False)
-    simulate(layout, kept, plan, trace, budget)
-    assert [task.operation for task in plan.tasks_at(4)] == [Operation.UPDATE, Operation.UPDATE]
-    with pytest.raises(UsageError, match="keep_gradients=True"):
-        schedule(layout, placed(layout, budget), trace, budget, update_in_backward=False)
 
 
 def test_a_trace_that_takes_more_than_placement_saw_is_refused_by_tick() -> None:
@@ -169,13 +127,12 @@ def test_a_trace_that_takes_more_than_placement_saw_is_refused_by_tick() -> None
     budget = pages(10, disk=1000)
     placement = placed(layout, budget, wishes=ON_DISK)
     trace = sequential_trace(layout)
-    grown = Trace((Tick(0, Phase.FORWARD, (0,), PAGE), *trace.ticks[1:]))
-    with pytest.raises(CapacityError, match=r"tick 3 \(layers.1 backward\) needs 10 pages .* has 9 of"):
-        plan_of(layout, placement, grown, budget)
+    grown = Trace((*trace.ticks[:3], Tick(2, Phase.BACKWARD, (0, 1, 2)), *trace.ticks[4:]))
+    with pytest.raises(CapacityError, match=r"tick 3 \(layers.1 backward\) needs 18 pages .* has 10 of"):
+        schedule(layout, placement, grown, budget)
 
 
-def test_equal_inputs_give_equal_digests_and_other_plans_other_ones() -> None:
+def test_equal_inputs_give_equal_plans_and_other_ones_other_plans() -> None:
     layout = even_layout([1, 4, 4])
-    digests = [planned(layout, pages(count, disk=1000), ON_DISK).digest() for count in (10, 10, 14)]
-    assert digests[0] == digests[1] != digests[2]
-    assert len(digests[0]) == 64
+    plans = [planned(layout, pages(count, disk=1000), ON_DISK) for count in (10, 10, 14)]
+    assert plans[0] == plans[1] != plans[2]

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.planning import (
     Budget,
-    Hardware,
-    Link,
     ModelLayout,
     Placement,
     Plan,
@@ -27,13 +25,12 @@ from lightning_ptm.planning import (
     sequential_trace,
     simulate,
 )
+from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
-from .models import PAGE, even_layout, plan_of, replanned, traces, two_micro_batches, unit_lists
+from .models import BESIDE, PAGE, even_layout, replanned, traces, two_micro_batches, unit_lists
 from .test_placement import pages, placed
 from .test_schedule import ON_DISK, ON_HOST
-
-SLOW = Hardware("one byte a second", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 @st.composite
@@ -52,15 +49,19 @@ def problems(draw: st.DrawFn) -> tuple[ModelLayout, Trace]:
 def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Trace], data: st.DataObject) -> None:
     layout, trace = problem
     unified = data.draw(st.booleans())
+    further = st.sampled_from((BESIDE, replace(BESIDE, update_link=None)))
     # Around what the most demanding tick takes when nothing lives on the device: there memory is short.
     least_pages = max((_least_pages(layout, trace, number) for number in range(len(trace.ticks))), default=0)
     device_pages = data.draw(st.one_of(st.integers(0, 20), st.integers(0, 120))) + least_pages
     budget = Budget(
-        device_pages * PAGE + trace.non_model_peak_bytes - data.draw(st.integers(0, 1)),
-        0 if unified else data.draw(st.sampled_from((0, 20, 1000))) * PAGE,
-        data.draw(st.sampled_from((0, 100, 10_000))) * PAGE,
+        {
+            Tier.DEVICE: device_pages * PAGE - data.draw(st.integers(0, 1)),
+            Tier.HOST: 0 if unified else data.draw(st.sampled_from((0, 20, 1000))) * PAGE,
+            Tier.DISK: data.draw(st.sampled_from((0, 100, 10_000))) * PAGE,
+            data.draw(further): data.draw(st.sampled_from((0, 20, 1000))) * PAGE,
+        }
     )
-    tiers = [tier for tier in Tier if budget.of(tier) and tier is not Tier.DEVICE]
+    tiers = [tier for tier in budget if budget[tier] and tier is not Tier.DEVICE]
     wish = st.sampled_from((None, Tier.DEVICE, *tiers, *tiers))
     keep_gradients = data.draw(st.booleans())
     try:
@@ -76,19 +77,18 @@ def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Tra
             update_on_device=True,
         )
     except CapacityError as error:
-        assert re.search("raise .*(device|host|disk)_(memory|path)", str(error))
+        assert re.search("raise .*(device|host|beside|disk)_(memory|path)", str(error))
         assume(False)
         raise
-    update_in_backward = not keep_gradients or data.draw(st.booleans())
     # What placement accepts, schedule can plan and the simulator finds nothing in.
-    plan = schedule(layout, placement, trace, budget, update_in_backward=update_in_backward)
-    simulation = simulate(layout, placement, plan, trace, budget, SLOW)
+    plan = schedule(layout, placement, trace, budget)
+    simulation = simulate(layout, placement, plan, trace, budget)
     for use in simulation.tiers:
         assert use.peak_bytes <= use.budget_bytes
         assert use.bytes_per_tick[use.peak_tick] == use.peak_bytes == max(use.bytes_per_tick)
-    assert simulation.timing is not None
-    stalled_s = sum(stall.seconds for stall in simulation.timing.stalls)
-    assert simulation.timing.seconds == pytest.approx(simulation.timing.compute_s + stalled_s)
+    for task in gradient_tasks(layout, placement, trace):
+        with pytest.raises(InternalError, match="no plan issues that"):
+            simulate(layout, placement, plan.beside([task]), trace, budget)
 
 
 @settings(max_examples=80, deadline=None)
@@ -98,14 +98,13 @@ def test_a_budget_one_page_too_small_is_refused_at_the_right_tick(problem: tuple
     assume(layout.world_size == 1)
     needs = [_least_pages(layout, trace, number) for number in range(len(trace.ticks))]
     assume(max(needs, default=0) > 0)
-    non_model_bytes = trace.non_model_peak_bytes
 
     def attempt(device_pages: int) -> Placement:
         return place(
             layout,
             [12] * len(layout.flats),
             trace,
-            Budget(device_pages * PAGE + non_model_bytes, 0, 10**12),
+            Budget({Tier.DEVICE: device_pages * PAGE, Tier.DISK: 10**12}),
             wishes=ON_DISK,
             unified=True,
             keep_gradients=False,
@@ -139,7 +138,7 @@ def _valid(
     layout = even_layout([size * world_size for size in (1, 3, 3, 3)], world_size)
     trace = two_micro_batches(layout) if in_flight else sequential_trace(layout)
     placement = placed(layout, budget, wishes=wishes, trace=trace, keep_gradients=in_flight)
-    return layout, placement, plan_of(layout, placement, trace, budget), trace, budget
+    return layout, placement, schedule(layout, placement, trace, budget), trace, budget
 
 
 VALID = {
@@ -185,41 +184,29 @@ def test_each_task_delayed_beyond_its_need_is_found(name: str) -> None:
 
 
 def _may_wait(task: Task, late: Task, trace: Trace) -> bool:
-    """Copies may arrive as late as their first use; an update may wait for the end."""
-    if task.operation is Operation.UPDATE:
-        return late.trigger == len(trace.ticks)
+    """Copies may arrive as late as their first use."""
     if task.operation in (Operation.FETCH, Operation.GATHER):
         return not any(task.unit in tick.live for tick in trace.ticks[task.trigger : late.trigger])
     return False
 
 
-@pytest.mark.parametrize("name", VALID)
-def test_each_task_that_misses_a_page_is_found(name: str) -> None:
-    layout, placement, plan, trace, budget = VALID[name]
-    for task in plan.tasks:
-        if task.operation is Operation.COMPUTE:
-            continue
-        for less in (replace(task, last_page=task.last_page - 1), replace(task, first_page=1)):
-            tasks = tuple(less if other is task else other for other in plan.tasks)
-            with pytest.raises(InternalError):
-                simulate(layout, placement, replace(plan, tasks=tasks), trace, budget)
-
-
 def test_a_plan_that_exceeds_the_device_is_refused_by_tick() -> None:
     layout, placement, plan, trace, budget = VALID["one rank, roomy"]
-    smaller = replace(budget, device_bytes=12 * PAGE)
+    smaller = Budget({**budget, Tier.DEVICE: 12 * PAGE})
     with pytest.raises(
         CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*device_memory"
     ):
         simulate(layout, placement, plan, trace, smaller)
     with pytest.raises(CapacityError, match=r"homes on the disk tier .* raise disk_memory"):
-        simulate(layout, placement, plan, trace, replace(budget, disk_bytes=PAGE))
+        simulate(layout, placement, plan, trace, Budget({**budget, Tier.DISK: PAGE}))
 
 
 def test_homes_that_do_not_hold_the_states_are_found() -> None:
     layout, placement, plan, trace, budget = VALID["one rank, roomy"]
     with pytest.raises(InternalError, match="homes on the disk tier"):
-        simulate(layout, replace(placement, disk_home_bytes=PAGE), plan, trace, budget)
+        simulate(
+            layout, replace(placement, at_home_bytes={**placement.at_home_bytes, Tier.DISK: PAGE}), plan, trace, budget
+        )
 
 
 def test_a_plan_for_another_trace_is_found() -> None:
@@ -232,38 +219,20 @@ def test_a_plan_for_another_trace_is_found() -> None:
 
 def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted() -> None:
     layout = even_layout([1])
-    trace = Trace((Tick(0, Phase.FORWARD, (0,), PAGE, 3.0), Tick(0, Phase.BACKWARD, (0,), 2 * PAGE, 5.0)))
+    trace = Trace((Tick(0, Phase.FORWARD, (0,)), Tick(0, Phase.BACKWARD, (0,))))
     budget = pages(6, disk=100)
     placement = placed(layout, budget, trace=trace, wishes=ON_DISK)
     plan = Plan(
         (
-            Task(Operation.FETCH, 0, Kind.FULL, 0, 1, 0),
-            Task(Operation.COMPUTE, 0, Kind.FULL, 0, 1, 0),
-            Task(Operation.COMPUTE, 0, Kind.FULL, 0, 1, 1),
-            Task(Operation.RELEASE, 0, Kind.FULL, 0, 1, 2),
-            Task(Operation.UPDATE, 0, Kind.MASTER, 0, 1, 2),
+            Task(Operation.FETCH, 0, Kind.FULL, 0),
+            Task(Operation.COMPUTE, 0, Kind.FULL, 0),
+            Task(Operation.COMPUTE, 0, Kind.FULL, 1),
+            Task(Operation.RELEASE, 0, Kind.FULL, 2),
         ),
         2,
     )
-    simulation = simulate(layout, placement, plan, trace, budget, SLOW)
+    simulation = simulate(layout, placement, plan, trace, budget)
     device, disk = simulation.tier(Tier.DEVICE), simulation.tier(Tier.DISK)
-    assert device.bytes_per_tick == (2 * PAGE, 4 * PAGE, 2 * PAGE)
-    assert (device.peak_bytes, device.peak_tick) == (4 * PAGE, 1)
+    assert device.bytes_per_tick == (PAGE, 2 * PAGE, 2 * PAGE)
+    assert (device.peak_bytes, device.peak_tick) == (2 * PAGE, 1)
     assert disk.bytes_per_tick == (7 * PAGE,) * 3
-    timing = simulation.timing
-    assert timing is not None
-    carried = {use.link: use.bytes for use in timing.links if use.bytes}
-    assert carried == {Link.DISK_READ: 7 * PAGE, Link.DISK_WRITE: 7 * PAGE, Link.UPDATE_DEVICE: 14 * PAGE}
-    assert {stall.cause: stall.seconds for stall in timing.stalls} == {
-        Operation.FETCH: PAGE,
-        Operation.UPDATE: 14 * PAGE,
-    }
-    assert timing.seconds == 8.0 + 15 * PAGE
-
-
-def test_a_faster_link_never_makes_a_plan_slower() -> None:
-    layout, placement, plan, trace, budget = VALID["two ranks, tight"]
-    slow = simulate(layout, placement, plan, trace, budget, SLOW).timing
-    fast = simulate(layout, placement, plan, trace, budget, replace(SLOW, collective_bytes_per_s=10.0)).timing
-    assert slow is not None and fast is not None
-    assert fast.seconds < slow.seconds

@@ -70,7 +70,7 @@ def gather_and_reduce() -> list[str]:
                 total += full
             mean = (total / world_size).to(dtype)
             shard = torch.full((flat.shard_numel,), torch.nan, dtype=dtype)
-            work = communicator.reduce_scatter(fulls[rank].clone(), shard, flat)
+            work = communicator.reduce_scatter(fulls[rank].clone(), shard, flat, world_size)
             work.wait()
             work.wait()  # once is enough, twice is allowed
             if not (work.done() and torch.equal(shard, shard_of(mean, flat, rank))):
@@ -132,7 +132,7 @@ def parts_of_four() -> None:
     whole = connect()
     rank = whole.rank
     holders, group = whole.part([(0, 2), (1, 3)]), whole.part([(0, 1), (2, 3)])
-    assert (holders.rank, holders.world_size, holders.mean_over) == (rank // 2, 2, 4)
+    assert (holders.rank, holders.world_size) == (rank // 2, 2)
     assert (group.rank, group.world_size) == (rank % 2, 2)
 
     flat = flat_of(SIZES["several_stripes"], torch.float32, 2)
@@ -141,9 +141,9 @@ def parts_of_four() -> None:
     holders.all_gather(shard_of(fulls[rank % 2], flat, holders.rank), gathered, flat).wait()
     assert torch.equal(gathered, fulls[rank % 2])
     shard = torch.empty(flat.shard_numel)
-    holders.reduce_scatter(fulls[rank].clone(), shard, flat).wait()
+    holders.reduce_scatter(fulls[rank].clone(), shard, flat, 4).wait()
     assert torch.equal(shard, shard_of((fulls[rank % 2] + fulls[rank % 2 + 2]) / 4, flat, holders.rank))
-    holders.reduce_scatter(fulls[rank] / 8, shard, flat, 8).wait()
+    holders.reduce_scatter(fulls[rank] / 8, shard, flat, 4 / 8).wait()
     assert torch.equal(shard, shard_of((fulls[rank % 2] + fulls[rank % 2 + 2]) / 4, flat, holders.rank))
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
@@ -227,11 +227,13 @@ def test_one_rank_is_its_own_collective() -> None:
     communicator.all_gather(shard, full, flat).wait()
     assert torch.equal(full, shard)
     reduced = torch.zeros_like(shard)
-    communicator.reduce_scatter(full, reduced, flat).wait()
+    communicator.reduce_scatter(full, reduced, flat, 1).wait()
     assert torch.equal(reduced, shard)
+    communicator.reduce_scatter(full, reduced, flat, 4).wait()
+    assert torch.equal(reduced, shard / 4)
     # Where the shard is the full flat, there is nothing to copy and nothing changes.
     communicator.all_gather(full, full, flat).wait()
-    communicator.reduce_scatter(full, full, flat).wait()
+    communicator.reduce_scatter(full, full, flat, 1).wait()
     assert torch.equal(full, shard)
     assert communicator.all_reduce(torch.tensor([3.0]), maximum=True).item() == 3.0
     assert communicator.broadcast_object("x") == "x"

@@ -94,7 +94,7 @@ class Fill(L.Callback):
         shared = next(unit.index for unit in drawn.units if unit.name == "dense")
         store = engine.stores[shared]
         executor.release_all()
-        experts = [unit for unit in drawn.by_need if unit not in drawn.absent]
+        experts = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
         if trainer.global_rank == 1:
             for unit in experts:
                 executor.require(unit)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
 from lightning_ptm.planning import Link
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS
 
 WIDTH = 128
 MODEL: dict[str, Any] = {"vocab_size": 300, "width": WIDTH, "layers": 4, "heads": 4, "feed_forward_width": 256}
@@ -92,7 +92,7 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
         allocator = trainer.strategy.engine.allocator  # type: ignore[attr-defined]
         batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-        pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in Tier}
+        pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
         self.measured = Measured(pages, self.sent_bytes / batches * trainer.accumulate_grad_batches)
 
 

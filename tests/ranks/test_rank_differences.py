@@ -7,6 +7,7 @@ the order of additions shows, and the difference is bounded.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
+from rank_harness import End, run_ranks, watch_ranks
 from rank_models import (
     BonusOnOneRank,
     ByHand,
@@ -25,6 +26,7 @@ from rank_models import (
     Reversed,
     SkipsABlock,
     StepsAtEverySecond,
+    Tower,
     UsesOneBlockEach,
 )
 from rank_training import (
@@ -43,6 +45,7 @@ from rank_training import (
 from torch import Tensor
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.planning import Plan
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.terms import Phase
 
@@ -124,6 +127,39 @@ def test_three_ranks(build: Any, disk: Path) -> None:
         ours.assert_same_weights(several[0])
 
 
+class WiderOnRankOne(Tower):
+    """As `HIDDEN` has it on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=(256, 640, 320 + 64 * int(os.environ["RANK"])))
+
+
+def at_home_elsewhere(folder: Path) -> None:
+    fit(Training(Tower), 2, folder, "three_tiers", parameter_home=("host", "device")[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    ("body", "args", "says"),
+    [
+        (
+            fit,
+            (Training(WiderOnRankOne), 2),
+            "rank 1 has blocks.2.up.weight of shape (384, 64), float32, trained by optimizer 0, at 192 of flat 3, where "
+            "rank 0 has blocks.2.up.weight of shape (320, 64), float32, trained by optimizer 0, at 192 of flat 3; they would "
+            "wait for each other",
+        ),
+        (at_home_elsewhere, (), "rank 1 has "),
+    ],
+    ids=["model", "setting"],
+)
+def test_what_ranks_build_or_plan_otherwise_is_named_on_all_of_them(
+    body: Any, args: Sequence[Any], says: str, disk: Path
+) -> None:
+    ended = watch_ranks(body, 2, *args, disk)
+    assert {each.end for each in ended} == {End.RAISED}
+    assert all(says in each.error for each in ended), ended
+
+
 class StepsInside(ByHand):
     """Where gradients wait to be reduced."""
 
@@ -203,7 +239,7 @@ class Seen(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         plan, trace = trainer.strategy.engine.executor.planned(Mode.TRAIN)
         self.order = [(tick.unit, tick.phase) for tick in trace.ticks]
-        self.digest = plan.digest()
+        self.plan = plan
         self.plans_made = trainer.strategy.plans_made
 
 
@@ -212,7 +248,7 @@ class Report:
     outcome: Outcome
     at_steps: list[set[str]]
     order: list[tuple[int, Phase]]
-    digest: str
+    plan: Plan
     plans_made: int
 
 
@@ -221,7 +257,7 @@ def seen(training: Training, folder: Path, tier: str, **settings: Any) -> Report
     module, watch = training.build(), Seen()
     trainer = make_trainer(training, make_strategy(folder, tier, **settings), 2, callbacks=[watch])
     trainer.fit(module, loader(tokens(training, 2), 2))
-    return Report(outcome_of(module), watch.at_steps, watch.order, watch.digest, watch.plans_made)
+    return Report(outcome_of(module), watch.at_steps, watch.order, watch.plan, watch.plans_made)
 
 
 @pytest.mark.parametrize("tier", ["masters_on_disk", "lock_free"])
@@ -238,7 +274,7 @@ def test_the_plan_is_for_one_trace_on_all_ranks(disk: Path) -> None:
     """Also on the rank that goes through its blocks in another order, and is not traced again and again for it."""
     training = Training(Reversed, batches=6)
     first, second = run_ranks(seen, 2, training, disk, "all_on_disk")
-    assert first.digest == second.digest
+    assert first.plan == second.plan
     assert first.order == second.order
     assert [unit for unit, phase in first.order if phase is Phase.FORWARD] == [0, 1, 2, 3]
     assert first.plans_made == second.plans_made == 1

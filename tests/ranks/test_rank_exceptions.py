@@ -19,8 +19,8 @@ from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_resume import assert_same_states
 from torch import Tensor
 
-from lightning_ptm import strategy as strategies
 from lightning_ptm.sharded import load
+from lightning_ptm.trainer import strategy as strategies
 
 PROMPT_S = 20.0
 

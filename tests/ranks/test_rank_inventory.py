@@ -21,7 +21,7 @@ from test_rank_experts import MoETower
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.planning.inventory import Lifetime, Row, pages_of
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS
 
 DIVIDED = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
 BEHIND = {"state_dict_type": "sharded", "async_save": True}
@@ -70,7 +70,7 @@ class Weighs(L.Callback):
 
     def _weigh(self, when: str, engine: Engine, rows: Sequence[Row]) -> None:
         inventory = engine.blueprint.inventory
-        for tier in Tier:
+        for tier in TIERS:
             pool = engine.allocator.capacity_bytes(tier)
             held = pages_of((row for row in rows if row.tier is tier), inventory.page_size) * inventory.page_size
             taken = pool - engine.allocator.free_bytes(tier)
@@ -147,6 +147,6 @@ def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], disk: Path)
     wrong = []
     for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
         for name, weighed in zip(named, found, strict=True):
-            assert len(weighed) == 2 * len(Tier)
+            assert len(weighed) == 2 * len(TIERS)
             wrong += [(rank, name, each) for each in weighed if (each.pool, each.taken) != (each.rows, each.rows_held)]
     assert not wrong, "\n".join(map(str, wrong))

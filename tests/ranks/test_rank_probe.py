@@ -12,13 +12,14 @@ import yaml
 from rank_harness import End, run_ranks, watch_ranks
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands import hardware as hardware
 from lightning_ptm.commands import probe
 from lightning_ptm.commands.collectives import Launch, Ranks, Rate, launched
+from lightning_ptm.commands.compute_rates import Effort
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting import hardware
 
-TINY = probe.Effort(matrix=32, copy_bytes=1 << 22, disk_bytes=1 << 20, seconds=0.0, steps=2)
+TINY = Effort(matrix=32, copy_bytes=1 << 22, disk_bytes=1 << 20, seconds=0.0, steps=2)
 PROMPT_S = 20.0
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.experts import ExpertGroups, ExpertRanks, TokenStats, divide
+from lightning_ptm.runtime.experts import ExpertGroups, TokenStats, divide
 from lightning_ptm.runtime.units import discover
 
 KINDS, WIDTH = 6, 10
@@ -103,37 +103,37 @@ def result_of(layer: MixtureOfExperts, x: Tensor, stats: TokenStats | None = Non
     )
 
 
-def exchanging(world_size: int) -> tuple[ExpertRanks, Agreement]:
+def exchanging(world_size: int) -> tuple[ProcessGroupCommunicator, Agreement]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     split = ExpertSplit(world_size, world_size)
     group = whole.part(split.groups)
     nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], split)
-    return ExpertRanks(split, group, group), Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
+    return group, Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
 
 
 def all_cases(world_size: int) -> dict[str, Result]:
-    ranks, agreement = exchanging(world_size)
+    group, agreement = exchanging(world_size)
     found = {}
     for name, case in CASES.items():
         layer = case.layer()
-        split = ranks.split
-        owned = [split.owner(expert, case.experts) == ranks.group.rank for expert in range(case.experts)]
+        split = ExpertSplit(world_size, world_size)
+        owned = [split.owner(expert, case.experts) == group.rank for expert in range(case.experts)]
         with torch.no_grad():
             for expert, ours in zip(layer.experts, owned, strict=True):
                 for parameter in expert.parameters() if not ours else ():
                     parameter.fill_(torch.nan)  # as those of an expert that others hold
         divided = divide(layer, discover(layer, ["Expert"]), split)
         told: list[Sequence[int]] = []
-        groups = ExpertGroups(divided, ranks, agreement, told.append)
-        found[name] = result_of(layer, case.x(ranks.group.rank), groups.stats)
+        groups = ExpertGroups(divided, group, agreement, told.append)
+        found[name] = result_of(layer, case.x(group.rank), groups.stats)
         called = [index for index, expert in enumerate(layer.experts) if expert.expand.grad is not None]
         assert told == [[divided.units[0][index][0] for index in called]]
         if name == "one_choice":
             layer.eval()
             with torch.no_grad():
-                layer(case.x(ranks.group.rank))
+                layer(case.x(group.rank))
         groups.close()
         assert layer.expert_group is None
     return found
@@ -183,11 +183,16 @@ def assert_conserved(case: Case, split: ExpertSplit, plain: list[Result], stats:
 
 
 def skip_one(world_size: int) -> None:
-    ranks, agreement = exchanging(world_size)
+    group, agreement = exchanging(world_size)
     layers = nn.ModuleList(CASES["one_choice"].layer() for _ in range(2))
-    ExpertGroups(divide(layers, discover(layers, ["Expert"]), ranks.split), ranks, agreement, lambda units: None)
-    x = CASES["one_choice"].x(ranks.group.rank)
-    for layer in layers if ranks.group.rank else layers[1:]:
+    ExpertGroups(
+        divide(layers, discover(layers, ["Expert"]), ExpertSplit(world_size, world_size)),
+        group,
+        agreement,
+        lambda units: None,
+    )
+    x = CASES["one_choice"].x(group.rank)
+    for layer in layers if group.rank else layers[1:]:
         x = layer(x)[0]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_ptm.comm import SoloCommunicator
+from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
@@ -118,17 +118,17 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidO
     with Allocator(
         page_size=found.layout.page_size,
         backend=CpuBackend(),
-        device_bytes=sizes[Tier.DEVICE],
-        host_bytes=sizes[Tier.HOST],
-        disk_bytes=sizes[Tier.DISK],
+        sizes=sizes,
         disk_paths=list(disk_paths) if sizes[Tier.DISK] else [],
         poison=True,
     ) as allocator:
         communicator = SoloCommunicator()
-        pages = Pages(found, allocator, lambda unit: communicator, torch.device("cpu"))
+        communicators = Communicators(found.holders.mesh, communicator)
+        pages = Pages(found, allocator, communicators, torch.device("cpu"))
         stores = tuple(pages.store(unit) for unit in range(len(found.units)))
+        pages.take_gradient_pages()
         flats = tuple(pages.flats(store) for store in stores)
         for flat in (flat for unit in flats for flat in unit):
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
-        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicator, stores, flats))
+        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicator, stores, flats, found.holders))

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from lightning_ptm.comm.communicator import SoloCommunicator, Work
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.planning.holders import Axis, Mesh, everybodys
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.runtime.binding import FlatBinding
+from lightning_ptm.runtime.gradient_pages import PageSupply
 from lightning_ptm.runtime.pieces import read
+from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier
@@ -56,7 +59,7 @@ class Twin:
         their_values: of small reductions; None: as ours.
     """
 
-    rank, world_size, mean_over = 0, 2, 2
+    rank, world_size, alone = 0, 2, False
 
     def __init__(self) -> None:
         self.theirs: Tensor | None = None
@@ -73,12 +76,12 @@ class Twin:
 
         return Work(finish=finish)
 
-    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divided_by: int = 1) -> Work:
+    def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         self.issued.append(f"reduce {flat.index}")
         theirs, self.theirs = self.theirs, None
 
         def finish() -> None:
-            total = (full if theirs is None else full + theirs) / (self.mean_over / divided_by)
+            total = (full if theirs is None else full + theirs) / divisor
             for piece in flat.pieces(0):
                 shard[piece.shard_start : piece.shard_start + piece.numel] = total[piece.full_start :][: piece.numel]
 
@@ -145,14 +148,17 @@ class Parts:
         self.allocator = Allocator(
             page_size=PAGE,
             backend=CpuBackend(),
-            device_bytes=(device_pages + homes) * PAGE,
-            host_bytes=12 * PAGE,
-            disk_bytes=12 * PAGE if disk else 0,
+            sizes={
+                Tier.DEVICE: (device_pages + homes) * PAGE,
+                Tier.HOST: 12 * PAGE,
+                Tier.DISK: 12 * PAGE if disk else 0,
+            },
             disk_paths=[disk] if disk else [],
             io_threads_per_path=1,
             poison=True,
         )
         self.communicator: Any = SoloCommunicator() if world_size == 1 else Twin()
+        self.sharing = everybodys(Mesh({Axis.DATA: world_size})).everybody
         self.log: list[str] = []
         self.values: dict[int, Tensor] = {}
         """By flat, this rank's shard."""
@@ -184,6 +190,13 @@ class Parts:
         self.allocator.copy(buffer, tensor).wait(host=True)
         self.allocator.release(buffer)
         return tensor
+
+    def supply(self, flat: FlatStore, way: GradientRoute) -> PageSupply:
+        """Of a gradient with pages of its own."""
+        numel, allocate = flat.layout.shard_numel, self.allocator.allocate
+        return PageSupply(
+            lambda: allocate("gradient", numel, way.dtype, way.tier, shared_tail=True), self.allocator.release
+        )
 
     def read(self, paged: PagedTensor) -> Tensor:
         return read(self.allocator, paged)

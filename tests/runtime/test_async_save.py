@@ -23,7 +23,8 @@ from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from plain_loop import Outcome, make_trainer
 
-from lightning_ptm import AngelPTMStrategy, saving
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints import saving
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
@@ -32,7 +33,7 @@ from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.updates import SynchronousUpdates
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import writer
-from lightning_ptm.storage.folder import PARTIAL
+from lightning_ptm.storage.index import PARTIAL
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
 
@@ -536,9 +537,7 @@ def allocator(request: pytest.FixtureRequest, disk: Path) -> Any:
     with Allocator(
         page_size=1 << 16,
         backend=CpuBackend(),
-        device_bytes=1 << 24,
-        host_bytes=0,
-        disk_bytes=1 << 24,
+        sizes={Tier.DEVICE: 1 << 24, Tier.DISK: 1 << 24},
         disk_paths=[disk],
     ) as made:
         made.tier = request.param  # type: ignore[attr-defined]

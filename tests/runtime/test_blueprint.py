@@ -24,6 +24,10 @@ D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
+def sized(device: int, host: int = 0, disk: int = 0) -> Budget:
+    return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
+
+
 def budget(machine: Machine, **settings: Any) -> Budget:
     return drawn(machine=machine, **settings).budget
 
@@ -113,26 +117,26 @@ def test_lock_free_updates_need_masters_in_any_precision() -> None:
 )
 def test_ram_that_pages_may_take(free: int, ranks: int, expected: int) -> None:
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free, ranks=ranks)
-    assert budget(machine) == Budget(expected, 0, 0)
-    assert budget(machine, host_memory="100MiB") == Budget(100 << 20, 0, 0)
+    assert budget(machine) == sized(expected)
+    assert budget(machine, host_memory="100MiB") == sized(100 << 20)
     # A device tier of its own is beside RAM.
-    assert budget(machine, device_memory="8MiB") == Budget(8 << 20, expected, 0)
+    assert budget(machine, device_memory="8MiB") == sized(8 << 20, expected)
 
 
 def test_device_and_disk_that_pages_may_take() -> None:
     ram = int(6 * GIB * 0.8)
-    assert budget(CLUSTER) == Budget(2 * GIB, ram, 0)
-    assert budget(CLUSTER, device_memory="3GiB", host_memory="1GiB") == Budget(3 * GIB, GIB, 0)
-    assert budget(CLUSTER, disk_path="/d") == Budget(2 * GIB, ram, int((1 << 40) * 0.95 / 4))
-    assert budget(CLUSTER, disk_path="/d", disk_memory="1GiB") == Budget(2 * GIB, ram, GIB)
-    assert budget(CLUSTER, disk_memory="1GiB") == Budget(2 * GIB, ram, 0)
+    assert budget(CLUSTER) == sized(2 * GIB, ram)
+    assert budget(CLUSTER, device_memory="3GiB", host_memory="1GiB") == sized(3 * GIB, GIB)
+    assert budget(CLUSTER, disk_path="/d") == sized(2 * GIB, ram, int((1 << 40) * 0.95 / 4))
+    assert budget(CLUSTER, disk_path="/d", disk_memory="1GiB") == sized(2 * GIB, ram, GIB)
+    assert budget(CLUSTER, disk_memory="1GiB") == sized(2 * GIB, ram)
     with pytest.raises(CapacityError, match="device_memory is 5 GiB and the device has 4 GiB free"):
         budget(CLUSTER, device_memory="5GiB")
 
 
 def test_budgets_are_what_all_ranks_agree_on() -> None:
-    least = Budget(64 << 20, 0, 0)
-    found = decide(asked(), WORKSTATION, 1, lambda ours: least if ours.device_bytes > least.device_bytes else ours)
+    least = sized(64 << 20)
+    found = decide(asked(), WORKSTATION, 1, lambda ours: least if ours[Tier.DEVICE] > least[Tier.DEVICE] else ours)
     assert found.budget == least
 
 
@@ -171,10 +175,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_in_ram_updates_wait_for_the_step() -> None:
     """Where nothing is in RAM alone, they follow each unit's backward."""
-    assert not drawn().update_in_backward
-    assert drawn(disk_path="/d", master_home="disk").update_in_backward
-    assert not drawn(disk_path="/d", master_home="disk", keep_gradients=True).update_in_backward
-    assert not drawn(disk_path="/d", master_home="disk", update_in_backward=False).update_in_backward
+    assert drawn().outlive_backward
+    assert not drawn(disk_path="/d", master_home="disk").outlive_backward
+    assert drawn(disk_path="/d", master_home="disk", keep_gradients=True).outlive_backward
+    assert drawn(disk_path="/d", master_home="disk", update_in_backward=False).outlive_backward
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_lock_free_updates_get_gradients_behind_each_backward_where_nobody_keeps_them(keep: bool) -> None:
+    assert drawn(lock_free=True, disk_path="/d", keep_gradients=keep).outlive_backward is keep
+    assert drawn(lock_free=True, disk_path="/d", update_in_backward=False).outlive_backward
 
 
 def test_which_updates_are_late() -> None:
@@ -201,10 +211,11 @@ def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
 
 def test_whole_gradients_are_taken_off_the_budget() -> None:
     shards = budget(CLUSTER, ranks=2)
-    assert budget(CLUSTER, ranks=2, reduce_gradients="each_step") == dataclasses.replace(
-        shards, device_bytes=shards.device_bytes - 7 * PAGE
-    )
+    assert budget(CLUSTER, ranks=2, reduce_gradients="each_step") == shards.without(Tier.DEVICE, 7 * PAGE)
     assert budget(CLUSTER, reduce_gradients="each_step") == budget(CLUSTER)  # one rank reduces nothing
+    assert drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step").reduced_at_step
+    assert not drawn(machine=CLUSTER, ranks=2).reduced_at_step
+    assert not drawn(machine=CLUSTER, reduce_gradients="each_step").reduced_at_step
     with pytest.raises(CapacityError, match=r"keeps 448 KiB of gradients whole .* have 448 KiB in all"):
         drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step", device_memory=7 * PAGE)
 
@@ -465,7 +476,7 @@ def test_here_it_is_this_machine(tmp_path: Path) -> None:
     found = draw(
         asked(device_memory="8MiB", host_memory="8MiB", disk_path=tmp_path, disk_memory="1MiB"), SoloCommunicator(), 1
     )
-    assert found.budget == Budget(8 << 20, 8 << 20, 1 << 20)
+    assert found.budget == sized(8 << 20, 8 << 20, 1 << 20)
     with pytest.raises(ConfigError):
         draw(asked(disk_path=tmp_path / "missing" / "x"), SoloCommunicator(), 1)
 

@@ -72,8 +72,9 @@ def test_experts_are_units_by_themselves_and_the_rest_is_everybodys() -> None:
     assert {names[unit]: member for unit, member in found.members.items()} == {
         f"blocks.{block}.experts.{expert}": int(expert >= 3) for block in range(2) for expert in range(5)
     }
-    assert sorted(found.absent(0) | found.absent(1)) == sorted(found.members)
-    assert found.absent(2) == found.absent(0)
+    elsewhere = found.holders.elsewhere
+    assert sorted(elsewhere(0) | elsewhere(1)) == sorted(found.members)
+    assert elsewhere(2) == elsewhere(0)
     unit = found.units[1][4][0]
     assert names[unit] == "blocks.1.experts.4"
     assert found.teams.holders[unit] == (1, 3)

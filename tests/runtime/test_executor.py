@@ -101,7 +101,7 @@ def plan(text: str) -> Plan:
     """`fetch 1 | release 1, fetch 2 |`: tasks by trigger; the last trigger is behind the last tick."""
     triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
     tasks = [
-        Task(Operation(word), int(unit), Kind(*kind or ["full"]), 0, 1, trigger)
+        Task(Operation(word), int(unit), Kind(*kind or ["full"]), trigger)
         for trigger, each in enumerate(triggers)
         for word, unit, *kind in each
     ]
@@ -132,8 +132,8 @@ def test_a_plan_is_followed_tick_by_tick() -> None:
             assert moved == [["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"], ["release 2"]]
             it.executor.end()
             assert it.parts.logged() == ["release 3"] and it.parts.live == []
-        uses = it.executor.uses
-        assert (uses.kept, uses.ahead, uses.late, it.executor.fetch_misses) == (0, 6, 0, 0)
+        uses = it.executor.fetching.uses
+        assert (uses.kept, uses.ahead, uses.late, it.executor.fetching.misses) == (0, 6, 0, 0)
 
 
 def test_a_plan_of_several_ranks_fetches_shards_and_agrees_on_gathers() -> None:
@@ -154,7 +154,7 @@ def test_another_order_is_slower_and_never_wrong() -> None:
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 2, 1, 3, 1)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"], []]
         it.executor.end()
-        assert it.executor.uses.late == 2 and it.executor.fetch_misses == 2
+        assert it.executor.fetching.uses.late == 2 and it.executor.fetching.misses == 2
         it.executor.begin(TRAIN, trace=False)  # the next one may follow it again
         it.parts.logged()
         it.executor.release_all()
@@ -186,7 +186,7 @@ def test_a_fetch_without_room_is_left_to_its_use() -> None:
         it.executor.adopt(TRAIN, plan("fetch 1, fetch 2 | | release 1 |"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "fetch 2"]]
-        assert it.executor.fetch_misses == 2  # in vain, and late
+        assert it.executor.fetching.misses == 2  # in vain, and late
 
 
 def test_a_forward_plan_begins_again_behind_the_root() -> None:
@@ -199,7 +199,7 @@ def test_a_forward_plan_begins_again_behind_the_root() -> None:
         assert it.forward(1, 2, 1, 2, 1, 2) == [["fetch 2"], ["release 1"], *one_pass, *one_pass]
         assert not it.executor.wants_trace(FORWARD)
         it.executor.end()
-        assert it.executor.uses.late == 0
+        assert it.executor.fetching.uses.late == 0
 
 
 def test_a_training_plan_does_not_begin_again() -> None:
@@ -222,7 +222,7 @@ def test_units_are_fetched_on_use_and_given_up_farthest_use_first() -> None:
         assert it.forward(0, 1, 2, 3) == [[], ["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
         assert it.call(3, B) == [] == it.call(2, B)
         assert it.call(1, B) == ["release 3", "fetch 1"]
-        uses = it.executor.uses
+        uses = it.executor.fetching.uses
         assert (uses.kept, uses.ahead, uses.late) == (2, 0, 4)
 
 
@@ -301,12 +301,12 @@ def test_a_planned_fetch_waits_for_the_units_update() -> None:
         it.updating.update((1, 2, 3))
         assert it.forward(0) == [[]]
         it.updating.discard(2)
-        it.executor.pump()
+        it.executor.fetching.pump()
         assert it.parts.logged() == ["fetch 2"]
         assert it.forward(1) == [["fetch 1"]] and it.finished == [0, 1]
         it.executor.end()
         it.updating.discard(3)
-        it.executor.pump()  # of an iteration that is over
+        it.executor.fetching.pump()  # of an iteration that is over
         assert it.parts.logged() == []
 
 
@@ -416,10 +416,10 @@ def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
         it.executor.adopt(TRAIN, plan("|fetch 1||"), forwards(0, 1, 1))
         it.executor.begin(TRAIN, trace=True)
         it.forward(0, 1)
-        it.executor.expect([2, 4, 3])
+        it.executor.fetching.expect([2, 4, 3])
         assert it.parts.logged() == ["fetch 2"]
         assert it.forward(2, 4, 3) == [["fetch 4"], ["fetch 3"], []]
-        assert it.executor.uses.ahead == 4 and it.executor.uses.late == 0
+        assert it.executor.fetching.uses.ahead == 4 and it.executor.fetching.uses.late == 0
         it.forward(1)
         assert not it.executor.wants_trace(TRAIN)  # the plan was followed all along
         it.executor.end()
@@ -429,10 +429,10 @@ def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
 def test_expected_units_that_are_left_out_are_passed_over() -> None:
     with run(4, by_need=(2, 3, 4)) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.expect([2, 3, 4])
+        it.executor.fetching.expect([2, 3, 4])
         it.parts.logged()
         assert it.forward(3) == [["fetch 3", "fetch 4"]]
-        it.executor.expect([2, 4])
+        it.executor.fetching.expect([2, 4])
         it.parts.logged()
         it.executor.end()
         it.executor.release_all()
@@ -445,9 +445,9 @@ def test_units_by_need_are_given_up_for_a_planned_fetch_unless_expected() -> Non
         it.executor.adopt(TRAIN, plan("| | fetch 1 | |"), forwards(0, 0, 0, 0))
         it.executor.begin(TRAIN, trace=False)
         it.forward(0, 2, 3)
-        it.executor.expect([2])
+        it.executor.fetching.expect([2])
         assert it.forward(0, 0) == [[], ["release 3", "fetch 1"]]
-        assert it.parts.live == [2] and it.executor.fetch_misses == 2
+        assert it.parts.live == [2] and it.executor.fetching.misses == 2
 
 
 def test_a_unit_by_need_that_computes_is_not_given_up() -> None:
@@ -474,7 +474,7 @@ def test_taking_part_keeps_what_there_is_room_for(
 ) -> None:
     with run(2, double=True, device_pages=pages, by_need=by_need) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.expect(expected)
+        it.executor.fetching.expect(expected)
         it.updating.add(1)
         it.parts.communicator.issued.clear()
         it.executor.take_part(1)

@@ -18,11 +18,9 @@ from lightning_ptm.runtime.experts import (
     ATTRIBUTE,
     DividedExperts,
     ExpertGroups,
-    ExpertRanks,
     TokenStats,
     _by_expert,
     divide,
-    divide_ranks,
     expert_layers,
     experts_of,
 )
@@ -67,9 +65,8 @@ class Alone:
         split = ExpertSplit(1, 1)
         self.divided = divide(self.model, discover(self.model, ["Expert"]), split)
         self.divided = DividedExperts(split, self.divided.layers, self.divided.units, self.divided.members, divisor)
-        solo = SoloCommunicator()
         agreement = Agreement(self.exchange, lambda _: None, 0, self.divided.teams)
-        self.groups = ExpertGroups(self.divided, ExpertRanks(split, solo, solo), agreement, self.expected.append)
+        self.groups = ExpertGroups(self.divided, SoloCommunicator(), agreement, self.expected.append)
 
     def exchange(self, row: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         self.rounds.append(row[1:])
@@ -194,10 +191,6 @@ def test_layers_are_as_they_were_in_the_end() -> None:
     assert len(alone.rounds) == 0
 
 
-def test_groups_of_one_rank_divide_nothing() -> None:
-    assert divide_ranks(1, SoloCommunicator()) is None
-
-
 @pytest.mark.parametrize(("size", "divisor"), [(1, 1), (2, 2), (3, 4)])
 def test_what_gradients_are_over(size: int, divisor: int) -> None:
     model = nn.ModuleList([Layer(), nn.Linear(2, 2)])
@@ -205,15 +198,15 @@ def test_what_gradients_are_over(size: int, divisor: int) -> None:
     plain = divide(model, units, ExpertSplit(2 * size, size))
     scaled = divide(model, units, ExpertSplit(2 * size, size), scaled_to_overflow=True)
     expert = plain.units[0][0][0]
-    assert plain.divisor(expert) == plain.divisor(0) == scaled.divisor(0) == 1
-    assert scaled.divisor(expert) == divisor
+    assert plain.holders.of(expert).scaled_by == plain.holders.of(0).scaled_by == scaled.holders.of(0).scaled_by == 1
+    assert scaled.holders.of(expert).scaled_by == divisor
 
 
 def test_who_tells_of_a_unit() -> None:
     model = nn.ModuleList([Layer()])
     found = divide(model, discover(model, ["Expert"]), ExpertSplit(4, 2))
-    assert found.source(0) is None
-    assert [found.source(unit) for expert in found.units[0] for unit in expert] == [0, 0, 1]
+    assert 0 not in found.holders.apart
+    assert [found.holders.of(unit).ranks[0] for expert in found.units[0] for unit in expert] == [0, 0, 1]
     assert found.teams.groups == ((0, 1), (2, 3))
     assert 0 not in found.teams.holders
 

@@ -25,6 +25,15 @@ def test_a_set_has_one_user() -> None:
     assert supply.take(4, torch.bfloat16).id == 3
 
 
+def test_a_flat_is_supplied_with_sets_of_its_size() -> None:
+    every = GradientPages([pages(1), pages(2, numel=4)])
+    supply = every.supply(4, torch.bfloat16)
+    taken = supply.take()
+    assert taken.id == 2
+    supply.give_back(taken)
+    assert every.take(4, torch.bfloat16) is taken
+
+
 def test_taking_waits_until_another_thread_gives_back() -> None:
     supply = GradientPages([pages(1)])
     first = supply.take(8, torch.bfloat16)

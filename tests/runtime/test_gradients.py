@@ -13,6 +13,7 @@ from small_parts import NUMEL, OnePage, Parts, parts
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.planning.holders import Axis, Sharing
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.route import Waits, route
@@ -36,6 +37,7 @@ NOTHING = {
     "sums": False,
     "widens": False,
     "lock_free": False,
+    "reduced_at_step": False,
     "outlives_backward": False,
     "outlives_step": False,
 }
@@ -52,8 +54,9 @@ class One:
         chosen = route(tier, dtype, one_rank=one_rank, **{**NOTHING, **questions, **asked})
         assert chosen.waits is waits
         sets = [made.allocator.allocate("set", NUMEL, dtype, tier) for _ in range(2)] if "travel" in place else []
-        self.supply = GradientPages(sets)
-        self.gradient = FlatGradient(store, chosen, made.allocator, made.communicator, supply=self.supply)
+        self.travelling = GradientPages(sets)
+        self.supply = self.travelling.supply(NUMEL, dtype) if sets else made.supply(store, chosen)
+        self.gradient = FlatGradient(store, chosen, made.allocator, made.sharing, self.supply)
         self.weight, self.bias = store.binding.parameters
         self.free = made.device_pages_free
 
@@ -108,6 +111,19 @@ def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: s
 
 
 @pytest.mark.parametrize("place", IN_PAGES)
+def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(disk: Path, place: str) -> None:
+    with one(place, disk) as it:
+        (store,), sharing = it.parts.flats, Sharing((Axis.DATA,), (0,), losses=8, scaled_by=2)
+        it.gradient = FlatGradient(store, it.gradient.route, it.parts.allocator, sharing, it.supply)
+        it.backward(1.0, 8.0)
+        it.backward(3.0, None)
+        assert it.values() == [1.0, 2.0]
+        it.gradient.show()
+        with pytest.raises(UsageError, match="each of several ranks has a part of that gradient alone"):
+            grad(it.weight).sum()
+
+
+@pytest.mark.parametrize("place", IN_PAGES)
 def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
     with parts(OnePage(), (), disk=disk, dtype=torch.bfloat16, gradient_itemsize=4) as made:
         (flat,) = made.flats
@@ -116,7 +132,8 @@ def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
         numel = flat.layout.shard_numel
         sets = [made.allocator.allocate("set", numel, torch.float32, tier)] if "travel" in place else []
         chosen = route(tier, torch.float32, one_rank=True, **{**NOTHING, **questions, "sums": True})
-        gradient = FlatGradient(flat, chosen, made.allocator, made.communicator, supply=GradientPages(sets))
+        supply = GradientPages(sets).supply(numel, torch.float32) if sets else made.supply(flat, chosen)
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply)
         it.gradient, (it.weight, it.bias), it.parts = gradient, flat.binding.parameters, made
         for value in (256.0, 1.0, 1.0):
             it.backward(value, value)
@@ -193,7 +210,7 @@ def test_a_gradient_that_is_given_away_leaves_nothing(disk: Path, place: str) ->
             assert source.paged is not it.gradient.pages
             assert it.parts.read(source.paged).unique().tolist() == [1.0, 2.0]
             give_back()
-            assert it.supply.take(NUMEL, torch.float32) is source.paged
+            assert it.travelling.take(NUMEL, torch.float32) is source.paged
         assert it.taken == 0
 
 
@@ -240,7 +257,7 @@ def test_transforms_and_zeros_come_behind_who_still_reads(disk: Path, place: str
         assert it.values() == [1.0, 2.0]
         it.gradient.zero()
         assert it.values() == ([1.0, 2.0] if it.gradient.in_place else [0.0, 0.0])
-        assert seen[:2] == [[1.0, 6.0], [1.0, 2.0]]
+        assert seen == [[1.0, 6.0], [1.0, 2.0]]  # once each
         assert it.gradient.any
 
 
@@ -289,6 +306,17 @@ def test_a_reduction_without_room_leaves_the_gradient(disk: Path) -> None:
         assert it.gradient.on_device().eq(1).all()
 
 
+@pytest.mark.parametrize("place", ["kept in RAM", "kept on disk", "passing"])
+def test_device_pages_of_a_reduction_under_way_are_waited_for(disk: Path, place: str) -> None:
+    with of_two(place, disk) as it:
+        it.backward(1.0, 1.0)
+        own = it.gradient.route.own_pages is Tier.DEVICE
+        assert not it.gradient.give_back(wait=False) and it.free - it.parts.device_pages_free == 3 + own
+        assert it.gradient.give_back(wait=True)
+        assert it.free - it.parts.device_pages_free == own
+        assert not it.gradient.give_back(wait=True) and it.gradient.on_device().eq(0.5).all()
+
+
 def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
     with one("kept on disk", disk) as it:
         it.backward(1.0, 1.0)
@@ -296,6 +324,20 @@ def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
         assert it.gradient.give_back(wait=True) and not it.gradient.on_its_way
         assert it.parts.device_pages_free == it.free
         assert not it.gradient.give_back(wait=True)
+
+
+def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: Path) -> None:
+    with of_two("kept in RAM", disk) as it:
+        it.backward(1.0, 1.0)
+        it.gradient.show()
+        assert isinstance(it.weight.grad, ShownGradient) and not it.gradient.on_its_way
+        it.backward(1.0, 1.0)
+        it.gradient.zero()
+        assert it.gradient.on_device().eq(0).all() and it.gradient.any
+        it.gradient.clear()
+        it.backward(1.0, 1.0)  # into pages that hold nothing yet
+        it.gradient.zero()
+        assert it.gradient.on_device().eq(0).all()
 
 
 @pytest.mark.parametrize("look", ["read", "assigned"])
@@ -316,7 +358,7 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
     with parts(OnePage(), (), disk=disk, dtype=torch.bfloat16, gradient_itemsize=4) as made:
         (flat,) = made.flats
         chosen = route(Tier.HOST, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
-        gradient = FlatGradient(flat, chosen, made.allocator, made.communicator)
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen))
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)
@@ -325,6 +367,13 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
         gradient.collect()
         assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [258.0]
         assert gradient.here() == [False, False]
+        gradient.clear()
+        weight.grad = torch.ones_like(weight)
+        gradient.postpone()
+        gradient.zero()
+        weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
+        gradient.collect()
+        assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [2.0]
 
 
 # -- what `.grad` shows (I4) ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,9 @@ class Heard:
 
     def backward_begins(self) -> None:
         self.log.append("unannounced")
+
+    def another_gradient(self, unit: int, parameter: torch.Tensor) -> None:
+        self.log.append(f"another gradient of {unit}")
 
     def unit_backward_ended(self, unit: int) -> None:
         self.log.append(f"gradients of {unit}")
@@ -194,3 +198,17 @@ def test_a_copy_of_a_module_tells_nobody(recompute: frozenset[int]) -> None:
             return
         other: OnePage = copy.deepcopy(units[0])
         assert torch.equal(other(x()), other.weight[0, :8] + other.bias[:8]) and heard.heard() == []
+
+
+def test_what_cannot_be_hooked_leaves_no_hook_behind() -> None:
+    with parts(Model(2), home=Tier.HOST) as made:
+        weight = next(iter(made.units[2].parameters))
+        no_leaf: Any = dataclasses.replace(weight, parameter=torch.ones(8, requires_grad=True) * 2)
+        units = [*made.units[:2], dataclasses.replace(made.units[2], parameters=(weight, no_leaf))]
+        heard: Any = Heard()
+        with pytest.raises(RuntimeError, match="leaf"):
+            Hooks(units, made.stores, heard, heard, frozenset({1}))
+        for module in made.module.modules():
+            assert not {"_call_impl", "forward"} & set(vars(module))
+        for parameter in made.module.parameters():
+            assert not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks

@@ -29,7 +29,7 @@ from lightning_ptm.runtime.inspection import (
 )
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS, Tier
 
 MIXED: dict[str, Any] = {"compute": torch.bfloat16, "mixed": True}
 ON_HOST: dict[str, Any] = {"device_memory": "2MiB", "parameter_home": "host", "master_home": "host"}
@@ -119,7 +119,7 @@ def test_what_pages_are_for(disk: Path) -> None:
         found = inventory(engine)
         assert PageUse("device", "parameters", 4 * PAGE) in found
         assert [use for use in found if use.tier == "disk"] == [PageUse("disk", "optimizer states", 8 * PAGE)]
-        for tier in Tier:
+        for tier in TIERS:
             whole = sum(use.bytes for use in found if use.tier == tier.name.lower())
             assert whole == engine.blueprint.inventory.held_bytes(tier, *Lifetime)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.comm import SoloCommunicator
-from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.inventory import Lifetime, What
-from lightning_ptm.runtime.blueprint import Request, decide
-from lightning_ptm.runtime.executor import Mode
-from lightning_ptm.runtime.machine import Machine
-from lightning_ptm.runtime.planner import Planner
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS, Tier
 
 
 class Net(L.LightningModule):
@@ -58,7 +50,7 @@ class Weighs(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, AngelPTMStrategy)
         allocator, inventory = strategy.engine.allocator, strategy.engine.blueprint.inventory
-        for tier in Tier:
+        for tier in TIERS:
             capacity = allocator.capacity_bytes(tier)
             assert capacity == inventory.pool_bytes(tier), tier
             assert capacity - allocator.free_bytes(tier) == inventory.held_bytes(tier, *lifetimes), tier
@@ -194,27 +186,6 @@ def test_too_few_pages_in_a_run_are_told_with_what_they_are_for(strategy_at: Any
     text = str(caught.value)
     assert text.startswith("a tensor of mine needs 65536 pages of 65536 bytes")
     assert text.endswith(f"raise disk_memory, or give a disk_path with more room ({told})")
-
-
-def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
-    module = Net(adam)
-    request = Request(
-        module,
-        [adam([parameter for parameter in module.parameters() if parameter.requires_grad])],
-        Settings(page_size="64KiB", device_memory="8MiB", parameter_home="host"),
-        torch.bfloat16,
-        True,
-        CpuBackend(),
-        False,
-        False,
-        False,
-    )
-    drawn = decide(request, Machine(False, 0, 24 << 30, 1 << 40, 2, 1), 1)
-    narrow = dataclasses.replace(drawn, placement=dataclasses.replace(drawn.placement, gather_bytes=0))
-    planner = Planner(narrow, SoloCommunicator())
-    with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
-        planner.plan(Mode.TRAIN, drawn.trace)
-    assert planner.replan(Mode.TRAIN, drawn.trace) is None
 
 
 class ThreeDtypes(L.LightningModule):

@@ -16,9 +16,9 @@ import pytest
 import torch
 from killed_run import step_of
 
-from lightning_ptm.checkpoint import FileCheckpointIO
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.sharded import load
-from lightning_ptm.storage.folder import PARTIAL, is_sharded
+from lightning_ptm.storage.index import PARTIAL, is_sharded
 
 
 class Runs:

@@ -134,20 +134,24 @@ def test_compute_waits_rather_than_exceed_max_staleness(strategy_at, where) -> N
     done_when_opened: list[int] = []
 
     def open_again() -> None:
+        until = time.monotonic() + 30
+        while len(module.losses) < 5 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.7)  # for a step more, if compute did not wait
         done_when_opened.append(len(module.losses))
         gate.open_.set()
 
-    timer = threading.Timer(0.7, open_again)
+    opener = threading.Thread(target=open_again)
 
     def after(step: int) -> None:
         if step == 2:
             strategy.engine.drain()
             gate.open_.clear()
-            timer.start()
+            opener.start()
 
     watch = Watch(after)
     run(strategy, module, watch)
-    timer.join()
+    opener.join()
     # Steps 2, 3 and 4 computed with what they had; step 5 would have lacked three gradients.
     assert done_when_opened == [5]
     statistics, audits = watch.seen[-1]
@@ -619,25 +623,40 @@ def test_statistics_need_a_run(disk) -> None:
 
 
 class SlowDisk(FileOps):
-    """Each write takes a while, so that every step computes with parameters that lack the last one's gradient."""
+    """A step's two writes (parameters, momentum) take until the second one behind it has computed. The next step's update
+    reads what they write, so it is no sooner done: each step computes without the last one's gradient."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.changed = threading.Condition()
+        self._writes = 0
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        time.sleep(0.02)
+        with self.changed:
+            if self.steps:  # else the first values are written
+                enough = self._writes // 2 + 3
+                self._writes += 1
+                self.changed.wait_for(lambda: self.steps >= enough, timeout=0.5)  # behind the last ones comes no other
         return super().pwritev(fd, buffers, offset)
 
 
 class Valley(TrainModule):
     """A quadratic: with momentum 0.9 and a curvature of 5 / lr, stable without delay and unstable with a delay of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: SlowDisk) -> None:
         super().__init__()
         self.place = torch.nn.Linear(64, 64, bias=False)
+        self.disk = disk
 
     def forward(self, x: Tensor) -> Tensor:
         return self.place(x)
 
     def loss(self, batch: Tensor, index: int) -> Tensor | None:
-        return 2.5 * self(torch.eye(64)).square().sum()
+        result = self(torch.eye(64))
+        with self.disk.changed:
+            self.disk.steps += 1
+            self.disk.changed.notify_all()
+        return 2.5 * result.square().sum()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
@@ -647,9 +666,9 @@ class Valley(TrainModule):
 @pytest.mark.parametrize("forecast", [True, False])
 def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:
     strategy = strategy_at(where, max_staleness=1, forecast=forecast, units=["Linear"])
-    strategy.file_ops = SlowDisk()
+    disk = strategy.file_ops = SlowDisk()
     watch = Watch()
-    module = built(Valley)
+    module = built(lambda: Valley(disk))
     make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, tokens(60).loader())
     assert watch.seen[-1][0].staleness.mean > 0.9  # type: ignore[union-attr]
     first, last = float(module.losses[0]), float(module.losses[-1])

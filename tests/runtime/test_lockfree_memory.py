@@ -55,7 +55,7 @@ def held_bytes(engine: Engine) -> tuple[int, int]:
     """Bytes of gradients that wait, and that jobs have taken. The threads must stand still."""
     buffers = [flat.buffer for flat in engine.updates._buffering._flats]  # type: ignore[attr-defined]
     waiting = [contribution for buffer in buffers for contribution in buffer.waiting]
-    taken = [buffer.taken for buffer in buffers if buffer.taken is not None]
+    taken = [buffer.applying for buffer in buffers if buffer.applying is not None]
 
     def size(contributions: Sequence[object]) -> int:
         tensors = [tensor for each in contributions for tensor in each.source._flat]  # type: ignore[attr-defined]
@@ -157,9 +157,7 @@ def test_sets_of_several_pages_lie_in_a_row_and_apart(disk: Path) -> None:
     with Allocator(
         page_size=PAGE,
         backend=CpuBackend(),
-        device_bytes=0,
-        host_bytes=24 * PAGE,
-        disk_bytes=0,
+        sizes={Tier.HOST: 24 * PAGE},
         disk_paths=[],
         poison=True,
     ) as allocator:
@@ -208,9 +206,8 @@ def test_every_set_of_gradient_pages_comes_back(strategy_at, clip) -> None:
         if step >= 12:
             engine.drain()
             gradients = [flat.gradient for flats in engine.flats for flat in flats]
-            (supply,) = {id(gradient._supply): gradient._supply for gradient in gradients}.values()
-            assert supply is not None
-            free = [tensor for tensors in supply._free.values() for tensor in tensors]
+            (sets,) = {gradient._supply.give_back.__self__ for gradient in gradients}
+            free = [tensor for tensors in sets._free.values() for tensor in tensors]
             assert all(tensor.is_contiguous for tensor in free)
             kept = [gradient.pages for gradient in gradients if gradient.pages is not None]
             assert {id(tensor) for tensor in free}.isdisjoint(map(id, kept))

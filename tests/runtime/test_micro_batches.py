@@ -139,7 +139,7 @@ class Looks(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         executor = trainer.strategy.engine.executor  # type: ignore[attr-defined]
         planned = executor.planned(Mode.TRAIN)
-        self.misses.append(executor.fetch_misses)
+        self.misses.append(executor.fetching.misses)
         self.ticks.append(len(planned[1].ticks))
 
 

@@ -12,7 +12,7 @@ from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.pieces import BUFFERS, Buffers
-from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.terms import ALIGN_NUMEL, TIERS, Tier
 from lightning_ptm.update import Segment
 
 PAGE = 64 * 1024
@@ -24,9 +24,7 @@ def made(folder: Path, *, device: int = 40, host: int = 40, disk: int = 40) -> A
     return Allocator(
         page_size=PAGE,
         backend=CpuBackend(),
-        device_bytes=device * PAGE,
-        host_bytes=host * PAGE,
-        disk_bytes=disk * PAGE,
+        sizes={Tier.DEVICE: device * PAGE, Tier.HOST: host * PAGE, Tier.DISK: disk * PAGE},
         disk_paths=[folder],
         poison=True,
     )
@@ -49,7 +47,7 @@ def counted(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(float(numel)).to(dtype)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("numel", [1, CELL, 5 * CELL + 77])
 def test_what_was_written_is_read(allocator: Allocator, tier: Tier, dtype: torch.dtype, numel: int) -> None:
@@ -61,7 +59,7 @@ def test_what_was_written_is_read(allocator: Allocator, tier: Tier, dtype: torch
     assert allocator.live_tensors() == (tensor,)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Allocator, tier: Tier) -> None:
     tensor = paged(allocator, tier, 20 * CELL + 5)
     wanted = [3, 20, 0, 7, 8, 9, 2, 1]
@@ -84,7 +82,7 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
     assert allocator.live_tensors() == (tensor,)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_who_stops_in_the_middle_can_release_everything(allocator: Allocator, tier: Tier) -> None:
     tensor = paged(allocator, tier, 8 * CELL)
     buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
@@ -109,7 +107,7 @@ def values(parameter: int) -> torch.Tensor:
     return counted(3 * CELL) * 0.5 + parameter
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", TIERS, ids=str)
 @pytest.mark.parametrize("given", [(0, 1, 2), (0,), (1, 2), ()])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("through", [None, torch.bfloat16])

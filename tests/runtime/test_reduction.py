@@ -26,7 +26,7 @@ NO_STATES: Any = None
 class Run:
     """Two units of one flat each; ranks agree at once, as `answers` say."""
 
-    def __init__(self, made: Parts, home: Tier, absent: tuple[int, ...] = ()) -> None:
+    def __init__(self, made: Parts, home: Tier, absent: tuple[int, ...] = (), reduced_at_step: bool = False) -> None:
         self.parts = made
         self.requests: list[Request] = []
         self.answers: list[tuple[bool, int]] = []
@@ -34,11 +34,16 @@ class Run:
         self.given_up = 0
         self.in_the_way: list[Any] = []
         several = made.communicator.world_size > 1
-        outlives = {"outlives_backward": True, "outlives_step": False}
-        way = route(home, torch.float32, one_rank=not several, sums=False, widens=False, lock_free=False, **outlives)
+        asked = {"sums": False, "widens": False, "lock_free": False, "outlives_backward": True, "outlives_step": False}
+        way = route(home, torch.float32, one_rank=not several, reduced_at_step=reduced_at_step, **asked)
         self.flats = [
             tuple(
-                FlatUpdate(flat, FlatGradient(flat, way, made.allocator, made.communicator), NO_STATES, 0)
+                FlatUpdate(
+                    flat,
+                    FlatGradient(flat, way, made.allocator, made.sharing, made.supply(flat, way)),
+                    NO_STATES,
+                    0,
+                )
                 for flat in (() if store.unit.index in absent else store.flats)
             )
             for store in made.stores
@@ -77,9 +82,9 @@ def alone(home: Tier = Tier.HOST, pages: int = 8) -> Iterator[Run]:
 
 
 @contextmanager
-def of_two(pages: int = 12, absent: tuple[int, ...] = ()) -> Iterator[Run]:
+def of_two(pages: int = 12, absent: tuple[int, ...] = (), *, reduced_at_step: bool = False) -> Iterator[Run]:
     with parts(Model(2, double=True), world_size=2, device_pages=pages) as made:
-        yield Run(made, Tier.HOST, absent)
+        yield Run(made, Tier.HOST, absent, reduced_at_step)
 
 
 def asks(*units: int, missing: bool = False) -> list[Request]:
@@ -156,7 +161,7 @@ def test_a_rank_gives_nothing_for_a_unit_that_it_does_not_hold() -> None:
 
 
 def test_postponed_gradients_are_reduced_once_last_unit_first() -> None:
-    with of_two() as it:
+    with of_two(reduced_at_step=True) as it:
         with it.reduction.postponed():
             for unit in (2, 1):
                 it.backward(unit, 1.0)
@@ -172,8 +177,16 @@ def test_postponed_gradients_are_reduced_once_last_unit_first() -> None:
         assert it.requests == asks(2, 1)
 
 
+def test_what_each_pass_reduces_is_not_postponed() -> None:
+    with of_two() as it, it.reduction.postponed():
+        it.backward(1, 1.0)
+        it.reduction.collect(1)
+        assert it.requests == asks(1) and not it.in_grad(1)
+        it.reduction.collect_postponed()
+
+
 def test_the_units_next_gradients_take_postponed_ones_along() -> None:
-    with of_two() as it:
+    with of_two(reduced_at_step=True) as it:
         with it.reduction.postponed():
             it.backward(1, 1.0)
             it.reduction.collect(1)
@@ -185,7 +198,7 @@ def test_the_units_next_gradients_take_postponed_ones_along() -> None:
 
 
 def test_a_failed_iteration_has_nothing_to_reduce() -> None:
-    with of_two() as it:
+    with of_two(reduced_at_step=True) as it:
         with it.reduction.postponed():
             it.backward(1, 1.0)
             it.reduction.collect(1)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lightning_ptm.runtime.route import Waits, route
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import TIERS, Tier
 
 PLAIN: dict[str, Any] = {
     "one_rank": True,
     "sums": False,
     "widens": False,
     "lock_free": False,
+    "reduced_at_step": False,
     "outlives_backward": False,
     "outlives_step": False,
 }
@@ -37,14 +38,17 @@ def test_where_it_waits() -> None:
     )
 
 
-@pytest.mark.parametrize("home", list(Tier))
+@pytest.mark.parametrize("home", TIERS, ids=str)
 def test_every_combination(home: Tier) -> None:
     for values in itertools.product((False, True), repeat=len(PLAIN)):
         asked = dict(zip(PLAIN, values, strict=True))
         found = route(home, torch.float32, **asked)
         in_grad = asked["one_rank"] and home is Tier.DEVICE and not asked["sums"]
         assert (found.waits is Waits.IN_GRAD) == in_grad
-        assert found.tier is home and found.dtype is torch.float32 and found.outlives_step == asked["outlives_step"]
+        assert found.tier is home and found.dtype is torch.float32
+        for name in ("reduced_at_step", "outlives_backward", "outlives_step"):
+            assert getattr(found, name) == asked[name]
+        assert found.adds_up_in_grad == (in_grad or asked["reduced_at_step"])
         # The pages of what waits in `.grad`, or travels, are not its own.
         own = not in_grad and not asked["lock_free"]
         assert found.own_pages is (home if own else None)

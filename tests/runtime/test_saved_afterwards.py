@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.sharded import load
-from lightning_ptm.storage.folder import read_index
+from lightning_ptm.storage.index import read_index
 
 
 class Odd(Full):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_ptm.strategy
+import lightning_ptm.trainer.building
 from lightning_ptm import AngelPTMPrecision
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Lifetime, Row, What
@@ -91,7 +91,7 @@ def test_nothing_stays_on_a_module_whose_set_up_fails_last(
 
 def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is a row that nobody takes."""
-    draw = lightning_ptm.strategy.draw
+    draw = lightning_ptm.trainer.building.draw
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
         found = draw(*args, **kwargs)
@@ -99,7 +99,7 @@ def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pyt
         rows = (*found.inventory.rows, row)
         return dataclasses.replace(found, inventory=dataclasses.replace(found.inventory, rows=rows))
 
-    monkeypatch.setattr(lightning_ptm.strategy, "draw", drawn)
+    monkeypatch.setattr(lightning_ptm.trainer.building, "draw", drawn)
     with pytest.raises(
         InternalError, match=r"set-up has taken \d+ bytes of the device tier, and the rows .* come to \d+"
     ):

@@ -30,7 +30,8 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import folder
-from lightning_ptm.storage.folder import FORMAT, INDEX, PARTIAL, Draft, link, read_index, remove, remove_stale
+from lightning_ptm.storage.folder import Draft, link, remove, remove_stale
+from lightning_ptm.storage.index import FORMAT, INDEX, PARTIAL, read_index
 
 
 def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ WAIT_S = 60
 
 @pytest.fixture
 def allocator() -> Iterator[Allocator]:
-    with Allocator(page_size=64 * 1024, backend=CpuBackend(), device_bytes=1 << 20, host_bytes=0, disk_bytes=0) as made:
+    with Allocator(page_size=64 * 1024, backend=CpuBackend(), sizes={Tier.DEVICE: 1 << 20}) as made:
         yield made
 
 

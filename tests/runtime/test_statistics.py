@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ptm.memory.links import LinkStats
-from lightning_ptm.runtime.executor import Uses
+from lightning_ptm.planning.fetching import Lookups
 from lightning_ptm.runtime.experts import TokenStats
 from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
 from lightning_ptm.runtime.statistics import audit, collect, last_audit
@@ -41,7 +41,7 @@ def engine(**parts: Any) -> Any:
             },
             busy_s=lambda: 0.75,
         ),
-        "executor": SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}, uses=Uses()),
+        "executor": SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}, fetching=SimpleNamespace(uses=Lookups())),
         "updater": SimpleNamespace(in_thread=True, stats=SimpleNamespace(save_stall_s=8.0, arithmetic_s=16.0)),
         "updates": object(),
         "offload": None,
@@ -74,14 +74,14 @@ def test_links_of_activations_are_told_where_they_were_used() -> None:
 def test_numbers_of_one_moment() -> None:
     updates, tokens = Counted(), TokenStats(exchanges=1)
     made = engine(updates=updates, expert_groups=SimpleNamespace(stats=tokens))
-    uses = made.executor.uses
+    uses = made.executor.fetching.uses
     found = collect(made)
-    names = list(Uses.__dataclass_fields__)
+    names = list(Lookups.__dataclass_fields__)
     for name in names:
         setattr(uses, name, getattr(uses, name) + 1)
     made.executor.stall_s["fetch"] = 9.0
     updates.stats.reads = tokens.exchanges = 99
-    assert found.uses == Uses() and found.uses != uses
+    assert found.uses == Lookups() and found.uses != uses
     assert found.stall_s["fetch"] == 1.0
     assert found.staleness == StalenessStats(reads=4, total=6, maximum=3, steps=2)
     assert found.tokens == TokenStats(exchanges=1)

@@ -1,20 +1,28 @@
-"""The rows of an inventory: what each kind of run takes, in which order, and that pages are taken as they say."""
+"""The rows of an inventory: what each kind of run takes, and in which order."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, PAGE, Net, adam, drawn, laid_out, sgd
+from drawn_by_hand import CLUSTER, PAGE, Net, adam, drawn, sgd
 from torch import nn
 
-from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
+from lightning_ptm.errors import InternalError
+from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.pieces import BUFFERS
-from lightning_ptm.runtime.route import Waits
-from lightning_ptm.runtime.stock import Column, chunk_bytes, columns, in_the_making, save_rows, taken_dtype, travelling
+from lightning_ptm.runtime.stock import (
+    Column,
+    chunk_bytes,
+    columns,
+    gradient_row,
+    in_the_making,
+    save_rows,
+    taken_dtype,
+    travelling,
+)
 from lightning_ptm.terms import Tier, chunk_numel
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -124,6 +132,24 @@ def test_gradients_with_homes() -> None:
     assert [row.flat for row in rows(later, What.GRADIENTS, Lifetime.FIRST_GRADIENT)] == [3, 2, 1, 0]
     assert not rows(later, What.GRADIENTS)
     assert not drawn().inventory.of(What.GRADIENTS)  # in `.grad`
+    for found in (kept, later):
+        assert {row.flat: row for row in found.inventory.of(What.GRADIENTS)} == {
+            flat.index: gradient_row(found, flat) for flat in found.trained_flats()
+        }
+
+
+def test_gradients_that_pass_have_pages_and_no_row() -> None:
+    passing = drawn(machine=CLUSTER, ranks=2, device_memory="8MiB")
+    flat = passing.layout.flats[1]
+    row = gradient_row(passing, flat)
+    assert (row.tier, row.numel, row.lifetime) == (Tier.DEVICE, flat.shard_numel, Lifetime.PASSING)
+    assert not passing.inventory.of(What.GRADIENTS)
+    for found, where in (
+        (drawn(), "in .grad"),
+        (drawn(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no flat"),
+    ):
+        with pytest.raises(InternalError, match=f"gradient of flat 0 waits .*{where}.*, and has no pages of its own"):
+            gradient_row(found, found.layout.flats[0])
 
 
 @pytest.mark.parametrize(
@@ -200,29 +226,6 @@ def test_rows_of_no_flat() -> None:
         row = make(Tier.HOST, 100, BF16, 3)
         assert (row.what, row.tier, row.numel, row.count, row.item_bytes) == (what, Tier.HOST, 100, 3, 2)
         assert (row.unit, row.flat, row.shares_pages, taken_dtype(row)) == (None, None, False, BF16)
-
-
-# -- pages ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(RUNS))
-def test_set_up_takes_what_the_rows_say(name: str, disk: Path) -> None:
-    """To the page, in each tier; gradients that come later are laid behind them in their order."""
-    found = drawn(Odd(), **RUNS[name])
-    with laid_out(found, [disk]) as made:
-        for lifetimes in ((Lifetime.RUN,), (Lifetime.RUN, Lifetime.FIRST_GRADIENT)):
-            for tier in Tier:
-                taken = [
-                    row
-                    for row in found.inventory.rows
-                    if row.tier is tier and row.lifetime in lifetimes and row.flat is not None
-                ]
-                used = made.allocator.capacity_bytes(tier) - made.allocator.free_bytes(tier)
-                assert used == pages_of(taken, PAGE) * PAGE
-                assert made.allocator.capacity_bytes(tier) == found.inventory.pool_bytes(tier)
-            for flat in reversed([flat for unit in made.flats for flat in unit]):
-                if flat.gradient.route.waits is Waits.FROM_FIRST:
-                    flat.gradient.reserve()
 
 
 @pytest.mark.parametrize("name", list(RUNS))

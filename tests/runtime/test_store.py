@@ -104,6 +104,20 @@ def test_a_resident_flat_is_its_own_full_flat() -> None:
         assert flat.binding.parameters[0].data_ptr() == other.tensor().data_ptr()
 
 
+def test_what_autograd_reads_counts_its_own_writes() -> None:
+    with parts(OnePage(), ()) as made:
+        (flat,) = made.flats
+        fetch(flat)
+        flat.finish_fetch()
+        packed = flat.binding.pack(flat.binding.parameters[1])
+        assert packed is not None
+        saved = flat.binding.unpack(packed)
+        before = saved._version
+        flat.full()[:64] += 1  # as an update of another unit's pages does, which are parts of the same memory
+        assert saved._version == before
+        assert torch.equal(saved, flat.binding.parameters[1])
+
+
 def test_a_home_is_not_replaced_while_its_full_flat_is_read() -> None:
     with parts(OnePage(), ()) as made:
         (flat,) = made.flats

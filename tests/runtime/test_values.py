@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.storage.folder import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.terms import Tier
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -343,12 +343,12 @@ def test_kinds_cover_every_element_once(disk: Path, place: str) -> None:
             for flat in kind.flats:
                 elements = made.values.read(flat.paged)
                 for part in flat.segments:
-                    target = covered[flat.names[part.parameter]][part.parameter_start :][: part.numel]
+                    target = covered[flat.parameters[part.parameter].name][part.parameter_start :][: part.numel]
                     assert target.isnan().all()
                     target.copy_(elements[part.start : part.stop])
-                for name, start, values in flat.outside:
-                    assert name == "frozen" and kind.kind == PARAMETERS
-                    covered[name][start : start + values.numel()] = values
+                for spec, start, values in flat.outside:
+                    assert spec.name == "frozen" and kind.kind == PARAMETERS
+                    covered[spec.name][start : start + values.numel()] = values
             for name, dtype, shape in kind.tensors:
                 expected = whole[kind.kind][name]
                 # In the order of memory, as a flat holds it.

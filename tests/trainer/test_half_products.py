@@ -264,7 +264,7 @@ def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monk
 
 @half
 def test_settings_choose(dtype, caplog) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):  # which other tests make quiet
         assert chosen(dtype, half_products="fp32")
         assert not chosen(dtype, half_products="native")
         assert not chosen(torch.float32, half_products="fp32")

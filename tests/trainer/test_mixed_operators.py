@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_ptm.mixed_operators import promote_operators
+from lightning_ptm.trainer.mixed_operators import promote_operators
 
 SIZE = (4, 8, 8)
+FIRST = torch.zeros(1, dtype=torch.long)
 
 
 def tokens(count: int) -> list[Tensor]:
@@ -30,6 +31,20 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "mv": (lambda x, w, b: torch.mv(x[0], w) + b, [(8,), (8,)]),
     "addmv": (lambda x, w, b: torch.addmv(b, x[0], w), [(8,), (8,)]),
     "dot": (lambda x, w, b: torch.dot(x[0, 0], w) + torch.vdot(x[0, 1], b), [(8,), (8,)]),
+    "addr": (lambda x, w, b: torch.addr(x[0], x[0, 0], w) + b, [(8,), (8,)]),
+    "inner": (lambda x, w, b: torch.inner(x, w) + b.sum(), [(8,), (8,)]),
+    "tensordot": (lambda x, w, b: torch.tensordot(x, w, 1) + b.float(), [(8, 8), (8,)]),
+    "cross": (lambda x, w, b: torch.linalg.cross(x[..., :3], w) + b, [(1, 1, 3), (3,)]),
+    "index_put": (lambda x, w, b: x.index_put((FIRST,), w) + b, [(1, 8, 8), (8,)]),
+    "index_put_": (lambda x, w, b: x.clone().index_put_((FIRST,), w) + b, [(1, 8, 8), (8,)]),
+    "index_add": (lambda x, w, b: x.index_add(0, FIRST, w) + b, [(1, 8, 8), (8,)]),
+    "index_reduce": (lambda x, w, b: x.index_reduce(0, FIRST, w, "mean") + b, [(1, 8, 8), (8,)]),
+    "put": (lambda x, w, b: x.put(FIRST, w) + b, [(1,), (8,)]),
+    "scatter": (lambda x, w, b: x.scatter(0, FIRST.expand(1, 8, 8), w) + b, [(1, 8, 8), (8,)]),
+    "scatter_add": (lambda x, w, b: x.scatter_add(0, FIRST.expand(1, 8, 8), w) + b, [(1, 8, 8), (8,)]),
+    "scatter_reduce": (lambda x, w, b: x.scatter_reduce(0, FIRST.expand(1, 8, 8), w, "mean") + b, [(1, 8, 8), (8,)]),
+    "masked_scatter": (lambda x, w, b: x.masked_scatter(x > 0, w) + b, [SIZE, (8,)]),
+    "lerp_by": (lambda x, w, b: torch.lerp(x, w, 0.3) + b, [SIZE, (8,)]),
     "lerp": (lambda x, w, b: torch.lerp(x, x.sin(), w) + b, [(8,), (8,)]),
 }
 
@@ -68,6 +83,19 @@ def test_equal_dtypes_are_computed_as_without_us(name: str, dtype: torch.dtype) 
         assert all(map(torch.equal, ours, values_of(name, [dtype] * 3, None)))
     finally:
         promote_operators()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_16_bits_give_no_numbers_for(dtype: torch.dtype) -> None:
+    """As orthogonal parametrizations have it."""
+    promote_operators()
+    matrix = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = torch.matrix_exp(matrix - matrix.t())
+        expected = torch.matrix_exp((matrix - matrix.t()).float())
+    assert torch.equal(ours, expected) and expected.isfinite().all()
+    (gradient,) = torch.autograd.grad(ours.sum(), matrix)
+    assert gradient.isfinite().all()
 
 
 class Residual(L.LightningModule):

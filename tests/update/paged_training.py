@@ -54,9 +54,11 @@ def make_allocator(
     return Allocator(
         page_size=PAGE_SIZE,
         backend=CpuBackend(),
-        device_bytes=device_mib * mib,
-        host_bytes=host_mib * mib,
-        disk_bytes=disk_mib * mib if disk is not None else 0,
+        sizes={
+            Tier.DEVICE: device_mib * mib,
+            Tier.HOST: host_mib * mib,
+            Tier.DISK: disk_mib * mib if disk is not None else 0,
+        },
         disk_paths=[disk] if disk is not None else [],
         poison=True,
         **settings,  # type: ignore[arg-type]

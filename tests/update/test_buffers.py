@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.waiting import Begin
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import HyperParameters, ParameterGradients, Transform
-from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Origin, SparePages, combined
+from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Origin, combined
 
 NUMEL = 8
 
@@ -48,16 +49,19 @@ class Job:
 class Bench:
     """Buffers whose jobs end when a test says so; `readers` is what compute holds of each flat."""
 
-    def __init__(self, flats: int = 1, spares: int = 2, room: int = 2) -> None:
+    def __init__(
+        self, flats: int = 1, spares: int = 2, room: int = 2, sizes: Sequence[int] = (), foreseeable: bool = False
+    ) -> None:
         self.jobs: list[Job] = []
-        self.flats = [FlatBuffer(f"flat {index}", NUMEL, torch.bfloat16) for index in range(flats)]
+        self.flats = [
+            FlatBuffer(f"flat {index}", NUMEL, torch.bfloat16, size=size, foreseeable=foreseeable)
+            for index, size in enumerate(sizes or [1] * flats)
+        ]
         self.held = {flat.name: pages(index) for index, flat in enumerate(self.flats)}
-        self.buffers = Buffers(
-            self.flats, SparePages(pages(100 + index) for index in range(spares)), self._start, room=room
-        )
+        self.buffers = Buffers(self.flats, (pages(100 + index) for index in range(spares)), self._start, room=room)
 
-    def _start(self, flat: FlatBuffer, contribution: Contribution, target: PagedTensor) -> None:
-        self.jobs.append(Job(flat, contribution, target))
+    def _start(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
+        self.jobs.append(Job(begun.flat, contribution, target))
 
     def end(self, job: Job) -> None:
         self.jobs.remove(job)
@@ -390,18 +394,56 @@ def test_thousands_of_interleavings(block: int) -> None:
         Interleaving(seed).run(40)
 
 
-def spare_ids(spares: SparePages, count: int, urgent: Sequence[bool]) -> list[int | None]:
-    taken = [spares.take(NUMEL, torch.bfloat16, urgent=each) for each in urgent[:count]]
-    return [tensor.id if tensor is not None else None for tensor in taken]
+# -- what is held back -----------------------------------------------------------------------------------------------
 
 
-def test_spare_pages_of_a_kind() -> None:
-    assert spare_ids(SparePages([pages(1), pages(2)]), 3, [False, False, True]) == [2, None, 1]
-    assert spare_ids(SparePages([pages(1)]), 2, [False, True]) == [
-        1,
-        None,
-    ]  # of a single flat: nothing can be in its way
-    assert SparePages([pages(1)]).take(NUMEL, torch.float32, urgent=True) is None
+def test_what_is_held_back_waits_until_its_pass_begins() -> None:
+    bench = Bench()
+    (flat,) = bench.flats
+    for step in range(5):
+        bench.buffers.offer(flat, gradient(step, 2.0**step), begin=False)
+    assert bench.jobs == [] and flat.pending == 5
+    bench.buffers.begin(flat)
+    (job,) = bench.jobs
+    assert value_of(job.contribution) == 31.0
+    bench.buffers.offer(flat, gradient(5), begin=False)
+    bench.end(job)
+    assert bench.jobs == [] and (flat.applied, flat.pending) == (5, 1)  # not with the pass before
+
+
+def test_a_pass_that_was_begun_takes_what_comes_until_the_disk_is_free() -> None:
+    bench = Bench(flats=3, spares=4)
+    for flat in bench.flats:
+        bench.buffers.offer(flat, gradient(0))
+    last = bench.flats[2]
+    assert last.taken is None  # two are in hand
+    bench.buffers.offer(last, gradient(1), begin=False)
+    bench.end(bench.jobs[0])
+    assert bench.jobs[-1].flat is last
+    assert len(bench.jobs[-1].contribution.origins) == 2
+
+
+def test_what_compute_waits_for_is_not_held_back() -> None:
+    bench = Bench()
+    (flat,) = bench.flats
+    for step in range(3):
+        bench.buffers.offer(flat, gradient(step), begin=False)
+    assert bench.buffers.hurry(flat, 1)
+    bench.end(bench.jobs[0])
+    assert flat.applied == 3
+
+
+def test_gradients_that_cannot_be_added_are_not_held_back() -> None:
+    """They would take memory for each step."""
+    bench = Bench()
+    (flat,) = bench.flats
+    bench.buffers.offer(flat, gradient(0), begin=False)
+    other = ParameterGradients([torch.ones(8), None])
+    bench.buffers.offer(flat, Contribution(other, (Origin(1, HyperParameters(())),)), begin=False)
+    (job,) = bench.jobs
+    assert [origin.step for origin in job.contribution.origins] == [0]
+    bench.end(job)
+    assert bench.jobs == [] and flat.pending == 1
 
 
 # -- float16 under a loss scale ---------------------------------------------------------------------------------------
@@ -446,3 +488,11 @@ def test_scaled_gradients_are_clipped_by_value_one_by_one() -> None:
     nothing = scaled(0, 0.5, 1024.0, clip=0.0)
     nothing.add(scaled(1, 0.5, 1024.0, clip=0.0))
     assert applied_value(nothing) == 0.0
+
+
+def test_scaled_gradients_are_clipped_again_one_by_one() -> None:
+    first = scaled(0, 0.5, 1024.0, clamp=0.25)
+    further = (Transform(clip=torch.tensor(0.5)), Transform(clamp=0.1))
+    first.transform = dataclasses.replace(first.transform, then=further)
+    first.add(scaled(1, -0.01, 2048.0))
+    assert applied_value(first) == pytest.approx(0.09, rel=4e-3)

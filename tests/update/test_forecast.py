@@ -11,10 +11,12 @@ from paged_training import Make, Twin, make_allocator, make_twin, read
 from test_buffers import NUMEL, Bench, gradient, pages
 from torch import optim
 
+from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.waiting import REACH, Begin
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import ParameterGradients, Transform
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Version
-from lightning_ptm.update.forecast import REACH, Forecast, can_forecast
+from lightning_ptm.update.forecast import Forecast, can_forecast
 
 SHAPES = ((3, 7), (64, 130), (1,), (129,), (300, 171), (64,), (33, 65), (8193,))
 
@@ -200,9 +202,9 @@ class Counts(Forecast):
 
 
 class WithPlaces(Bench):
-    def _start(self, flat: FlatBuffer, contribution: Contribution, target) -> None:  # type: ignore[no-untyped-def]
+    def _start(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
         target.place(Tier.DEVICE, (), torch.full((NUMEL,), float(target.id)))
-        super()._start(flat, contribution, target)
+        super()._start(begun, contribution, target)
 
 
 def test_a_version_forecasts_what_was_received_and_is_not_in_it() -> None:

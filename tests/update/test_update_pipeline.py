@@ -548,7 +548,7 @@ def test_on_cuda(home: Tier) -> None:
     plain_optimizer = optim.AdamW([plain], lr=1e-2, fused=True)
     backend = backend_here()
     with Allocator(
-        page_size=PAGE_SIZE, backend=backend, device_bytes=8 * mib, host_bytes=8 * mib, disk_bytes=0, pin_host=True
+        page_size=PAGE_SIZE, backend=backend, sizes={Tier.DEVICE: 8 * mib, Tier.HOST: 8 * mib}, pin_host=True
     ) as allocator:
         flat = make_flat([(5000,)], [0], torch.bfloat16)
         traits = probe(optimizer, device=backend.device if home is Tier.DEVICE else "cpu")

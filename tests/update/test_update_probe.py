@@ -125,6 +125,14 @@ def test_a_fused_kernel_that_computes_something_else_is_not_chosen() -> None:
     assert probe(optimizer, dtype=torch.bfloat16).groups[0].fused <= is_right
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_kernel_that_was_asked_for_is_refused_by_its_own_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="with fused=True and momentum keeps wrong momentum") as caught:
+        probe(optim.SGD(parameters(), lr=0.1, momentum=0.9, fused=True), dtype=dtype)
+    assert "fused=False" in str(caught.value)
+    assert probe(optim.SGD(parameters(), lr=0.1, fused=True), dtype=dtype).groups
+
+
 def test_state_from_the_constructor_only() -> None:
     assert probe(FillsStateInConstructor(parameters())).initial is Initial.CONSTRUCTED
 

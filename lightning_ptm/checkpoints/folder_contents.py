@@ -1,0 +1,180 @@
+"""What is written where in the folder of a sharded checkpoint: files, their parts in pages and outside of them, the index."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoints.module_states import parameters_by_name
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.planning.layout import ParameterSpec
+from lightning_ptm.runtime.pieces import within
+from lightning_ptm.runtime.snapshot import Part
+from lightning_ptm.runtime.values import ShardedFlat, ShardedKind
+from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
+from lightning_ptm.storage.tensors import Layout, lay_out
+from lightning_ptm.storage.writer import RangeWriter, SaveOps
+
+_Put = Callable[[str, int, Tensor, bool], None]
+"""Writes to a file, from an offset on, the bytes of a tensor, which may stay as they are until all is written."""
+
+
+class KindOfStates(Protocol):
+    """One kind of one unit's states: names, dtypes and shapes of its tensors."""
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tensors(self) -> Sequence[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The safetensors files of a folder, one for each kind of each unit's states."""
+
+    files: tuple[StateFile, ...]
+    layouts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(kinds: Sequence[KindOfStates]) -> StateFiles:
+        """Raises CheckpointError: a dtype has no name in safetensors files."""
+        places = {unit: place for place, unit in enumerate(dict.fromkeys(each.unit for each in kinds))}
+        files, layouts = [], []
+        for each in kinds:
+            layout = lay_out(each.tensors, {"format": "pt", "unit": each.unit, "kind": each.kind})
+            name = f"{places[each.unit]:04d}.{quote(each.kind, safe=' ')}.safetensors"
+            files.append(StateFile(name, each.unit, each.kind, layout.size_bytes))
+            layouts.append(layout)
+        return StateFiles(tuple(files), tuple(layouts))
+
+    def create(self, writer: RangeWriter) -> None:
+        """Makes them, with their headers."""
+        for file, layout in zip(self.files, self.layouts, strict=True):
+            writer.create(file.name, layout.header, layout.size_bytes)
+
+    def seals(self) -> dict[str, Seal]:
+        """Of their headers, by name."""
+        return {file.name: Seal.of(layout.header) for file, layout in zip(self.files, self.layouts, strict=True)}
+
+
+def bytes_here(kind: ShardedKind) -> int:
+    """What this rank has of one kind of states."""
+    paged = sum(segment.numel * flat.paged.dtype.itemsize for flat in kind.flats for segment in flat.segments)
+    return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
+
+
+def parts_of(
+    put: _Put, files: StateFiles, kinds: Sequence[ShardedKind], *, changing: bool
+) -> tuple[list[Part], list[Callable[[], None]]]:
+    """What to do with paged elements, and how to write those that no page holds, which never change.
+
+    Args:
+        changing: training goes on meanwhile.
+    """
+    parts: list[Part] = []
+    outside: list[Callable[[], None]] = []
+    for file, layout, kind in zip(files.files, files.layouts, kinds, strict=True):
+        starts = {tensor.name: tensor.start for tensor in layout.tensors}
+        for flat in kind.flats:
+            if flat.segments:
+                stays = not changing and flat.paged.tier.addressable and in_ram(flat.paged.tensor())
+                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, stays)))
+            for parameter, first, values in flat.outside:
+                outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
+    return parts, outside
+
+
+def _put(
+    put: _Put,
+    name: str,
+    starts: Mapping[str, int],
+    flat: ShardedFlat,
+    stays: bool,
+    start: int,
+    values: Tensor,
+) -> None:
+    for segment in within(flat.segments, start, start + values.numel()):
+        part = values[segment.start - start : segment.stop - start]
+        _put_stretches(put, name, starts, flat.parameters[segment.parameter], segment.parameter_start, part, stays)
+
+
+def _put_stretches(
+    put: _Put,
+    name: str,
+    starts: Mapping[str, int],
+    parameter: ParameterSpec,
+    first: int,
+    values: Tensor,
+    stays: bool,
+) -> None:
+    """Write elements of a parameter, from its element `first` on, to their places in the whole tensor of the file."""
+    for stretch in parameter.stretches(first, values.numel()):
+        offset = starts[parameter.name] + stretch.whole_start * values.dtype.itemsize
+        put(name, offset, values.narrow(0, stretch.start - first, stretch.numel), stays)
+
+
+def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> Seal:
+    """Write Lightning's own dictionary, synced. Raises CheckpointError."""
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    content = buffer.getvalue()
+    write_synced(path, content, ops)
+    return Seal.of(content)
+
+
+def index_of(
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    files: StateFiles,
+    *,
+    names: Mapping[int, str],
+    world_size: int,
+    page_size: int,
+) -> Index:
+    """The index of a checkpoint.
+
+    Args:
+        optimizers: those whose states are in it.
+        names: of the tensors in the files, by id of parameter.
+        world_size: ranks that write.
+        page_size: of the run.
+    """
+    state = parameters_by_name(module)
+    return Index(
+        step=int(checkpoint.get("global_step", 0)),
+        world_size=world_size,
+        page_size=page_size,
+        writer=f"lightning_ptm {_own_version()}",
+        files=files.files,
+        parameters={name: names[id(item)] for name, item in state.items() if id(item) in names},
+        state=tuple(state),
+        optimizers=tuple(
+            OptimizerIndex(
+                type(plain_optimizer(optimizer)).__qualname__,
+                tuple(names[id(parameter)] for parameter in parameters_of(plain_optimizer(optimizer))),
+            )
+            for optimizer in optimizers
+        ),
+    )
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning-ptm")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,290 @@
+"""Writing sharded checkpoints: every rank its own stretches, straight from its pages, at once or while training goes on.
+
+`Saving` is one checkpoint on its way to the disk; saves.py has those of a run, folder_contents.py what is written where.
+I1: all ranks know of a failure on any of them, and raise; what was under the final name is then as it was before.
+I2: collectives are issued by the caller's thread only. Behind its back, ranks know of each other by the files of the folder:
+    each rank's list of ranges is its last act, and rank 0 puts the checkpoint in place when all are there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoints.folder_contents import StateFiles, bytes_here, index_of, parts_of, write_dictionary
+from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.progress import Seen, unseen
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.storage.folder import Draft
+from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
+from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, failure
+from lightning_ptm.update.threads import one_core, use_cores
+
+_COPIES_SHARE = 8
+"""One part in this many of the free RAM may hold copies of what updates have changed since."""
+
+_LOOK_S = 0.05
+"""How often rank 0 looks whether the others have written."""
+
+_FAREWELL_S = 30.0
+"""How long rank 0 waits for the others when the run has failed, so that nobody can be asked."""
+
+
+class Saving:
+    """One sharded checkpoint of this rank, from now on. Collective, as is `finish`.
+
+    Args:
+        checkpoint: Lightning's, with `sharded.module_remainder` and `optimizer_remainder` in the places of state dicts.
+        path: the folder to be.
+        behind: write in a thread; training may go on.
+        ranks_here: of this machine, which share its free RAM.
+        ops: file calls, for tests.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not begin (or, unless `behind`, write).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        checkpoint: Mapping[str, Any],
+        path: Path,
+        *,
+        behind: bool = False,
+        ranks_here: int = 1,
+        ops: SaveOps | None = None,
+    ) -> None:
+        started = self._started_s = perf_counter()
+        self.path = path
+        self._engine = engine
+        self._ops = ops or SaveOps()
+        with_optimizers = "optimizer_states" in checkpoint
+        engine.drain("sharded checkpoint")
+        kinds = [kind for kind in engine.values.kinds(optimizers=with_optimizers) if kind.tensors]
+        files = StateFiles.of(kinds)
+        self._index = index_of(
+            module,
+            optimizers if with_optimizers else (),
+            checkpoint,
+            files,
+            names={id(parameter): name for name, parameter in engine.values.names()},
+            world_size=engine.communicator.world_size,
+            page_size=engine.allocator.page_size,
+        )
+
+        self._total_bytes = sum(map(bytes_here, kinds))
+        """What this rank writes of tensors."""
+
+        # State. The draft is rank 0's; the thread's errors are for `finish` to raise.
+        self._done_bytes = 0
+        self._watch: Seen = unseen
+        self._draft: Draft | None = None
+        self._error: BaseException | None = None
+        self._error_of_commit: AngelPTMError | OSError | None = None
+        self._committing = threading.Lock()
+        self._written = threading.Event()
+        self._given_up = threading.Event()
+        self._then: list[tuple[Path | None, Callable[[], None]]] = []
+        self._writer: RangeWriter | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
+            self._begin(checkpoint, files, copies)
+            parts, self._outside = parts_of(self._put, files, kinds, changing=behind)
+            self._snapshot = engine.begin_snapshot(parts)
+        except BaseException:
+            self._clean_up()
+            raise
+        if behind:
+            self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
+            self._thread.start()
+            engine.save_stall_s += perf_counter() - started
+        else:
+            self._write_now()
+
+    def _begin(self, checkpoint: Mapping[str, Any], files: StateFiles, copies: int) -> None:
+        """The folder, with what is known before any state is written. Collective.
+
+        Args:
+            copies: buffers that free RAM has room for.
+        """
+        engine = self._engine
+        with engine.together():
+            if engine.communicator.rank == 0:
+                self._draft = Draft(self.path)
+        folder = self._draft.folder if self._draft is not None else None
+        self._folder = Path(engine.told(None if folder is None else str(folder)))
+        self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
+        with engine.together():
+            if self._draft is not None:
+                files.create(self._writer)
+                dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
+                self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
+
+    def _write_now(self) -> None:
+        try:
+            # OpenMP's other threads would wait for the next copy on the cores of those that write.
+            with one_core(), self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes) as self._watch:
+                self._write()
+            self._engine.save_stall_s += perf_counter() - self._started_s
+            self.finish()
+        except BaseException:  # Ctrl-C, too: nobody else knows of it yet
+            self._clean_up()
+            raise
+
+    def afterwards(self, removes: Path | None, act: Callable[[], None]) -> None:
+        """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only.
+
+        Args:
+            removes: the earlier checkpoint that is to be removed, if that is what it does.
+        """
+        with self._committing:
+            if self._draft is not None:
+                self._then.append((removes, act))
+                return
+        act()
+
+    def finish(self) -> None:
+        """Wait until it is in place. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, when any could not write.
+        """
+        started = perf_counter()
+        try:
+            with self._engine.together():
+                self._wait()
+                if self._error is not None:
+                    raise self._told(self._error)
+            with self._engine.together():
+                self._commit()
+                if self._error_of_commit is not None:
+                    raise self._told(self._error_of_commit)
+        except (AngelPTMError, OSError):
+            self._end(started)
+            raise
+        # Anything else, such as Ctrl-C, leaves it in progress: `farewell` may still finish it.
+        self._end(started)
+
+    def _wait(self) -> None:
+        """Until this rank has written. What is left of it is shown; the thread that writes shows nothing."""
+        done_bytes = self._done_bytes
+        with self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes, done_bytes) as seen:
+            while not self._written.wait(_LOOK_S):
+                before, done_bytes = done_bytes, self._done_bytes
+                seen(done_bytes - before)
+
+    def _told(self, error: BaseException) -> BaseException:
+        return failure(self.path, error) if isinstance(error, OSError) else error
+
+    def _end(self, started: float) -> None:
+        self._clean_up()
+        self._engine.end_snapshot()
+        self._engine.save_stall_s += perf_counter() - started
+
+    def farewell(self) -> None:
+        """The run has failed and no rank can be asked: finish what this rank can; never raises."""
+        self._written.wait()
+        if self._error is None and self._draft is not None:
+            until = monotonic() + _FAREWELL_S
+            world_size = self._engine.communicator.world_size
+            while not all_have_written(self._folder, world_size) and monotonic() < until:
+                time.sleep(_LOOK_S)
+            if all_have_written(self._folder, world_size):
+                self._commit()
+        if self._draft is not None or self._error is not None:
+            reason = self._error or self._error_of_commit or "not all ranks have written their part"
+            rank_zero_warn(f"the checkpoint {self.path}, which was being written, is given up: {reason}")
+        self._clean_up()
+
+    @property
+    def left_undone(self) -> dict[Path, Callable[[], None]]:
+        """The removals that were to be done afterwards, when it has failed."""
+        return {path: act for path, act in self._then if path is not None}
+
+    # -- the thread's side, if there is one ---------------------------------------------------------------------------
+
+    def _write_behind(self) -> None:
+        use_cores(1)
+        self._write()
+
+    def _write(self) -> None:
+        assert self._writer is not None
+        try:
+            self._snapshot.take_all()
+            for write in self._outside:  # now that nobody else puts anything
+                write()
+            write_ranges(self._folder, self._engine.communicator.rank, self._writer.finish(), self._ops)
+        except BaseException as error:
+            self._error = error
+            self._snapshot.fail(error)
+            return
+        finally:
+            self._written.set()
+        if self._thread is not None and self._draft is not None:
+            while not all_have_written(self._folder, self._engine.communicator.world_size):
+                if self._given_up.wait(_LOOK_S):
+                    return
+            self._commit()
+
+    def _put(self, name: str, start: int, values: Tensor, stays: bool) -> None:
+        """Called by one thread at a time: see `Snapshot`."""
+        assert self._writer is not None
+        self._writer.put(name, start, values, stays=stays)
+        self._done_bytes += values.nbytes
+        self._watch(values.nbytes)
+
+    def _commit(self) -> None:
+        """Put it in place, once."""
+        with self._committing:
+            if self._draft is None or self._error_of_commit is not None:
+                return
+            try:
+                self._index.write(self._draft.folder, self._ops)
+                self._draft.commit()
+            except (AngelPTMError, OSError) as error:
+                self._error_of_commit = error
+                return
+            self._draft = None
+            then, self._then = self._then, []
+        for _, act in then:
+            act()
+        if self._thread is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What was written behind training, now that it is there."""
+        seconds = perf_counter() - self._started_s
+        bars = self._engine.bars
+        if seconds >= bars.after_s:
+            count = sum(file.size_bytes for file in self._index.files)
+            rate = f"{count / seconds / 1e6:,.0f} MB/s"
+            bars.line(f"{self.path} is written: {count / 1e9:.3g} GB in {seconds:.1f} s, {rate}")
+
+    def _clean_up(self) -> None:
+        self._given_up.set()
+        if self._thread is not None:
+            if not self._written.is_set():
+                self._snapshot.fail(CheckpointError(f"{self.path} was given up, since the run has failed"))
+            self._thread.join()
+        if self._writer is not None:
+            self._writer.abort()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.discard()
+
+
+# -- what is written where ------------------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""Rates of what one rank computes and copies in memory, for `lightning-ptm probe`, by what a run would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptm.memory.backend import Backend, CpuBackend
+from lightning_ptm.progress import Begun
+from lightning_ptm.trainer.half_products import products_here
+
+
+def _untold(part: str) -> None:
+    """A `Begun` of work that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        matrix: rows and columns on a CPU; on a device eight times as many.
+        copy_bytes: of each copy in memory.
+        disk_bytes: of each trial of a disk.
+        seconds: of each measurement in memory.
+        steps: of each training run for fixed costs.
+        begins: is told what is measured next.
+    """
+
+    matrix: int
+    copy_bytes: int
+    disk_bytes: int
+    seconds: float
+    steps: int
+    begins: Begun = _untold
+
+    def side(self, backend: Backend) -> int:
+        """Rows and columns of matrices."""
+        return self.matrix * (8 if backend.apart else 1)
+
+
+def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
+    """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
+    effort.begins(f"matrices of {dtype}")
+    side, device = effort.side(backend), backend.device
+    left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
+    gradient = torch.randn(side, side, device=device).to(left.dtype)
+
+    def multiply() -> None:
+        with products_here(left.dtype, backend):
+            torch.autograd.grad(torch.mm(left, right), (left, right), gradient)
+
+    return 6 * side**3 / _typical(multiply, backend, effort.seconds)
+
+
+def attention_rate(backend: Backend, dtype: str, effort: Effort) -> float:
+    """Operations per second of attention, forward and backward; a backward counts as two forwards."""
+    effort.begins(f"attention in {dtype}")
+    shape = (max(1, effort.matrix // 128), 8, 256, 64)
+    heads = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=backend.device).to(heads.dtype)
+
+    def attend() -> None:
+        with products_here(heads.dtype, backend):
+            torch.autograd.grad(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), heads, gradient)
+
+    return 3 * 4 * heads.numel() * shape[2] / _typical(attend, backend, effort.seconds)
+
+
+def curved_rate(backend: Backend, dtype: str, effort: Effort) -> float:
+    """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
+    effort.begins(f"GELU in {dtype}")
+    shape = (effort.matrix, 2 * effort.matrix)
+    values = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
+    gradient = torch.randn(shape, device=backend.device).to(values.dtype)
+
+    def curve() -> None:
+        torch.autograd.grad(F.gelu(values, approximate="tanh"), values, gradient)
+
+    return 3 * values.numel() / _typical(curve, backend, effort.seconds)
+
+
+def ram_rate(threads: int, effort: Effort) -> float:
+    """Bytes per second of a copy by as many threads as all ranks of the node have."""
+    of_a_rank = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return copy_rate(CpuBackend(), CpuBackend(), effort)
+    finally:
+        torch.set_num_threads(of_a_rank)
+
+
+def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
+    """Bytes per second of a large copy; RAM is page-locked where the other side is a device apart."""
+    effort.begins(f"copies from {source.device} to {target.device}")
+    pinned = source.apart != target.apart
+
+    def made(side: Backend) -> Tensor:
+        pin = pinned and not side.apart
+        return torch.zeros(effort.copy_bytes, dtype=torch.uint8, device=side.device, pin_memory=pin)
+
+    read, written = made(source), made(target)
+    timed = source if source.apart else target
+    return effort.copy_bytes / _typical(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
+
+
+def _typical(work: Callable[[], object], backend: Backend, seconds: float) -> float:
+    """Seconds of the median of as many calls as take `seconds`, after one that warms up; three at least, if they are not
+    slow. The fastest would be what no run of many steps is like."""
+    found: list[float] = []
+    began = perf_counter()
+    while True:
+        started = perf_counter()
+        work()
+        backend.synchronize()
+        now = perf_counter()
+        found.append(now - started)
+        if now - began > seconds and (len(found) > 3 or found[-1] > seconds):
+            return median(found[1:] or found)

@@ -1,0 +1,73 @@
+"""Names of configs on the command line: which files they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ptm.errors import ConfigError
+
+CONFIG_FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+"""Where configs/ is: inside the installed package, or beside it in a checkout."""
+
+CONFIG_OPTIONS = ("--config", "-c")
+
+
+def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
+    """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
+
+    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it
+    is taken as it is.
+
+    Raises:
+        ConfigError: a bare name that is no file.
+    """
+    resolved: list[str] = []
+    value_follows = False
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if value_follows:
+            resolved.append(_resolve(argument, folders))
+        elif equals and option in CONFIG_OPTIONS:
+            resolved.append(f"{option}={_resolve(value, folders)}")
+        else:
+            resolved.append(argument)
+        value_follows = not value_follows and argument in CONFIG_OPTIONS
+    return resolved
+
+
+def _resolve(name: str, folders: Sequence[Path]) -> str:
+    if Path(name).name != name or Path(name).is_file():
+        return name
+    for folder in folders:
+        for candidate in (folder / name, folder / f"{name}.yaml"):
+            if candidate.is_file():
+                return str(candidate)
+    known = sorted({path.name for folder in folders for path in folder.glob("*.yaml")})
+    raise ConfigError(
+        f"there is no config file {name!r}, neither in {Path.cwd()} nor among the installed ones "
+        f"({', '.join(known) or 'none'}); name one of these or give a path"
+    )
+
+
+def config_first(arguments: Sequence[str]) -> list[str]:
+    """`--config NAME ...` and `NAME ...` as `PATH ...`; jsonargparse has no argument that is both, or named `config`."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--config", *arguments]
+    first, *rest = resolve_config_names(arguments) or [""]
+    option, equals, value = first.partition("=")
+    if option not in CONFIG_OPTIONS:
+        return list(arguments)
+    return [value, *rest] if equals else rest
+
+
+def config_anywhere(arguments: Sequence[str]) -> list[str]:
+    """`... --config NAME ...` as `... --config_file PATH ...`."""
+    resolved = resolve_config_names(arguments)
+    values = [False, *(argument in CONFIG_OPTIONS for argument in resolved)]
+    named = []
+    for argument, is_value in zip(resolved, values, strict=False):
+        option, equals, value = argument.partition("=")
+        renamed = option in CONFIG_OPTIONS and not is_value
+        named.append(f"--config_file{equals}{value}" if renamed else argument)
+    return named

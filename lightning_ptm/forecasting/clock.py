@@ -1,0 +1,398 @@
+"""How long a plan would take on a machine that need not be here: links as queues, compute as traced.
+
+Owns the clock of steps that follow each other. Each link does one thing at a time, in issue order;
+pages stream, so a task that crosses several links takes as long as the slowest of them. A wait for free pages is not
+modelled: the plan takes pages only where they are free by its triggers. Where updates share the cores with compute, their
+arithmetic is done between ticks, chunk by chunk, as reads have come, or when compute waits for it: which chunk is next is
+decided by the object that a run asks, too (chunks.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.planning.chunks import (
+    Chunks,
+    Moment,
+    TimedChunk,
+    TimedJob,
+    Wanted,
+    comes_s,
+    first_to_wait_for,
+    read_ahead,
+    update_order,
+)
+from lightning_ptm.planning.homes import Budget, Placement, arithmetic_tier
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.tiers import crossed
+from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    at_s: float
+    cause: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes that a link is to carry."""
+
+    link: Link
+    bytes: int
+    bytes_per_s: float | None = None
+    """Where it is not the link's."""
+
+
+@dataclass(slots=True)
+class _UpdateLoads:
+    """Of an update, or of a chunk of it: what it reads of master states and of gradients, its arithmetic, what it writes."""
+
+    states: list[Load]
+    gradient: list[Load]
+    arithmetic: Load
+    writes: list[Load]
+
+    @property
+    def reads(self) -> list[Load]:
+        return [*self.states, *self.gradient]
+
+
+class Queues:
+    """Links, each of which does one thing at a time, in the order in which they are given it."""
+
+    def __init__(self, hardware: Hardware, record: list[Activity] | None) -> None:
+        # Configuration.
+        self._hardware = hardware
+        self._record = record
+        # State.
+        self._free_s = dict.fromkeys(Link, 0.0)
+        self._busy_s = dict.fromkeys(Link, 0.0)
+        self._bytes = dict.fromkeys(Link, 0)
+        self._disk_free_s = 0.0
+
+    def used(self) -> tuple[LinkUse, ...]:
+        """So far."""
+        return tuple(LinkUse(link, self._bytes[link], self._busy_s[link]) for link in Link)
+
+    def carry(self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float) -> float:
+        """Put loads on their links; returns when the last one is there."""
+        end_s = ready_s
+        for load in loads:
+            start_s = max(ready_s, self._free_s[load.link])
+            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
+            both = self._hardware.disk_both_bytes_per_s
+            if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
+                self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
+                seconds = max(seconds, self._disk_free_s - start_s)
+            self._free_s[load.link] = start_s + seconds
+            self._busy_s[load.link] += seconds
+            self._bytes[load.link] += load.bytes
+            if self._record is not None and load.bytes:
+                self._record.append(Activity(load.link, operation, unit, start_s, seconds, load.bytes))
+            end_s = max(end_s, start_s + seconds)
+        return end_s
+
+    def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
+        """By which seconds of compute from now on get longer: threads that read and write the disk take a core."""
+        per_core = self._hardware.disk_bytes_per_core_s
+        if not self._hardware.shared_cores or per_core is None:
+            return 0.0
+        size = 0.0
+        for link in (Link.DISK_READ, Link.DISK_WRITE):
+            busy_s = min(max(self._free_s[link] - now_s, 0.0), seconds)
+            size += busy_s * self._hardware.bytes_per_s(link)
+        both = self._hardware.disk_both_bytes_per_s
+        if both is not None:
+            size = min(size, both * min(max(self._disk_free_s - now_s, 0.0), seconds))
+        return size / per_core
+
+
+class Clock:
+    """Runs beside a replay: told of each task and each compute in issue order."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        placement: Placement,
+        budget: Budget,
+        hardware: Hardware,
+        *,
+        staging_chunks: float = math.inf,
+        gradient_room_bytes: float = math.inf,
+        record: list[Activity] | None = None,
+    ) -> None:
+        # Configuration.
+        self._gradient_room = gradient_room_bytes
+        self._record = record
+        self._layout = layout
+        self._placement = placement
+        self._hardware = hardware
+        there = [tier for tier, size in budget.items() if size]
+        self._links = {(source, target): crossed(source, target, there) for source in budget for target in budget}
+        flats = [layout.flats_of(unit) for unit in range(len(layout.units))]
+        self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
+        self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
+        per_element = placement.master_bytes_per_element
+        self._master_bytes = [
+            sum(flat.shard_numel * per_element[flat.index] for flat in of if flat.trainable) for of in flats
+        ]
+        """Of a rank's shards, by unit."""
+        # State.
+        self._now = Moment()
+        self._compute_s = 0.0
+        self._queues = Queues(hardware, record)
+        self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
+        self._stalls: dict[Operation, float] = {}
+        self._updated: dict[int, _Arrival] = {}
+        """When the parameters of a unit are those of the last step."""
+        self.chunks: Chunks[FlatLayout, TimedJob[FlatLayout], TimedChunk[FlatLayout]] = Chunks(
+            self, chunk_numel=chunk_numel(layout.page_size), staging=staging_chunks
+        )
+        """Of updates on the cores that compute."""
+        self._owed: dict[int, list[TimedJob[FlatLayout]]] = {}
+        """By unit, those that nobody has waited for."""
+        self._places = {unit: place for place, unit in enumerate(update_order(layout, placement))}
+        """Of units, among updates that are due at once."""
+        self._updates: set[int] = set()
+        """Units that have been updated."""
+
+    def issue(self, task: Task) -> None:
+        """Start a task that is not a compute now, or when what it reads is there."""
+        match task.operation:
+            case Operation.FETCH:
+                home = self._placement.homes[task.unit].parameter
+                size = self._shard_bytes[task.unit]
+                updated = self._update_of(task.unit)
+                self._arrive(task, task.kind, self._loads(home, Tier.DEVICE, size), max(self._now.s, updated.at_s))
+                self._blame(task.unit, task.kind, updated)
+            case Operation.GATHER:
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
+                loads = [self._collective(task.unit, self._shard_bytes[task.unit])]
+                self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
+                self._blame(
+                    task.unit, Kind.FULL, source
+                )  # What compute then waits for is the copy, not the collective.
+            case Operation.REDUCE:
+                loads = [self._collective(task.unit, self._gradient_bytes[task.unit])]
+                self._arrive(task, Kind.GRADIENT, loads, self._now.s)
+            case Operation.OFFLOAD:
+                home = self._placement.homes[task.unit].gradient
+                loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
+                self._arrive(task, Kind.GRADIENT, loads, self._ready_s(task.unit, Kind.GRADIENT))
+            case Operation.UPDATE if self._hardware.shared_cores:
+                self._owe(task)
+                if not self._placement.keeps_gradients:  # else compute goes on when all were issued
+                    self._unit_complete()
+            case Operation.UPDATE:
+                update = self._update_loads(task.unit, self._master_bytes[task.unit], self._gradient_bytes[task.unit])
+                ready_s = self._ready_s(task.unit, Kind.GRADIENT)
+                self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
+            case Operation.RELEASE:
+                self._arrivals.pop((task.unit, Kind.FULL), None)
+            case Operation.EVICT:
+                self._arrivals.pop((task.unit, Kind.PARAMETER), None)
+            case Operation.COMPUTE:
+                raise ValueError("a compute is told by its tick: use compute()")
+
+    def compute(self, tick: Tick, exchanged_bytes: int = 0) -> None:
+        """Wait for the tick's live units, exchange tokens, then compute."""
+        self._pump()
+        for unit in tick.live:
+            self._finish(unit)
+        nothing = _Arrival(0.0, Operation.COMPUTE)
+        late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
+        updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
+        self._wait(max(late, updated, key=lambda at: at.at_s))
+        if exchanged_bytes:
+            # Nothing computes meanwhile: how many tokens come is not known before.
+            load = Load(Link.EXCHANGE, exchanged_bytes)
+            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
+            self._wait(_Arrival(end_s, Operation.EXCHANGE))
+        if self._record is not None:
+            self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
+        self._compute_s += tick.seconds
+        self._now.s += tick.seconds + self._queues.taken_by_transfers_s(self._now.s, tick.seconds)
+
+    def step(
+        self,
+        plan: Plan,
+        trace: Trace,
+        *,
+        micro_batches: int = 1,
+        wait_for_updates: bool = True,
+        exchanged_bytes: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """One of many steps, as `steady` takes it; the next begins behind its updates, and waits for a unit's where it needs
+        the unit."""
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            if self._updates:
+                # Behind the forward: what the first updates of the backward will need.
+                ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
+                self.chunks.want([Wanted(flat, flat.shard_numel) for flat in ahead])
+            for trigger in range(plan.tick_count + 1):
+                tasks = plan.tasks_at(trigger)
+                updates = [task for task in tasks if task.operation is Operation.UPDATE]
+                if self._hardware.shared_cores:
+                    updates.sort(key=lambda task: self._places[task.unit])
+                of_update = iter(updates)
+                for task in tasks:
+                    if task.operation is Operation.UPDATE and last:
+                        self.issue(next(of_update))
+                    elif task.operation not in (Operation.COMPUTE, Operation.UPDATE):
+                        self.issue(task)
+                if trigger < plan.tick_count:
+                    self.compute(trace.ticks[trigger], exchanged_bytes.get(trigger, 0))
+        for unit, kind in list(self._arrivals):
+            if kind is Kind.MASTER:
+                arrival = self._arrivals.pop((unit, kind))
+                if wait_for_updates:
+                    self._updated[unit] = arrival
+
+    def so_far(self) -> Timing:
+        """What has passed up to the end of the last tick; for links, what has been issued."""
+        return Timing(
+            self._now.s,
+            self._compute_s,
+            self._queues.used(),
+            tuple(Stall(cause, seconds) for cause, seconds in self._stalls.items()),
+        )
+
+    def _wait(self, arrival: _Arrival) -> None:
+        if arrival.at_s > self._now.s:
+            self._stalls[arrival.cause] = self._stalls.get(arrival.cause, 0.0) + arrival.at_s - self._now.s
+            self._now.s = arrival.at_s
+
+    def _owe(self, task: Task) -> None:
+        """An update is issued: the cores will do it chunk by chunk."""
+        ready_s = self._ready_s(task.unit, Kind.GRADIENT)
+        staged = self._staged(task.unit)
+        self._updates.add(task.unit)
+        for flat in self._layout.flats_of(task.unit):
+            if flat.trainable:
+                update = TimedJob(flat, flat.shard_numel, self.chunks.chunk_numel, self._now, ready_s, streams=staged)
+                self._owed.setdefault(task.unit, []).append(update)
+                self.chunks.enqueue(update)
+
+    def _staged(self, unit: int) -> bool:
+        return not self._placement.homes[unit].master.updates
+
+    def _pump(self) -> None:
+        """What needs no waiting, as a run does it at ticks."""
+        while self.chunks.advance():
+            pass
+
+    def _unit_complete(self) -> None:
+        """Behind a unit's backward: its update has been issued, and compute waits where too many gradients do."""
+        self._pump()
+        for unit, updates in list(self._owed.items()):
+            if all(update.computed for update in updates):
+                del self._owed[unit]
+        owed = {unit: sum(update.flat.gradient_bytes for update in updates) for unit, updates in self._owed.items()}
+        while (first := first_to_wait_for(owed, self._gradient_room)) is not None:
+            del owed[first]
+            self._finish(first)
+
+    def _finish(self, unit: int) -> None:
+        """Compute needs a unit: its updates come first, and whatever else can be done while they are waited for."""
+        for update in self._owed.pop(unit, ()):
+            if not update.computed:
+                self.chunks.to_front(update)
+            while not update.computed:
+                if not self.chunks.advance():
+                    awaited = self.chunks.awaited(update)
+                    if awaited is None:
+                        raise InternalError(
+                            f"the update of flat {update.flat.index} waits for nothing, and is not done"
+                        )
+                    self._wait(_Arrival(comes_s(awaited), Operation.UPDATE))
+
+    # What is done with chunks.
+
+    def chunk(self, flat: FlatLayout, start: int, numel: int) -> TimedChunk[FlatLayout]:
+        """A chunk of which nothing has been read."""
+        return TimedChunk(flat, start, numel, now=self._now)
+
+    def read(self, update: TimedJob[FlatLayout] | None, chunk: TimedChunk[FlatLayout]) -> bool:
+        """Begin the reads that the chunk lacks; its gradient's, where that is elsewhere, once it is there."""
+        loads = self._chunk_loads(chunk)
+        missing = [] if chunk.begun else loads.states
+        chunk.begun = True
+        chunk.whole = update is not None and (not loads.gradient or update.has_gradient())
+        if chunk.whole:
+            missing = [*missing, *loads.gradient]
+        chunk.ready_s = max(chunk.ready_s, self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s))
+        return bool(missing)
+
+    def update(self, update: TimedJob[FlatLayout], chunk: TimedChunk[FlatLayout]) -> bool:
+        """A chunk's arithmetic, for which compute waits; then its writes."""
+        loads = self._chunk_loads(chunk)
+        carry = partial(self._queues.carry, Operation.UPDATE, update.flat.unit)
+        begin_s = self._now.s if update.streams else carry(loads.reads, self._now.s)
+        end_s = carry([loads.arithmetic], begin_s)
+        self._wait(_Arrival(end_s + (self._hardware.chunk_s if update.streams else 0.0), Operation.UPDATE))
+        chunk.written_s = carry(loads.writes, self._now.s)
+        return update.streams
+
+    def free(self, chunk: TimedChunk[FlatLayout]) -> None:
+        """Its buffers are only counted."""
+
+    def end(self, update: TimedJob[FlatLayout]) -> None:
+        """Whoever waits for it sees that it is computed."""
+
+    def _chunk_loads(self, chunk: TimedChunk[FlatLayout]) -> _UpdateLoads:
+        flat = chunk.flat
+        master_bytes = chunk.numel * self._placement.master_bytes_per_element[flat.index]
+        loads = self._update_loads(flat.unit, master_bytes, chunk.numel * flat.itemsize)
+        if self._staged(flat.unit):
+            loads.arithmetic = replace(loads.arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
+        return loads
+
+    def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:
+        end_s = self._queues.carry(task.operation, task.unit, loads, ready_s)
+        arrival = _Arrival(end_s, task.operation)
+        before = self._arrivals.get((task.unit, kind), arrival)
+        self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
+
+    def _update_of(self, unit: int) -> _Arrival:
+        return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
+
+    def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
+        """A copy that had to wait for `source` is late because of that."""
+        if source.at_s > self._now.s:
+            self._arrivals[unit, kind] = _Arrival(self._arrivals[unit, kind].at_s, source.cause)
+
+    def _ready_s(self, unit: int, kind: Kind) -> float:
+        return max(self._now.s, self._arrivals.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
+
+    def _loads(self, source: Tier, target: Tier, size: int) -> list[Load]:
+        return [Load(link, size) for link in self._links[source, target]]
+
+    def _update_loads(self, unit: int, master_bytes: int, gradient_bytes: int) -> _UpdateLoads:
+        """Read the master states where they live and bring the gradients; the arithmetic; write, send the parameters home."""
+        homes = self._placement.homes[unit]
+        place = arithmetic_tier(homes.master, self._placement.staging_tier)
+        assert place.update_link is not None  # arithmetic_tier's promise
+        return _UpdateLoads(
+            self._loads(homes.master, place, master_bytes),
+            self._loads(homes.gradient, place, gradient_bytes),
+            Load(place.update_link, 2 * master_bytes + 2 * gradient_bytes),
+            [
+                *self._loads(place, homes.master, master_bytes),
+                *self._loads(place, homes.parameter, gradient_bytes),  # Trainable parameters: as many bytes.
+            ],
+        )
+
+    def _collective(self, unit: int, shard_bytes: int) -> Load:
+        sharing = max((flat.world_size for flat in self._layout.flats_of(unit)), default=1)
+        rate = self._hardware.holders_bytes_per_s if sharing < self._layout.world_size else None
+        return Load(Link.COLLECTIVE, shard_bytes * (sharing - 1), rate)

@@ -1,0 +1,285 @@
+"""Counts what a model computes and keeps, unit by unit, in one forward on the meta device: no memory, no device.
+
+Counts, of a batch of the config's own shape: operations (torch's formulas for matrix multiplications and convolutions;
+attention as its formula without advantage of a causal mask) and bytes that autograd keeps, in the compute dtype, with
+attention as fused kernels do it (inputs and output, no matrix of scores). And what is no matrix multiplication: elements
+that go through a function such as GELU or a softmax, and bytes that all operations read and write. Backward is taken as two
+forwards.
+Mixtures of experts route evenly: each expert computes its share of the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One unit's forward, units inside it left out.
+
+    Attributes:
+        flops: of the forward; attention_flops: those of them that attention takes.
+        curved_numel: elements that exponential functions are taken of.
+        moved_bytes: that operations but attention read and write.
+        saved_bytes: what autograd keeps of it until its backward.
+        input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
+        row_bytes: of an expert that ranks divide, of all rows that come to it.
+    """
+
+    flops: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    attention_flops: int = 0
+    curved_numel: int = 0
+    moved_bytes: int = 0
+    row_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What is looked up in a model of many modules once, for batches of any size.
+
+    Attributes:
+        position: of units, by the id of their module.
+        storages: of parameters.
+        mixtures: modules whose routing depends on values.
+    """
+
+    position: dict[int, int]
+    storages: frozenset[int]
+    mixtures: tuple[MixtureOfExperts, ...]
+
+
+def anatomy(model: nn.Module, units: Sequence[Unit]) -> Anatomy:
+    """Looks it up, and puts the model into training mode."""
+    model.train()
+    return Anatomy(
+        {id(unit.module): unit.index for unit in units},
+        frozenset(parameter.untyped_storage()._cdata for parameter in model.parameters()),
+        tuple(module for module in model.modules() if isinstance(module, MixtureOfExperts)),
+    )
+
+
+class Counter:
+    """One forward: whose turn it is, and what was seen."""
+
+    def __init__(
+        self, known: Anatomy, units: Sequence[Unit], experts: DividedExperts | None = None, rank: int = 0
+    ) -> None:
+        # Configuration.
+        self._known = known
+        self._units = units
+        self._experts = experts
+        self._absent = experts.holders.elsewhere(rank) if experts is not None else frozenset[int]()
+        self._position = known.position
+        self._parameters = known.storages
+        # State.
+        self._inside = [0]
+        self._flops = [0] * len(units)
+        self._attention = [0] * len(units)
+        self._curved = [0] * len(units)
+        self._moved = [0] * len(units)
+        self._saved = [0] * len(units)
+        self._inputs = [0] * len(units)
+        self._rows = [0] * len(units)
+        self._seen: dict[int, Tensor] = {}
+        self._seen_inputs: dict[int, Tensor] = {}
+        self._like: dict[int, int] = {}
+        """Unit -> the unit whose forward stands for its own."""
+
+    def works(self) -> tuple[Work, ...]:
+        sources = [self._like.get(index, index) for index in range(len(self._units))]
+        return tuple(
+            Work()
+            if index in self._absent
+            else Work(
+                flops=self._flops[at],
+                saved_bytes=self._saved[at],
+                input_bytes=self._inputs[at],
+                attention_flops=self._attention[at],
+                curved_numel=self._curved[at],
+                moved_bytes=self._moved[at],
+                row_bytes=self._rows[index],
+            )
+            for index, at in enumerate(sources)
+        )
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        handles, changed = [], []
+        try:
+            for module in self._known.mixtures:
+                module.forward = self._even(module)  # type: ignore[assignment,method-assign]
+                changed.append(module)
+            for unit in self._units[1:]:
+                if unit.index in self._like or unit.index in self._absent:
+                    continue
+                handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in changed:
+                del module.forward
+
+    def computes(self, flops: int) -> None:
+        """Operations of the unit that computes."""
+        self._flops[self._inside[-1]] += flops
+
+    def attends(self, flops: int) -> None:
+        """Operations of attention."""
+        self._flops[self._inside[-1]] += flops
+        self._attention[self._inside[-1]] += flops
+
+    def moves(self, size: int, curved: int) -> None:
+        """Bytes that a call reads and writes, and elements of exponential functions."""
+        self._moved[self._inside[-1]] += size
+        self._curved[self._inside[-1]] += curved
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit = self._position[id(module)]
+        self._inside.append(unit)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._first_time(leaf, self._seen_inputs):
+                self._inputs[unit] += leaf.untyped_storage().nbytes()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._inside.pop()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self._first_time(tensor, self._seen):
+            self._saved[self._inside[-1]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _first_time(self, tensor: Tensor, seen: dict[int, Tensor]) -> bool:
+        key = tensor.untyped_storage()._cdata
+        if key in self._parameters or key in seen:
+            return False
+        seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
+        return True
+
+    def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
+        """Stands in for a mixture whose routing depends on values."""
+        experts, of_group = list(module.experts), 1
+        first_units: list[int] = []
+        if self._experts is not None:
+            place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
+            units = self._experts.units[place]
+            held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
+            experts, of_group = [experts[index] for index in held], self._experts.split.size
+            first_units = [units[index][0] for index in held]
+        own = [self._position.get(id(expert)) for expert in experts]
+        if own[0] is not None:
+            self._like.update({index: own[0] for index in own[1:] if index is not None})
+            experts = experts[:1]
+
+        def forward(x: Tensor) -> tuple[Tensor, Routing]:
+            tokens = x.flatten(0, -2)
+            capacity = module.capacity(len(tokens))  # of an expert, for each rank of the group
+            even = math.ceil(len(tokens) * module.choices * of_group / len(module.experts))
+            rows = max(1, min(even, of_group * capacity))
+            scores = module.router.probabilities(tokens)
+            weights = scores.topk(module.choices, dim=-1).values
+            if module.choices > 1:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            # Results of all its choices that an expert computes, which are kept to be weighted.
+            kept = min(len(tokens) * module.choices, capacity * len(module.experts))
+            weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
+            part = tokens[:1].expand(rows, -1)
+            out = tokens
+            for expert in experts:
+                out = out + expert(part.clone()).sum(0)
+            for unit in first_units:
+                self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
+            zero = scores.sum() * 0 + weighted.sum() * 0
+            return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
+
+        return forward
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", "_softmax", "_log_softmax", "elu", "mish", "softplus")
+"""Names of calls that take an exponential function of each element."""
+_NO_WORK = ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "_reshape_alias")
+
+
+class _Calls(TorchDispatchMode):
+    """Tells what each call computes, by torch's formulas, and moves."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._counter.computes(int(formula(*args, **(kwargs or {}), out_val=out)))
+        name = func._overloadpacket.__name__
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if is_view or name in _NO_WORK:
+            return out
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        size = sum(leaf.numel() * leaf.itemsize for leaf in (*results, *inputs))
+        self._counter.moves(size, results[0].numel() if results and name.rstrip("_") in _CURVED else 0)
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Puts a fused kernel's saved tensors and operations in the place of attention, which the meta device would do in
+    parts."""
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    ) -> Any:
+        scores = query.shape[:-1].numel() * key.shape[-2]
+        self._add(2 * scores * (query.shape[-1] + value.shape[-1]))
+        return _Fused.apply(query, key, value, attn_mask)
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what fused attention keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Laid out as fused kernels do, so that bringing heads together again copies nothing.
+        *batch, heads, length, _ = query.shape
+        out = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)
+        ctx.save_for_backward(query, key, value, out, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise NotImplementedError("counting runs no backward")

@@ -1,0 +1,187 @@
+"""What a model computes and keeps, unit by unit, from one forward on the meta device: no memory, no device.
+
+counting.py says what is counted. Here: of which batch, and what comes to the device at each tick of a trace.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_ptm.data import SpanCorruption, TextBytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.counting import Anatomy, Counter, Work, anatomy
+from lightning_ptm.models.base import LanguageModel
+from lightning_ptm.models.moe import MixtureOfExperts
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.units import Unit
+from lightning_ptm.terms import Phase
+
+
+def example_batch(data: LightningDataModule) -> Any:
+    """A batch of the data module, on the meta device. For text of ours nothing is read; another module is set up and gives
+    its first batch.
+
+    Raises:
+        ConfigError: it gives none.
+    """
+    if isinstance(data, SpanCorruption):
+        lengths = (data.input_length, data.target_length)
+    elif isinstance(data, TextBytes):
+        lengths = (data.sequence_length, data.sequence_length)
+    else:
+        try:
+            data.prepare_data()
+            data.setup("fit")
+            batch = next(iter(data.train_dataloader()))
+        except Exception as error:  # whatever a foreign data module raises
+            raise ConfigError(
+                f"{type(data).__name__} gives no training batch to plan with ({type(error).__name__}: {error}); make its "
+                f"data available here"
+            ) from error
+        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    return tuple(torch.empty(data.batch_size, length, dtype=torch.long, device="meta") for length in lengths)
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of other size: every tensor's first dimension is its samples."""
+    return tree_map(
+        lambda leaf: leaf.new_empty((samples, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+        batch,
+    )
+
+
+def sample_count(batch: Any) -> int:
+    """Samples of a batch: the first dimension of its first tensor."""
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+
+
+def token_count(batch: Any) -> int | None:
+    """Tokens that a batch has for the model to read: elements of its first tensor, if that is integers in two dimensions."""
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
+    return first.numel() if first is not None and tokens else None
+
+
+def estimate(
+    model: LightningModule,
+    units: Sequence[Unit],
+    batch: Any,
+    dtype: torch.dtype,
+    experts: DividedExperts | None = None,
+    rank: int = 0,
+    known: Anatomy | None = None,
+) -> tuple[Work, ...]:
+    """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
+
+    Args:
+        experts: that ranks divide: those of `rank` compute the tokens of its whole group, others nothing.
+        known: the model's anatomy, where somebody has it.
+
+    Raises:
+        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers whose routing is not
+            known.
+    """
+    batch = tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+    for name, layer in experts.layers if experts is not None else ():
+        if not isinstance(layer, MixtureOfExperts):
+            raise ConfigError(
+                f"{name} ({type(layer).__name__}) divides its experts over ranks, and how many tokens it sends to each is "
+                f"known of lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
+                f"expert_parallel_size=1, or use a MixtureOfExperts"
+            )
+    counter = Counter(known or anatomy(model, units), units, experts, rank)
+    with warnings.catch_warnings(), counter.counting():
+        warnings.simplefilter("ignore")  # `self.log` without a Trainer
+        try:
+            model.loss(batch) if isinstance(model, LanguageModel) else model.training_step(batch, 0)
+        except Exception as error:  # whatever a foreign model raises
+            raise ConfigError(
+                f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
+                f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
+            ) from error
+    return counter.works()
+
+
+def activation_bytes(
+    works: Sequence[Work],
+    recomputed: frozenset[int],
+    trace: Trace,
+    *,
+    to_host: bool = False,
+    around: Mapping[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Bytes beside pages, on the device, at the worst moment of each tick of a training trace.
+
+    The root's are counted from first to last, though its head's come late and go early: this errs on the safe side. A
+    backward tick holds what was not used yet, all of its own unit, and the gradients of two of its inputs.
+
+    Args:
+        to_host: what units keep waits in RAM (`activations="host"`): beside the unit that computes, the device holds what
+            the one before it keeps, which leaves behind a forward and comes back ahead of a backward.
+        around: by unit, the recomputed unit that it is a part of, with which it is recomputed: all of that is there at once.
+    """
+    around = around or {}
+    kept = _kept_bytes(works, recomputed, around)
+    again = [work.saved_bytes if index in recomputed else 0 for index, work in enumerate(works)]
+    for unit, outer in around.items():
+        again[outer] += works[unit].saved_bytes
+    held, found = list[int](), []
+    is_held = [False] * len(works)
+    held_bytes = 0
+    for tick in trace.ticks:
+        work = works[tick.unit]
+        # In a backward this unit is among those that are held.
+        before = held_bytes
+        if to_host:
+            others = [unit for unit in held if unit != 0]
+            if tick.phase is Phase.FORWARD:
+                others = others[-1:]
+            else:
+                others = others[max(others.index(tick.unit) - 1, 0) :][:2] if tick.unit in others else others[-1:]
+            before = sum(kept[unit] for unit in others) + (kept[0] if is_held[0] else 0)
+        if tick.phase is Phase.FORWARD:
+            found.append(before + max(kept[tick.unit], work.saved_bytes))
+            if not is_held[tick.unit]:
+                held.append(tick.unit)
+                is_held[tick.unit] = True
+                held_bytes += kept[tick.unit]
+        else:
+            found.append(before + again[around.get(tick.unit, tick.unit)] + 2 * work.input_bytes)
+            if is_held[tick.unit]:
+                # Most often the last one.
+                if held[-1] == tick.unit:
+                    held.pop()
+                else:
+                    held.remove(tick.unit)
+                is_held[tick.unit] = False
+                held_bytes -= kept[tick.unit]
+    return tuple(found)
+
+
+def host_activation_bytes(
+    works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int] | None = None
+) -> int:
+    """Bytes that go to RAM in a forward, wait there, and come back in the backward (`activations="host"`)."""
+    return sum(_kept_bytes(works, recomputed, around or {})[1:])
+
+
+def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:
+    return [
+        0 if index in around else work.input_bytes if index in recomputed else work.saved_bytes
+        for index, work in enumerate(works)
+    ]
+
+
+def forwards(phase: Phase, *, recomputed: bool) -> int:
+    """How many forwards one tick of a unit counts for."""
+    return 1 if phase is Phase.FORWARD else 3 if recomputed else 2

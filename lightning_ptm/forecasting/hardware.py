@@ -1,0 +1,245 @@
+"""Hardware files: what a node offers and how fast it is, read from YAML and checked (configs/hardware/*.yaml).
+
+Owns what a field may be; node.py says what it means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from lightning_ptm.config import Settings, parse_bytes
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.memory.backend import KINDS
+
+FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
+"""Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_LEAST_RATE = 1e6
+"""Of bytes or operations per second. Nothing that computes is slower; what is below was written in GB/s or TFLOP/s."""
+_LEAST_RAM_BYTES = 1 << 20
+"""Likewise, for a size that was written without its unit."""
+
+
+_SIZES = ("device_memory", "host_memory", "disk_memory")
+_COUNTS = ("ranks_per_node", "cpu_cores")
+_MAY_BE_ZERO = ("device_memory", "disk_memory")
+_RATES = tuple(
+    field.name
+    for field in dataclasses.fields(Node)
+    if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "forecast_numel_per_s", "beside_loss")
+)
+_SECONDS = ("unit_s", "step_s", "chunk_s")
+_BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s")
+_MAY_BE_NULL = {
+    "device_memory_bytes_per_s": "on a CPU",
+    "host_to_device_bytes_per_s": "on a CPU",
+    "device_to_host_bytes_per_s": "on a CPU",
+    "disk_read_bytes_per_s": "without a disk",
+    "disk_write_bytes_per_s": "without a disk",
+    "intra_node_bytes_per_s": "for one rank",
+    "inter_node_bytes_per_s": "for one node",
+    "update_bytes_per_s": "where it is the memory's",
+    "disk_update_bytes_per_s": "where the disk does not slow it",
+    "beside_update_bytes_per_s": "where it is not known",
+    "beside_loss": "where it is not known",
+    "chunk_s": "where it is not known",
+    "learn_numel_per_s": "where it is not known",
+    "forecast_numel_per_s": "where it is not known",
+    "disk_both_bytes_per_s": "where reads and writes do not slow each other",
+    "disk_bytes_per_core_s": "where it takes no core's time",
+    "unit_s": "where it is not known",
+    "step_s": "where it is not known",
+}
+FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
+_MAY_BE_ABSENT = tuple(field.name for field in dataclasses.fields(Node) if field.default is None)
+"""What `lightning-ptm probe` measures and data sheets do not tell."""
+
+
+def installed() -> list[str]:
+    """Names of the files in configs/hardware/."""
+    return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
+
+
+def find(name: str) -> Path:
+    """The hardware file that `name` means: a path, or the name of one in configs/hardware/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if Path(name).name == name:
+        for folder in FOLDERS:
+            for candidate in (folder / name, folder / f"{name}.yaml"):
+                if candidate.is_file():
+                    return candidate
+    raise ConfigError(
+        f"there is no hardware file {name!r}, neither here nor among the installed ones ({', '.join(installed())}); name "
+        f"one of these, give a path, or write one with `lightning-ptm probe > mine.yaml`"
+    )
+
+
+def read(path: Path) -> Node:
+    """A hardware file, checked.
+
+    Raises:
+        ConfigError: names the file, the field, and what it should be.
+    """
+    try:
+        return parsed(path.read_text(), path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a hardware file ({error}); give a YAML file") from error
+
+
+def parsed(text: str, path: Path) -> Node:
+    """What a hardware file says, checked; `path` is how errors name it.
+
+    Raises:
+        ConfigError: as `read`; YAMLError: it is no YAML.
+    """
+    document = yaml.safe_load(text)
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{path} is no hardware file: it should have fields such as {FIELDS[0]}: cuda")
+    for name in document:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(str(name), FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
+            raise ConfigError(f"{path}: there is no field {name!r}; {hint}")
+    missing = [name for name in FIELDS if name not in document and name not in _MAY_BE_ABSENT]
+    if missing:
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} {are} missing, so nothing can be planned for this machine; add {them} (null where "
+            f"there is no such link; the installed {find('a100_40gb_x8')} has all fields)"
+        )
+    return _Reader(path, document).node()
+
+
+class _Reader:
+    """One call of `read`, all fields being there."""
+
+    def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
+        self._path = path
+        self._document = document
+
+    def node(self) -> Node:
+        values: dict[str, Any] = {}
+        device = self._document["device"]
+        compute = self._by_dtype("compute_flops_per_s")
+        if device not in KINDS:
+            raise self._wrong("device", "cuda or cpu")
+        for name in _SIZES:
+            values[name] = self._size(name)
+        for name in _COUNTS:
+            values[name] = self._count(name)
+        for name in _RATES:
+            values[name] = self._rate(name, self._document.get(name))
+        for name in _SECONDS:
+            values[name] = self._rate(name, self._document.get(name))
+        for name in _BY_DTYPE:
+            values[name] = self._by_dtype(name) if self._document.get(name) is not None else None
+            if values[name] is not None and set(values[name]) != set(self._document["compute_flops_per_s"]):
+                raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
+        values["cpu_threads"] = self._count("cpu_threads") if self._document.get("cpu_threads") is not None else None
+        values["page_size"] = self._page_size()
+        if KINDS[device].apart:
+            for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):
+                if not values[name]:
+                    raise self._wrong(name, "more than 0 where device is cuda")
+            if not values["device_to_host_bytes_per_s"]:
+                raise self._wrong("device_to_host_bytes_per_s", "more than 0 where device is cuda")
+        elif values["device_memory"]:
+            raise self._wrong("device_memory", "0 where device is cpu: RAM is host_memory")
+        if values["disk_memory"]:
+            for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+                if values[name] is None:
+                    raise self._wrong(name, "more than 0, for disk_memory is")
+        efficiency = self._rate("compute_efficiency", self._document["compute_efficiency"])
+        if efficiency is None or efficiency > 1:
+            raise self._wrong("compute_efficiency", "more than 0 and at most 1")
+        return Node(
+            source=self._path,
+            name=self._path.stem,
+            device=device,
+            compute_flops_per_s=compute,
+            compute_efficiency=efficiency,
+            **values,
+        )
+
+    def _size(self, name: str) -> int:
+        given = self._document[name]
+        try:
+            size = parse_bytes(given, name=name)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from error
+        if not size and name not in _MAY_BE_ZERO:
+            raise self._wrong(name, "more than 0")
+        if 0 < size < _LEAST_RAM_BYTES:
+            raise ConfigError(
+                f"{self._path}: {name} is {given!r}, which is {size} bytes and holds nothing; write its unit, as in {size}GiB"
+            )
+        return size
+
+    def _count(self, name: str) -> int:
+        given = self._document[name]
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise self._wrong(name, "a whole number from 1 up")
+        return given
+
+    def _rate(self, name: str, given: object) -> float | None:
+        if given is None and name in _MAY_BE_NULL:
+            return None
+        # 32e9 is a text to YAML 1.1, which wants 32.0e+9.
+        try:
+            rate = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            rate = math.nan
+        if not (0 < rate < math.inf):
+            null = f" (or null {_MAY_BE_NULL[name]})" if name in _MAY_BE_NULL else ""
+            raise self._wrong(name, f"a number above 0{null}", given)
+        if rate < _LEAST_RATE and ("_bytes_per_" in name or "_flops_per_s" in name):
+            unit, prefix, factor = ("operations", "T", "e12") if "flops" in name else ("bytes", "G", "e9")
+            raise self._wrong(
+                name,
+                f"in {unit} per second, and no machine is as slow as {rate:g} of them; write {rate:g}{factor} if you mean "
+                f"{rate:g} {prefix}{'FLOP' if prefix == 'T' else 'B'}/s",
+                given,
+            )
+        return rate
+
+    def _page_size(self) -> int | None:
+        given = self._document.get("page_size")
+        if given is None:
+            return None
+        if given == "auto":
+            raise self._wrong("page_size", "a number of bytes (or null where nobody has measured it)")
+        try:
+            return Settings(page_size=given).page_bytes
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from error
+
+    def _by_dtype(self, name: str) -> dict[str, float]:
+        given = self._document[name]
+        if not isinstance(given, Mapping) or not given:
+            raise self._wrong(name, f"a rate for each dtype, of {', '.join(DTYPES)}")
+        rates = {}
+        for dtype, rate in given.items():
+            if dtype not in DTYPES:
+                raise ConfigError(
+                    f"{self._path}: {name} has an unknown dtype {dtype!r}; it may have {', '.join(DTYPES)}"
+                )
+            rates[dtype] = self._rate(f"{name}.{dtype}", rate) or 0.0
+        return rates
+
+    def _wrong(self, name: str, wanted: str, given: object = dataclasses.MISSING) -> ConfigError:
+        shown = self._document.get(name) if given is dataclasses.MISSING else given
+        return ConfigError(f"{self._path}: {name} is {'null' if shown is None else repr(shown)}; it has to be {wanted}")

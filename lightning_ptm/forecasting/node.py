@@ -1,0 +1,227 @@
+"""A node, as its hardware file describes it, and what a run finds on it.
+
+Two views of it: `Machine`, by which a run decides (runtime/machine.py), and `Hardware`, by which a plan is timed (rates.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.memory.backend import KINDS
+from lightning_ptm.runtime.machine import Machine
+
+_NEVER = 1e-9
+"""Bytes per second of a link that is not there; nothing crosses it in a plan for that machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One node, as its file describes it: sizes in bytes, rates per second.
+
+    Attributes:
+        source: the file; name: how it is called.
+        device: `cuda`, or `cpu`: device memory is then RAM.
+        device_memory: of one device; 0 on a CPU. host_memory, disk_memory, cpu_cores: of the node.
+        compute_flops_per_s: of one rank, by dtype.
+        compute_efficiency: the share of these rates, and of those of attention, functions and memory where they are given,
+            that a model's forward and backward reach.
+        device_memory_bytes_per_s: of one device. host_memory_bytes_per_s: of the node; reads and writes count alike.
+        host_to_device_bytes_per_s, device_to_host_bytes_per_s: of one device; None on a CPU.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
+        intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
+        inter_node_bytes_per_s: of a node; None where there is no other.
+        attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
+            likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
+            for what is no matrix multiplication.
+        update_bytes_per_s: of one rank's optimizer arithmetic; None: that of the memory where it runs.
+        disk_update_bytes_per_s: of the same on a CPU that computes, while the disk is read and written; None: the same.
+        beside_update_bytes_per_s: of the same in a thread of its own, while all cores of a CPU compute; None: half of it.
+        chunk_s: what a CPU does for each chunk of updates that stream through the disk, a page of fp32 elements, beside
+            arithmetic and transfers; None: nothing.
+        beside_loss: seconds by which compute gets longer for each second of that, with all that goes with it; None: 1, for
+            cores that compute in lockstep wait for the slowest of them.
+        learn_numel_per_s, forecast_numel_per_s: elements that such an update learns a forecast of, beside its own
+            arithmetic, and elements that a forecast is added to; None: that takes no time.
+        disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
+        disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
+        unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
+        cpu_threads: with which one rank reaches its rates on a CPU; None: all cores that it has.
+        page_size: bytes of the smallest page that saturates the links; None where nobody has measured it.
+    """
+
+    source: Path
+    name: str
+    device: str
+    ranks_per_node: int
+    device_memory: int
+    host_memory: int
+    disk_memory: int
+    cpu_cores: int
+    compute_flops_per_s: dict[str, float]
+    compute_efficiency: float
+    device_memory_bytes_per_s: float | None
+    host_memory_bytes_per_s: float
+    host_to_device_bytes_per_s: float | None
+    device_to_host_bytes_per_s: float | None
+    disk_read_bytes_per_s: float | None
+    disk_write_bytes_per_s: float | None
+    intra_node_bytes_per_s: float | None
+    inter_node_bytes_per_s: float | None
+    attention_flops_per_s: dict[str, float] | None = None
+    curved_numel_per_s: dict[str, float] | None = None
+    update_bytes_per_s: float | None = None
+    disk_update_bytes_per_s: float | None = None
+    chunk_s: float | None = None
+    beside_update_bytes_per_s: float | None = None
+    beside_loss: float | None = None
+    learn_numel_per_s: float | None = None
+    forecast_numel_per_s: float | None = None
+    disk_both_bytes_per_s: float | None = None
+    disk_bytes_per_core_s: float | None = None
+    unit_s: float | None = None
+    step_s: float | None = None
+    cpu_threads: int | None = None
+    page_size: int | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Its devices have memory of their own."""
+        return KINDS[self.device].apart
+
+    @property
+    def cores_per_rank(self) -> float:
+        """CPU cores of one rank."""
+        return self.cpu_cores / self.ranks_per_node
+
+    @property
+    def threads(self) -> float:
+        """Cores that one rank's compute, or its update, keeps busy on a CPU."""
+        return min(self.cpu_threads or math.inf, self.cores_per_rank)
+
+    def machine(self) -> Machine:
+        """What a run would find on it, if nothing else ran there."""
+        return Machine(
+            device_apart=self.apart,
+            free_device_bytes=self.device_memory,
+            free_host_bytes=self.host_memory,
+            free_disk_bytes=self.disk_memory,
+            cores=self.cpu_cores,
+            ranks=self.ranks_per_node,
+        )
+
+    def rates(self, nodes: int, expert_ranks: int = 1) -> Hardware:
+        """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
+        by nobody else.
+
+        Args:
+            expert_ranks: how many ranks divide experts among them. They send tokens to each other at the same time, those
+                of a node sharing its network; and ranks that hold the same experts make rings of their own, which share it,
+                too.
+
+        Raises:
+            ConfigError: several ranks or nodes, and no rate of what connects them.
+        """
+        ranks = self.ranks_per_node
+        between = [
+            self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node") if ranks > 1 else math.inf,
+            self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") if nodes > 1 else math.inf,
+        ]
+        ram = self.host_memory_bytes_per_s / ranks
+        return Hardware(
+            name=self.name,
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s or ram,
+            device_to_host_bytes_per_s=self.device_to_host_bytes_per_s or ram,
+            disk_read_bytes_per_s=(self.disk_read_bytes_per_s or _NEVER) / ranks,
+            disk_write_bytes_per_s=(self.disk_write_bytes_per_s or _NEVER) / ranks,
+            collective_bytes_per_s=min(between),
+            update_host_bytes_per_s=ram if self.update_bytes_per_s is None else self.update_bytes_per_s,
+            update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
+            disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
+            shared_cores=not self.apart,
+            exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
+            holders_bytes_per_s=self._holders_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
+            disk_update_bytes_per_s=self.disk_update_bytes_per_s,
+            chunk_s=self.chunk_s or 0.0,
+            disk_bytes_per_core_s=self.disk_bytes_per_core_s,
+        )
+
+    def _exchange_bytes_per_s(self, nodes: int, size: int) -> float:
+        """What one rank sends to others a second, as much to each of its group; counted by the group that is slowest.
+
+        Links inside a node and the network work at the same time.
+        """
+        ranks = self.ranks_per_node
+        slowest_s = 0.0  # of a byte to each other member
+        network: Counter[int] = Counter()  # such bytes that leave a node
+        for start in range(0, nodes * ranks, size):
+            on_node = Counter(rank // ranks for rank in range(start, start + size))
+            for node, members in on_node.items():
+                if members > 1:
+                    rate = self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node")
+                    slowest_s = max(slowest_s, (members - 1) / rate)
+                network[node] += members * (size - members)
+        if most := max(network.values()):
+            slowest_s = max(slowest_s, most / self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes"))
+        return (size - 1) / slowest_s
+
+    def _holders_bytes_per_s(self, nodes: int, size: int) -> float:
+        """Of a ring over ranks that hold the same experts, every `size`-th of all."""
+        ranks = self.ranks_per_node
+        holders = nodes * ranks // size
+        rates = [math.inf]
+        if holders > 1 and size < ranks:
+            rates.append(self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node"))
+        if holders > 1 and nodes > 1:
+            rates.append(self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") / min(size, ranks))
+        return min(rates)
+
+    def seconds(self, work: Work, dtype: str) -> float:
+        """What the forward of a unit takes one rank, if nothing keeps it waiting.
+
+        Raises:
+            ConfigError: the file has no rate for the dtype.
+        """
+        flops_per_s = self.flops_per_s(dtype)
+        if self.attention_flops_per_s is None or self.curved_numel_per_s is None:
+            return work.flops / flops_per_s
+        memory = self.device_memory_bytes_per_s or self.host_memory_bytes_per_s / self.ranks_per_node
+        matrix, attention = self.compute_flops_per_s[dtype], self.attention_flops_per_s[dtype]
+        return forward_s(work, matrix, attention, self.curved_numel_per_s[dtype], memory) / self.compute_efficiency
+
+    def flops_per_s(self, dtype: str) -> float:
+        """What one rank computes a second, in training.
+
+        Raises:
+            ConfigError: the file has no rate for the dtype.
+        """
+        if dtype not in self.compute_flops_per_s:
+            raise ConfigError(
+                f"{self.source}: compute_flops_per_s has no {dtype}, which this config computes in; it has "
+                f"{', '.join(self.compute_flops_per_s)}; set another trainer.precision in a copy of the config (16-mixed, "
+                f"say), or add the rate to the hardware file"
+            )
+        return self.compute_flops_per_s[dtype] * self.compute_efficiency
+
+    def _needed(self, field: str, reason: str) -> float:
+        value: float | None = getattr(self, field)
+        if value is None:
+            raise ConfigError(f"{self.source}: {field} is missing, and {reason}; add it, or plan for fewer")
+        return value
+
+
+def forward_s(
+    work: Work, matrix_flops_per_s: float, attention_flops_per_s: float, curved_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """Seconds of a unit's forward by the rates of what it is made of; a third of its forward and backward."""
+    return (
+        (work.flops - work.attention_flops) / matrix_flops_per_s
+        + work.attention_flops / attention_flops_per_s
+        + work.curved_numel / curved_per_s
+        + work.moved_bytes / memory_bytes_per_s
+    )

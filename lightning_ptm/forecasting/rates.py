@@ -1,0 +1,94 @@
+"""Rates of one rank's links, and what they come to in a step: seconds of compute, links and waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ptm.terms import Link, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One rank's share of a machine: bytes per second of each link.
+
+    The collective rate is of bytes received (gather) or sent (reduce) by one rank. The update rates are of all bytes
+    that an update reads and writes: master states twice, gradients and compute parameters once.
+
+    Args:
+        disk_both_bytes_per_s: of reads and writes of the disk that go on together; None: neither slows the other.
+        shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
+        exchange_bytes_per_s: of tokens that one rank sends to others' experts; None: nobody divides experts.
+        holders_bytes_per_s: of collectives of ranks that hold the same experts; None: as of all ranks.
+        disk_update_bytes_per_s: of that arithmetic, where its reads and writes of the disk go on beside it; None: the same.
+        chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
+        disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
+            by the time of its transfers; None: they take none.
+    """
+
+    name: str
+    host_to_device_bytes_per_s: float
+    device_to_host_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    collective_bytes_per_s: float
+    update_host_bytes_per_s: float
+    update_device_bytes_per_s: float
+    disk_both_bytes_per_s: float | None = None
+    shared_cores: bool = False
+    exchange_bytes_per_s: float | None = None
+    holders_bytes_per_s: float | None = None
+    disk_update_bytes_per_s: float | None = None
+    chunk_s: float = 0.0
+    disk_bytes_per_core_s: float | None = None
+
+    def bytes_per_s(self, link: Link) -> float:
+        """The rate of one link."""
+        return {
+            Link.HOST_TO_DEVICE: self.host_to_device_bytes_per_s,
+            Link.DEVICE_TO_HOST: self.device_to_host_bytes_per_s,
+            Link.DISK_READ: self.disk_read_bytes_per_s,
+            Link.DISK_WRITE: self.disk_write_bytes_per_s,
+            Link.COLLECTIVE: self.collective_bytes_per_s,
+            Link.UPDATE_HOST: self.update_host_bytes_per_s,
+            Link.UPDATE_DEVICE: self.update_device_bytes_per_s,
+            Link.EXCHANGE: self.exchange_bytes_per_s or self.collective_bytes_per_s,
+        }[link]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What one link carried, and for how long it was busy."""
+
+    link: Link
+    bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Seconds that compute waited for one kind of task."""
+
+    cause: Operation
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of the whole plan, of its compute alone, of each link and of each cause of waiting."""
+
+    seconds: float
+    compute_s: float
+    links: tuple[LinkUse, ...]
+    stalls: tuple[Stall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One thing that was busy for a time: compute (`link` is None) or a link."""
+
+    link: Link | None
+    operation: Operation
+    unit: int
+    start_s: float
+    seconds: float
+    bytes: int

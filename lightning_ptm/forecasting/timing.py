@@ -1,0 +1,107 @@
+"""The time of one step among many on a machine that need not be here. Knows tasks and bytes, not whether they are right:
+simulate.py checks that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lightning_ptm.forecasting.clock import Clock
+from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
+
+_STEPS_BEFORE = 3
+"""Steps that are replayed before the one that counts, at least: the first waits for no updates, the second for no earlier
+writes, the third reads nothing ahead that the second has left. With updates on the cores that compute, as many more as it
+takes until a step is like the one before: what staging holds back from step to step grows until it is full."""
+_MOST_STEPS = 16
+"""Where steps differ by turns, these but for the first count, as their mean."""
+_ALIKE = 1e-3
+"""Of its seconds, by which a step may differ."""
+
+
+def steady(
+    layout: ModelLayout,
+    placement: Placement,
+    plan: Plan,
+    trace: Trace,
+    budget: Budget,
+    hardware: Hardware,
+    *,
+    staging_chunks: float = math.inf,
+    gradient_room_bytes: float = math.inf,
+    micro_batches: int = 1,
+    wait_for_updates: bool = True,
+    record: list[Activity] | None = None,
+    exchanged_bytes: Mapping[int, int] | None = None,
+) -> Timing:
+    """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
+
+    Args:
+        plan: of one micro-batch, one that `simulate` accepts; trace: with the seconds of its ticks.
+        staging_chunks: of updates, which staging between disk and CPU holds at once.
+        gradient_room_bytes: of gradients that wait for updates behind the backward.
+        micro_batches: in one optimizer step; updates belong to the last.
+        wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
+        record: takes what happened in the step that counts, its start at 0.
+        exchanged_bytes: by tick, tokens that one rank sends to others before it computes.
+    """
+    activities: list[Activity] | None = None if record is None else []
+    clock = Clock(
+        layout,
+        placement,
+        budget,
+        hardware,
+        staging_chunks=staging_chunks,
+        gradient_room_bytes=gradient_room_bytes,
+        record=activities,
+    )
+    marks = [clock.so_far()]
+    for _ in range(_MOST_STEPS):
+        clock.step(
+            plan,
+            trace,
+            micro_batches=micro_batches,
+            wait_for_updates=wait_for_updates,
+            exchanged_bytes=exchanged_bytes or {},
+        )
+        marks.append(clock.so_far())
+        alike = not hardware.shared_cores or _alike(marks[-3:])
+        if len(marks) > _STEPS_BEFORE + 1 and alike:
+            break
+    before, after = marks[-2 if alike else _STEPS_BEFORE], marks[-1]
+    steps = 1 if alike else len(marks) - 1 - _STEPS_BEFORE
+    if record is not None and activities is not None:
+        begin, end = marks[-2].seconds, after.seconds
+        record += [
+            replace(done, start_s=done.start_s - begin)
+            for done in activities
+            if done.start_s < end and done.start_s + done.seconds > begin
+        ]
+    return _a_step(before, after, steps)
+
+
+def _a_step(before: Timing, after: Timing, steps: int) -> Timing:
+    """The mean of the steps between two marks."""
+    stalled = {stall.cause: stall.seconds for stall in before.stalls}
+    return Timing(
+        (after.seconds - before.seconds) / steps,
+        (after.compute_s - before.compute_s) / steps,
+        tuple(
+            LinkUse(new.link, (new.bytes - old.bytes) // steps, (new.busy_s - old.busy_s) / steps)
+            for new, old in zip(after.links, before.links, strict=True)
+        ),
+        tuple(Stall(stall.cause, (stall.seconds - stalled.get(stall.cause, 0.0)) / steps) for stall in after.stalls),
+    )
+
+
+def _alike(marks: Sequence[Timing]) -> bool:
+    """Whether the last step took as long as the one before."""
+    steps = [after.seconds - before.seconds for before, after in itertools.pairwise(marks)]
+    return len(steps) == 2 and abs(steps[1] - steps[0]) <= _ALIKE * steps[1]

@@ -1,0 +1,454 @@
+"""Which chunk of which update is read, computed or given up next (section 7; Algorithm 2's updating part).
+
+Owns the order: jobs in hand, chunks of these, what is read ahead of them, and how many chunks hold buffers. Holds no bytes
+and no transfers: what it decides, its `Hands` do at once. Those of a run move bytes (update/pipeline.py), those of a forecast
+count seconds (clock.py, beside.py). Belongs to one thread at a time. Never waits.
+I1: chunks of a flat are updated by one job after the other, in the order of submission.
+I2: a chunk is read only after its last write has landed.
+I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives its buffers up to one that could be.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
+
+from lightning_ptm.planning.homes import Placement
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+
+F = TypeVar("F")
+
+
+@dataclass(slots=True, eq=False)
+class Chunk(abc.ABC, Generic[F]):
+    """A stretch of a flat's shard on its way, in elements.
+
+    Attributes:
+        whole: its reads of all that its job needs have begun; written by the hands.
+    """
+
+    flat: F
+    start: int
+    numel: int
+    whole: bool = False
+
+    @abc.abstractmethod
+    def readable(self) -> bool:
+        """Whether the reads that have begun have ended."""
+
+    @abc.abstractmethod
+    def written(self) -> bool:
+        """Whether its writes have landed."""
+
+
+C = TypeVar("C", bound=Chunk)
+
+
+class Job(abc.ABC, Generic[F, C]):
+    """An update of one flat.
+
+    Args:
+        flat: told apart from others by identity.
+        numel: of its shard; chunk_numel: of a chunk of it.
+        starts: of the chunks that are to be updated, in order.
+        streams: its chunks pass through buffers.
+    """
+
+    def __init__(self, flat: F, numel: int, chunk_numel: int, starts: Sequence[int], *, streams: bool) -> None:
+        self.flat = flat
+        self.numel = numel
+        self.chunk_numel = chunk_numel
+        self.streams = streams
+
+        self.waiting = list(reversed(starts))
+        """Starts of the chunks that were not begun, the first last."""
+        self.active: list[C] = []
+        """Chunks whose reads were issued, in order of issue."""
+        self.lacking: list[C] = []
+        """Those of them that are not whole."""
+        self.predecessor: Self | None = None
+        """The job before this one on the same flat, until it is computed."""
+
+    @abc.abstractmethod
+    def has_gradient(self) -> bool:
+        """Whether its gradient is there."""
+
+    @property
+    def computed(self) -> bool:
+        return not self.waiting and not self.active
+
+    def may_start(self) -> bool:
+        """True when no earlier job on the same flat has arithmetic left."""
+        if self.predecessor is None:
+            return True
+        if self.predecessor.computed:
+            self.predecessor = None
+        return self.predecessor is None
+
+
+J = TypeVar("J", bound=Job)
+F_contra = TypeVar("F_contra", contravariant=True)
+J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
+
+
+class Doing(enum.Enum):
+    """What becomes of a chunk; SUBMITTED and ENDED: of a job."""
+
+    SUBMITTED = "submitted"
+    READ = "read"
+    GIVEN_UP = "given up"
+    COMPUTED = "computed"
+    WRITTEN = "written"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Act(Generic[F]):
+    """What was decided, for who listens."""
+
+    doing: Doing
+    flat: F
+    start: int = 0
+    numel: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Wanted(Generic[F]):
+    """A flat to be read ahead: where its next chunk starts."""
+
+    flat: F
+    numel: int
+    next_start: int = 0
+
+
+class Hands(Protocol[F_contra, J_contra, C]):
+    """What does to chunks what was decided."""
+
+    def chunk(self, flat: F_contra, start: int, numel: int) -> C:
+        """A chunk of which nothing has been read."""
+
+    def read(self, job: J_contra | None, chunk: C) -> bool:
+        """Begin the reads that it lacks, as far as that can be; whether any. Without a job: of what is known before it."""
+
+    def update(self, job: J_contra, chunk: C) -> bool:
+        """Do a chunk's arithmetic and begin its writes; whether there are any."""
+
+    def free(self, chunk: C) -> None:
+        """Take its buffers back: its reads or writes have ended."""
+
+    def end(self, job: J_contra) -> None:
+        """Of a job nothing is left to compute."""
+
+
+class Chunks(Generic[F, J, C]):
+    """See the file's contract.
+
+    Args:
+        chunk_numel: elements that travel together.
+        staging: chunks that may hold buffers at once.
+    """
+
+    def __init__(self, hands: Hands[F, J, C], *, chunk_numel: int, staging: float) -> None:
+        self._hands = hands
+        self.chunk_numel = chunk_numel
+        self.staging = staging
+
+        self.told: Callable[[Act[F]], None] | None = None
+        """Told of what is decided, in order."""
+        self.queue: list[J] = []
+        """Jobs with arithmetic left, in the order of service."""
+        self._wanted: list[Wanted[F]] = []
+        self._ahead: list[C] = []
+        """Chunks that were read ahead and that no job has claimed."""
+        self._writing: list[C] = []
+        self._abandoned: list[C] = []
+        """Chunks that nobody wants any more, until their reads end."""
+        self._held = 0
+        """Chunks that hold buffers."""
+
+    # Commands: they decide what comes next and start nothing.
+
+    def enqueue(self, job: J) -> None:
+        """Take a job; chunks that were read ahead for it become its own."""
+        flat = job.flat
+        job.predecessor = next((other for other in reversed(self.queue) if other.flat is flat), None)
+        self.queue.append(job)
+        if self.told is not None:
+            self.told(Act(Doing.SUBMITTED, flat, numel=job.numel))
+        self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
+        for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
+            self._ahead.remove(chunk)
+            if chunk.start in job.waiting:
+                job.waiting.remove(chunk.start)
+                job.active.append(chunk)
+                job.lacking.append(chunk)
+            else:
+                self._abandoned.append(chunk)
+
+    def want(self, order: Sequence[Wanted[F]]) -> None:
+        """Read these flats ahead, in this order; replaces the order given before."""
+        known = {id(chunk.flat) for chunk in self._ahead}
+        self._wanted = [wanted for wanted in order if id(wanted.flat) not in known]
+
+    def to_front(self, job: J) -> None:
+        """Serve a job, and those that must precede it (I1), before all others."""
+        first: J | None = job
+        while first is not None:
+            self.queue.remove(first)
+            self.queue.insert(0, first)
+            first = None if first.may_start() else first.predecessor
+
+    def forget_ahead(self) -> None:
+        """Drop what was read ahead: the pages may be about to change."""
+        self._wanted.clear()
+        self._abandoned.extend(self._ahead)
+        self._ahead.clear()
+
+    def clear(self) -> list[C]:
+        """Forget everything; returns the chunks that hold buffers, whose transfers may go on."""
+        found = [*self._ahead, *self._writing, *self._abandoned, *(chunk for job in self.queue for chunk in job.active)]
+        for chunks in (self._ahead, self._writing, self._abandoned, self._wanted, self.queue):
+            chunks.clear()
+        self._held = 0
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job is unfinished or any transfer in flight that nobody has asked for ahead."""
+        return bool(self.queue or self._writing or self._abandoned)
+
+    # Progress.
+
+    def advance(self) -> bool:
+        """Take buffers back, begin reads, compute one chunk and begin its writes.
+
+        Returns:
+            Whether anything changed.
+        """
+        moved = self._retire()
+        moved = self._issue() or moved
+        for job in self.queue:
+            chunk = self._next_ready(job)
+            if chunk is not None:
+                self._compute(job, chunk)
+                return True
+            if job.computed and job.may_start():
+                self._end(job)
+                return True
+        return moved
+
+    def awaited(self, lead: J | None) -> C | J | None:
+        """What has not come yet and is in the way of a job (None: of the first): a chunk's reads or writes, or the gradient
+        of a job, which is the last thing to wait for, because others can go on meanwhile."""
+        order = self.queue if lead is None else sorted(self.queue, key=lambda job: job is not lead)
+        for job in order:
+            if job.may_start() and job.has_gradient():
+                for chunk in job.active:
+                    if not chunk.readable():
+                        return chunk
+        for writing in self._writing:
+            if not writing.written():
+                return writing
+        # Only room is missing: the reads of those who can give it have to end first.
+        for chunk in (*self._abandoned, *self._ahead, *(chunk for job in order for chunk in job.active)):
+            if not chunk.readable():
+                return chunk
+        return next((job for job in order if not job.has_gradient()), None)
+
+    def _retire(self) -> bool:
+        moved = False
+        for chunk in [chunk for chunk in self._writing if chunk.written()] if self._writing else ():
+            self._free(self._writing, chunk, Doing.WRITTEN)
+            moved = True
+        for chunk in [chunk for chunk in self._abandoned if chunk.readable()] if self._abandoned else ():
+            self._free(self._abandoned, chunk, Doing.GIVEN_UP)
+            moved = True
+        return moved
+
+    def _issue(self) -> bool:
+        moved = False
+        for job in self.queue:
+            if not job.streams or not job.may_start():
+                continue
+            for chunk in [*job.lacking]:
+                moved = self._hands.read(job, chunk) or moved
+                if chunk.whole:
+                    job.lacking.remove(chunk)
+            while job.waiting and not self._is_writing(job.flat, job.waiting[-1]):
+                if self._held >= self.staging and not self._make_room(job):
+                    return moved
+                chunk = self._read(job, job.active, job.flat, job.waiting.pop(), job.numel)
+                if not chunk.whole:
+                    job.lacking.append(chunk)
+                moved = True
+        return self._issue_ahead() or moved if self._wanted else moved
+
+    def _issue_ahead(self) -> bool:
+        moved = False
+        for wanted in list(self._wanted):
+            if any(job.flat is wanted.flat for job in self.queue):
+                return moved  # its last job must be computed first (I1), and order is the point of reading ahead
+            while wanted.next_start < wanted.numel:
+                if self._held >= self.staging or self._is_writing(wanted.flat, wanted.next_start):
+                    return moved
+                self._read(None, self._ahead, wanted.flat, wanted.next_start, wanted.numel)
+                wanted.next_start += self.chunk_numel
+                moved = True
+            self._wanted.remove(wanted)
+        return moved
+
+    def _read(self, job: J | None, among: list[C], flat: F, start: int, numel: int) -> C:
+        chunk = self._hands.chunk(flat, start, min(self.chunk_numel, numel - start))
+        among.append(chunk)
+        self._held += 1
+        self._hands.read(job, chunk)
+        self._tell(Doing.READ, chunk)
+        return chunk
+
+    def _is_writing(self, flat: F, start: int) -> bool:
+        return any(chunk.flat is flat and chunk.start == start for chunk in self._writing)
+
+    def _make_room(self, asking: J) -> bool:
+        """Take the buffers of a chunk that waits for a gradient, if `asking` does not wait for its own (I3)."""
+        if not asking.has_gradient():
+            return False
+        for chunk in reversed(self._ahead):
+            if chunk.readable():
+                self._free(self._ahead, chunk, Doing.GIVEN_UP)
+                return True
+        for job in reversed(self.queue):
+            if job is asking or job.has_gradient():
+                continue
+            for chunk in reversed(job.active):
+                if chunk.readable():
+                    self._free(job.active, chunk, Doing.GIVEN_UP)
+                    if chunk in job.lacking:
+                        job.lacking.remove(chunk)
+                    job.waiting.append(chunk.start)
+                    return True
+        return False
+
+    def _free(self, among: list[C], chunk: C, doing: Doing) -> None:
+        self._hands.free(chunk)  # first: it raises what went wrong with a write, and others of the chunk may go on
+        among.remove(chunk)
+        self._held -= 1
+        self._tell(doing, chunk)
+
+    def _next_ready(self, job: J) -> C | None:
+        if not job.may_start() or not job.has_gradient():
+            return None
+        if not job.streams:
+            if not job.waiting:
+                return None
+            start = job.waiting.pop()
+            job.active.append(self._hands.chunk(job.flat, start, min(job.chunk_numel, job.numel - start)))
+            return job.active[-1]
+        for chunk in job.active:
+            if chunk.whole and chunk.readable():
+                return chunk
+        return None
+
+    def _compute(self, job: J, chunk: C) -> None:
+        writes = self._hands.update(job, chunk)
+        job.active.remove(chunk)
+        self._tell(Doing.COMPUTED, chunk)
+        if writes:
+            self._writing.append(chunk)
+        elif job.streams:
+            self._hands.free(chunk)
+            self._held -= 1
+        if job.computed:
+            self._end(job)
+
+    def _end(self, job: J) -> None:
+        self.queue.remove(job)
+        self._hands.end(job)
+        if self.told is not None:
+            self.told(Act(Doing.ENDED, job.flat, numel=job.numel))
+
+    def _tell(self, doing: Doing, chunk: C) -> None:
+        if self.told is not None:
+            self.told(Act(doing, chunk.flat, chunk.start, chunk.numel))
+
+
+def update_order(layout: ModelLayout, placement: Placement) -> list[int]:
+    """Units in the order in which their updates come: as they end in a backward, whose last is the root; at the optimizer's
+    step from the first on, which the next forward wants first."""
+    units = range(len(layout.units))
+    return list(units) if placement.keeps_gradients else [*reversed(units[1:]), 0]
+
+
+def read_ahead(layout: ModelLayout, placement: Placement) -> list[FlatLayout]:
+    """Flats whose master states are read behind a forward, in the order in which updates of the backward will need them."""
+    if placement.keeps_gradients:
+        return []
+    of_disk = (unit for unit in update_order(layout, placement) if not placement.homes[unit].master.updates)
+    return [flat for unit in of_disk for flat in layout.flats_of(unit) if flat.trainable]
+
+
+def first_to_wait_for(gradient_bytes: Mapping[int, int], room_bytes: float) -> int | None:
+    """The unit whose update compute waits for behind the backward of another, because gradients that wait take too much.
+
+    Args:
+        gradient_bytes: of units whose updates are not done, in the order of submission.
+        room_bytes: for all of them; those of one unit may take more.
+    """
+    if len(gradient_bytes) < 2 or sum(gradient_bytes.values()) <= room_bytes:
+        return None
+    return next(iter(gradient_bytes))
+
+
+@dataclass(slots=True)
+class Moment:
+    """Of a forecast: when it looks whether something has come, in seconds."""
+
+    s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class TimedChunk(Chunk[F]):
+    """A chunk whose reads and writes end at known times.
+
+    Attributes:
+        now: of whoever looks.
+        begun: its first reads have; `ready_s`: when those that have begun end.
+    """
+
+    now: Moment = field(default_factory=Moment)
+    begun: bool = False
+    ready_s: float = 0.0
+    written_s: float = 0.0
+
+    def readable(self) -> bool:
+        return self.ready_s <= self.now.s
+
+    def written(self) -> bool:
+        return self.written_s <= self.now.s
+
+
+class TimedJob(Job[F, TimedChunk[F]]):
+    """A job on all of a flat whose gradient comes at a known time; one that does not stream is computed at once.
+
+    Args:
+        now: of whoever looks; ready_s: when the gradient is there.
+    """
+
+    def __init__(self, flat: F, numel: int, chunk_numel: int, now: Moment, ready_s: float, *, streams: bool) -> None:
+        if not streams:
+            chunk_numel = numel
+        super().__init__(flat, numel, chunk_numel, range(0, numel, chunk_numel), streams=streams)
+        self.ready_s = ready_s
+        self._now = now
+
+    def has_gradient(self) -> bool:
+        return self.ready_s <= self._now.s
+
+
+def comes_s(awaited: TimedChunk[F] | TimedJob[F]) -> float:
+    """When what is awaited comes."""
+    if isinstance(awaited, TimedJob) or not awaited.readable():
+        return awaited.ready_s
+    return awaited.written_s

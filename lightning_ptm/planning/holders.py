@@ -1,0 +1,134 @@
+"""Who owns what: every element of the model has exactly one owner in the world.
+
+Owns the ranks' places along the axes of a mesh, and for each unit its sharing class: which ranks share it, and by what the
+sum of their gradients is divided. Knows numbers of ranks and units, never tensors; equal on all ranks. A provider makes the
+table: `everybodys` where all ranks share all, `experts.divided` where they divide experts.
+
+I1: the ranks of a unit's class divide its elements among them (`layout.FlatLayout.owner`); no other rank has any.
+I2: a class is shared along axes, so the ranks that differ along the others hold other units of its kind in the same way.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ptm.planning.layout import FlatLayout
+
+
+class Axis(enum.Enum):
+    """What ranks do along an axis."""
+
+    DATA = "data"
+    """Each computes the same on data of its own."""
+    EXPERT = "expert"
+    """They do so, too, and each has other experts."""
+    TENSOR = "tensor"
+    """They compute the same on the same data, and each has other parts of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks by their coordinates along axes, the outermost first: along the last one neighbours differ."""
+
+    sizes: Mapping[Axis, int]
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.sizes.values())
+
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Where along an axis a rank is."""
+        sizes = list(self.sizes.values())
+        inner = math.prod(sizes[list(self.sizes).index(axis) + 1 :])
+        return rank // inner % self.sizes[axis]
+
+    def groups(self, axes: Collection[Axis]) -> tuple[tuple[int, ...], ...]:
+        """All ranks, in groups of those that differ along these axes alone; the groups in the order of their first ranks."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            elsewhere = tuple(self.coordinate(rank, axis) for axis in self.sizes if axis not in axes)
+            found.setdefault(elsewhere, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A sharing class.
+
+    Attributes:
+        axes: the ranks that share differ along these alone.
+        ranks: they, in the order of their pieces.
+        losses: of so many ranks' losses a gradient is the mean: of more than share it, where some gave theirs to others.
+        scaled_by: what gradients are over before they are added up; their mean is not.
+    """
+
+    axes: tuple[Axis, ...]
+    ranks: tuple[int, ...]
+    losses: int
+    scaled_by: int = 1
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the ranks' gradients is divided by."""
+        return self.losses / self.scaled_by
+
+    @property
+    def alone(self) -> bool:
+        """Whether a rank's gradient is that of the run: no other rank has a part of it."""
+        return self.losses == len(self.ranks) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The table of sharing classes.
+
+    Attributes:
+        everybody: the class of all ranks.
+        parts: of parameters that are parts of larger ones; its ranks are those with the first parts.
+        apart: by unit, the class of those that not all ranks share.
+    """
+
+    mesh: Mesh
+    everybody: Sharing
+    parts: Sharing
+    apart: Mapping[int, Sharing] = field(default_factory=dict)
+
+    def of(self, unit: int) -> Sharing:
+        """The class of a unit."""
+        return self.apart.get(unit, self.everybody)
+
+    def of_flat(self, flat: FlatLayout) -> Sharing:
+        """The class of a flat: that of its unit, but for parts."""
+        return self.parts if flat.parts > 1 else self.of(flat.unit)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks have parts of parameters."""
+        return self.mesh.sizes.get(Axis.TENSOR, 1) > 1
+
+    def elsewhere(self, rank: int) -> frozenset[int]:
+        """Units that other ranks hold, and this one does not."""
+        return frozenset(unit for unit, sharing in self.apart.items() if rank not in sharing.ranks)
+
+    @property
+    def alike(self) -> tuple[Axis, ...]:
+        """Ranks that differ along these axes alone hold the same units."""
+        classes = [self.everybody, *self.apart.values()]
+        return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.axes for sharing in classes))
+
+
+def everybodys(mesh: Mesh) -> Holders:
+    """All ranks share all units, and those that have the same parts of a parameter share these."""
+    ranks = tuple(range(mesh.world_size))
+    apart = tuple(axis for axis in mesh.sizes if axis is not Axis.TENSOR)
+    alike = mesh.groups(apart)[0]
+    return Holders(mesh, Sharing(tuple(mesh.sizes), ranks, len(ranks)), Sharing(apart, alike, len(alike)))
+
+
+__all__ = ["Axis", "Holders", "Mesh", "Sharing", "everybodys"]

@@ -1,0 +1,229 @@
+"""How a run begins: what the Trainer's arguments ask for, and the engine and all that watches over it, built of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_ptm.checkpoints import optimizer_states, weights
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.interruption import Interruption
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.comm import Communicator, Communicators, ProcessGroupCommunicator
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.events import Events
+from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.planning.holders import Axis
+from lightning_ptm.progress import Progress
+from lightning_ptm.runtime.blueprint import Request, draw
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.inspection import states_in_words
+from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.runtime.parts import mesh_of
+from lightning_ptm.terms import Tier
+from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
+from lightning_ptm.trainer.half_products import chosen_wide_products
+from lightning_ptm.trainer.page_size import chosen_page_bytes
+from lightning_ptm.trainer.paged_states import guard
+from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.steps import OptimizerSteps
+from lightning_ptm.trainer.watches import (
+    Watches,
+    rearrangers,
+    warn_of_gradients_in_pages,
+    warn_of_rearranging,
+    warn_of_recomputing_uncompiled,
+    warn_of_wide_products_uncompiled,
+)
+
+
+class BuildingStrategy(CheckpointingStrategy):
+    """Builds runs."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._page_bytes: int | None = None
+        """What `page_size="auto"` has come to."""
+        self._wide_products: bool | None = None
+        """What `half_products="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
+        self._watches: Watches | None = None
+        self._signals: Signals | None = None
+        self._steps: OptimizerSteps | None = None
+        self.file_ops: FileOps | None = None
+        """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
+
+    def _build(self, trainer: Trainer, *, anew: bool = False) -> None:
+        """The engine and its pages, and what watches over them.
+
+        Args:
+            anew: in mid-run: parameters have been rearranged.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        backend = self._backend
+        events = Events()
+        progress = self._progress_for(trainer)
+        if isinstance(self.checkpoint_io, FileCheckpointIO):
+            self.checkpoint_io.progress = progress
+        self._communicator = self._make_communicator(events)
+        split = ExpertSplit(self.world_size, self.settings.expert_parallel_size)
+        mesh = mesh_of(self._boxes(), split, self._communicator.rank)
+        # Before anything can fail on one rank alone. What ranks with other parts exchange is the module's affair.
+        along = [(axis,) for axis in mesh.sizes if axis is not Axis.TENSOR]
+        communicators = Communicators(mesh, self._communicator, along)
+        given = self._files_values(self._communicator, progress)
+        settings = self._settings_for(trainer)
+        if settings.page_size == "auto":  # once for all runs of this strategy
+            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, backend)
+            settings = dataclasses.replace(settings, page_size=self._page_bytes)
+        if self._wide_products is None:
+            compute = self.precision_plugin.plan.compute
+            self._wide_products = chosen_wide_products(settings, compute, self._communicator, backend)
+        request = self.request(trainer, settings)
+        if anew:
+            request = dataclasses.replace(request, rearranges=True)
+        make_folders(settings.disk_paths)
+        blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
+        self._engine = Engine(
+            self._module,
+            blueprint,
+            self._trained,
+            communicators,
+            backend,
+            disk_paths=settings.disk_paths,
+            recompute=self.settings.recompute_every if fitting else 0,
+            poison=self.settings.poison,
+            file_ops=self.file_ops,
+            given=given,
+            events=events,
+            progress=progress,
+            ranks_here=max(1, self.num_processes),
+        )
+        self._interruption = Interruption(self._engine, self._module, self._saves)
+        self._began_with = weakref.ref(self._module)
+        self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
+        self._watch(trainer, self._engine, fitting=fitting, anew=anew)
+
+    def _watch(self, trainer: Trainer, engine: Engine, *, fitting: bool, anew: bool) -> None:
+        """What the run has to hear of is watched, and what users should know beforehand is told them."""
+        paged = self._paged_optimizers()
+        for optimizer in paged:
+            guard(optimizer, engine.updates.parameters_of(engine.updates.index_of(optimizer)))
+        if not anew:
+            self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
+        self._steps = OptimizerSteps(
+            engine,
+            paged,
+            scaled=self.precision_plugin.loss_scale is not None,
+            arm=partial(self.precision_plugin.arm, model=self._module),
+        )
+        self._watches = Watches(engine)
+        self._signals = self._signals or Signals(trainer)
+        wrappers = self._lightning_optimizers if self._trains else []
+        for optimizer, wrapper in zip(self._trained, wrappers, strict=True):
+            self._watches.zero_grad_of(optimizer, wrapper)
+            self._watches.state_dict_of(
+                plain_optimizer(optimizer),
+                wrapper,
+                partial(optimizer_states.optimizer_state, engine, keep=True),
+            )
+        if isinstance(self._communicator, ProcessGroupCommunicator):
+            self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
+        else:
+            self._watches.one_rank(trainer, self._signals)
+        if self._wide_products:
+            warn_of_wide_products_uncompiled(self._module)
+        if fitting:
+            self._watches.averaging(trainer, self.gathered)
+            self._watches.links(trainer, self._link_checkpoint)
+            self._watches.finetuning(trainer)
+            warn_of_rearranging(trainer, engine)
+            warn_of_gradients_in_pages(self._module, engine, self.precision_plugin)
+            warn_of_recomputing_uncompiled(self._module, engine, self.settings)
+
+    def request(self, trainer: Trainer, settings: Settings) -> Request:
+        """What a run of `trainer` asks for, once its optimizers are there; allocates nothing."""
+        plan = self.precision_plugin.plan
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        sums = fitting and self._sums_gradients(trainer)
+        return Request(
+            module=self._module,
+            optimizers=self.optimizers if fitting else [],
+            settings=settings,
+            compute=plan.compute,
+            mixed=plan.mixed,
+            backend=self._backend,
+            keep_gradients=sums or (fitting and not self.precision_plugin._nothing_waits_for_gradients(self._module)),
+            gradients_stay=not self.precision_plugin.forgets_gradients(self._module),
+            sums_gradients=sums,
+            rearranges=fitting and bool(rearrangers(trainer)),
+            further=self.further_tiers(),
+            boxes=self._boxes(),
+        )
+
+    def further_tiers(self) -> Mapping[Tier, int]:
+        """Tiers beside device, host and disk, with the bytes of each that pages of this rank may take: none. For subclasses
+        on machines that have other memory; homes are found in it as in all tiers, nearest first (see `terms.Tier`)."""
+        return {}
+
+    def _files_values(self, communicator: Communicator, progress: Progress) -> Given | None:
+        """What `weights` provides; nothing where the module has been in a run before: it may have learnt since."""
+        known = self._began_with() if self._began_with is not None else None
+        if self.settings.weights is None or known is self._module:
+            return None
+        given = weights.first_values(self._module, self.settings, communicator, progress, self._boxes())
+        return given if self._restored is None else given.without(self._restored.here)
+
+    def _settings_for(self, trainer: Trainer) -> Settings:
+        """The user's settings; a home on disk without a path gets the Trainer's root folder."""
+        settings = self.settings
+        if settings.disk_path is None and "disk" in (settings.parameter_home, settings.wanted_master_home):
+            root = Path(trainer.default_root_dir)
+            root.mkdir(parents=True, exist_ok=True)
+            return dataclasses.replace(settings, disk_path=str(root))
+        return settings
+
+    def _sums_gradients(self, trainer: Trainer) -> bool:
+        """Whether a step may have the gradients of several backward passes."""
+        schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        return (
+            trainer.accumulate_grad_batches > 1
+            or any(each.going_to_accumulate_grad_batches() for each in schedules)
+            or not self.precision_plugin.forgets_gradients(self._module)
+        )
+
+    def _tell_where_states_are(self) -> None:
+        if self.engine.blueprint.outside:
+            rank_zero_info(f"{self.strategy_name} leaves model states in RAM as they are: parameters are rearranged")
+            return
+        rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self.engine)}")
+        paged = self._paged_optimizers()
+        plain = map(plain_optimizer, self._trained)
+        themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
+        if themselves:
+            rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
+
+    def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
+        """As DDP: before anybody knows the modules.
+
+        Raises:
+            ConfigError: there are some, on a CPU.
+        """
+        layer_sync.apply(module)
+        if not self._backend.apart and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+            raise ConfigError(
+                "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
+                "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
+            )

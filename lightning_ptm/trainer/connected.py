@@ -1,0 +1,233 @@
+"""What Lightning asks of any strategy: which rank this is, its plug-ins, how ranks are launched, collectives.
+
+Knows no pages: what a run in progress changes in the answers is running.py's.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.events import Events
+from lightning_ptm.memory.backend import Backend, backend_of
+from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
+from lightning_ptm.trainer.precision import AngelPTMPrecision
+
+_UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
+
+
+class ConnectedStrategy(ParallelStrategy):
+    """Of several ranks as DDP, of one as a single device. Long because Lightning asks so much."""
+
+    strategy_name = "angel_ptm"
+
+    def __init__(self, *, settings: Settings, timeout: datetime.timedelta, **given: Any) -> None:
+        self.settings = settings
+        self._connected: LightningModule | None = None
+        super().__init__(**given)
+        self.num_nodes = 1
+        self._timeout = timeout
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise UsageError(_UNUSED)
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def _backend(self) -> Backend:
+        """Of this rank's device. Whatever a run is made of is handed it; two of one device are equal."""
+        return backend_of(self.root_device)
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning's connector to give each rank its own part of the data. One rank keeps the user's own sampler:
+        Lightning would put one that shuffles in its place, whatever the loader says."""
+        return self.num_nodes * self.num_processes > 1
+
+    # One rank is rank 0 whatever the cluster says of this process, as with one device.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self.is_distributed else 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> AngelPTMPrecision:
+        if not isinstance(self._precision_plugin, AngelPTMPrecision):
+            self._precision_plugin = AngelPTMPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
+        # None must stay None: the connector takes any other for the user's choice and ignores the string.
+        self._precision_plugin = None if precision_plugin is None else AngelPTMPrecision.replacing(precision_plugin)
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:  # type: ignore[override, unused-ignore]
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        check_front_end(accelerator, self.strategy_name)  # the first thing that a Trainer gives
+        self._accelerator = accelerator
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # which one that has its own ignores
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _precision(self) -> Any:
+        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
+        if module is not None and module._compiler_ctx is not None:
+            raise ConfigError(
+                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
+                f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
+                f"parts in configure_model: `for block in self.blocks: block.compile()`, or "
+                f"`self.model = torch.compile(self.model)`"
+            )
+        self._connected = module
+
+    @property
+    def _module(self) -> LightningModule:
+        """What the Trainer trains, or evaluates."""
+        if self.lightning_module is None:
+            raise UsageError(_UNUSED)
+        return self.lightning_module
+
+    @override
+    def _configure_launcher(self) -> None:
+        ranks = self.num_processes * self.num_nodes
+        # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if _IS_INTERACTIVE:
+            raise ConfigError(
+                f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
+                f"same script again, and there is no script; use devices=1 here, or put the run into a script"
+            )
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self.is_distributed:
+            return  # a single device leaves the random numbers and the cluster as they are
+        reset_seed()  # as DDP
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
+        if not _distributed_is_initialized():
+            _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+
+    def _make_communicator(self, events: Events) -> Communicator:
+        if not self.is_distributed:
+            return SoloCommunicator()
+        return ProcessGroupCommunicator(self._backend, self._timeout, events)
+
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank, or none that could be waited for."""
+        # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
+        return not self.is_distributed or not _distributed_is_initialized()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._is_alone():
+            return
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._is_alone():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor) and not self._is_alone():
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._is_alone():
+            return tensor
+        return super().all_gather(tensor, group, sync_grads)

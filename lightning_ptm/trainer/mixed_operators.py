@@ -1,0 +1,98 @@
+"""Operators that refuse tensors of different dtypes, under mixed precision: they compute in the widest of them.
+
+With other strategies parameters are fp32 under mixed precision, so a norm of fp32 features (`x + layer(x)` with fp32 `x`)
+computes in fp32. Here parameters that compute are 16-bit copies, and torch's CPU kernels of these operators take no fp32
+input beside them. Autocast is where torch settles such cases, by lists of operators; these are on none of them.
+
+I1: where all dtypes are equal, and without autocast, nothing is different: what is registered here only answers where torch
+would raise, or, of 16 bits, gives no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PROMOTED = {
+    "CPU": (
+        *(
+            "layer_norm",
+            "group_norm",
+            "instance_norm",
+            "bilinear",
+            "mv",
+            "addmv",
+            "addr",
+            "dot",
+            "vdot",
+            "inner",
+            "tensordot",
+        ),
+        *("linalg_cross", "lerp.Tensor", "lerp.Scalar", "index_put", "index_add", "index_reduce", "put", "scatter.src"),
+        *("scatter_add", "scatter_reduce.two", "masked_scatter"),
+    ),
+    "CUDA": ("lerp.Tensor", "lerp.Scalar"),  # most of the others are on lists of torch's there
+}
+
+_INTO_ITS_OWN = ("index_put_",)
+"""Writes to a tensor, which keeps its dtype: what is written is cast where that is the wider one (`x[mask] = parameter`)."""
+
+_NOT_IN_HALVES = ("linalg_matrix_exp",)
+"""Gives NaN of 16 bits; the parameter that plain mixed precision has there is fp32."""
+
+
+@cache
+def promote_operators() -> torch.library.Library:
+    """Has an effect under autocast alone; once in a process."""
+    library = torch.library.Library("aten", "IMPL")
+    for device, names in _PROMOTED.items():
+        key = f"Autocast{device}"
+        for dtype_of, those in ((_widest, names), (_of_the_first, _INTO_ITS_OWN), (_fp32_at_least, _NOT_IN_HALVES)):
+            for name in those:
+                call = _promoting(_overload(name), dtype_of, getattr(torch._C.DispatchKey, key))
+                library.impl(name, call, key, with_keyset=True)
+    return library
+
+
+def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
+
+
+def _of_the_first(dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
+    return dtypes[0] if _widest(dtypes) is dtypes[0] else None
+
+
+def _fp32_at_least(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return _widest((*dtypes, torch.float32))
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _promoting(
+    operator: Any, dtype_of: Callable[[Sequence[torch.dtype]], torch.dtype | None], key: Any
+) -> Callable[..., Any]:
+    """`operator`, whose tensors are cast to what `dtype_of` says for their dtypes, in their order; None: they stay."""
+    behind = torch._C._dispatch_keyset_full_after(key)
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        dtypes = [each.dtype for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+        dtype = dtype_of(dtypes) if dtypes else None
+        if dtype is not None:
+            args = tuple(_to(each, dtype) for each in args)
+            kwargs = {name: _to(each, dtype) for name, each in kwargs.items()}
+        # As if nobody stood at this key: what the operator is made of meets autocast as ever.
+        return operator.redispatch(keys & behind, *args, **kwargs)
+
+    return call
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,170 @@
+"""The run in progress: its engine, and what may be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ptm.checkpoints.interruption import Interruption
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.comm import Communicator, Gathering
+from lightning_ptm.errors import UsageError
+from lightning_ptm.events import Listener
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.engine import Engine, Together
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.inspection import (
+    PageUse,
+    PlannedBytes,
+    StateBytes,
+    TierRoom,
+    flat_names,
+    inventory,
+    planned_bytes,
+    rooms,
+    states_at_home,
+)
+from lightning_ptm.runtime.parts import Boxes, declared
+from lightning_ptm.runtime.statistics import Statistics, collect
+from lightning_ptm.trainer.connected import ConnectedStrategy
+
+
+class RunningStrategy(ConnectedStrategy):
+    """Has a run, between its set-up and its end, and answers users' questions about it."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+        self._interruption: Interruption | None = None
+        self._trains = False
+        """The run in progress is a fit. Others have no optimizers, though `optimizers` has those of the last fit."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the run in progress."""
+        if self._engine is None:
+            raise UsageError(
+                "no run is in progress: pages exist between the start and the end of fit/validate/test/predict"
+            )
+        return self._engine
+
+    def boxes(self) -> Mapping[str, Box]:
+        """Of parameters of this rank's module that are parts of larger ones, which part: by name, none. For subclasses that
+        cut a model over ranks (tensor parallelism): the module has the parts and computes with them, exchanging what that
+        takes; pages, norms, checkpoints and weights from files do the rest. Ranks r of equal r // parts are a group, each
+        with the part r % parts; they need the same batches (`distributed_sampler_kwargs`)."""
+        return {}
+
+    def _boxes(self) -> Boxes:
+        """Those that count, by id of parameter."""
+        return declared(self._module, self.boxes())
+
+    @property
+    def _trained(self) -> list[Optimizer]:
+        """The optimizers of the run in progress."""
+        return self.optimizers if self._trains else []
+
+    def _paged_optimizers(self) -> list[Optimizer]:
+        plain = map(plain_optimizer, self._trained)
+        return [optimizer for optimizer in plain if not self.engine.steps_itself(optimizer)]
+
+    @property
+    def _unsaved(self) -> str:
+        """Why the run in progress writes no checkpoint any more; empty while it does, and when there is none."""
+        return "" if self._interruption is None else self._interruption.unsaved
+
+    def _settle(self) -> None:
+        if self._interruption is not None:
+            self._interruption.settle()
+
+    @override
+    def _is_alone(self) -> bool:
+        # Callbacks ask for collectives, too, when the run was cut short on this rank.
+        self._settle()
+        failed = self._engine is not None and self._engine.failed
+        return failed or bool(self._unsaved) or super()._is_alone()
+
+    def _meet(self, what: Together) -> None:
+        if not self._is_alone():
+            self.engine.meet(what)
+
+    def _gather_for(self, gathering: Gathering) -> None:
+        self._settle()
+        self.engine.gather_for(gathering)
+
+    def statistics(self) -> Statistics:
+        """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        return collect(self.engine)
+
+    def plan_text(self) -> str:
+        """The plan that is followed, as a table: what is issued before each tick. See `callbacks.PlanPrinter`."""
+        return self.engine.plan_text(self._mode())
+
+    @property
+    def plans_made(self) -> int:
+        """How often the run has made its plan anew from a traced iteration."""
+        return self.engine.executor.replans
+
+    def states_at_home(self) -> tuple[StateBytes, ...]:
+        """What kind of model states lives in which tier between steps, in bytes of this rank."""
+        return states_at_home(self.engine)
+
+    def tier_rooms(self) -> tuple[TierRoom, ...]:
+        """Bytes of each tier of this rank, and of its pages in use now. Cheap."""
+        return rooms(self.engine)
+
+    def tier_names(self) -> tuple[str, ...]:
+        """The tiers of this run, nearest first, also those without pages: as `Event.tier_bytes` has them."""
+        return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
+
+    def inventory(self) -> tuple[PageUse, ...]:
+        """What all pages of this rank are for; they add up to what each tier has (`tier_rooms`)."""
+        return inventory(self.engine)
+
+    def planned_bytes(self) -> tuple[PlannedBytes, ...]:
+        """Bytes of pages in each tier at each tick of the plan; see `callbacks.MemoryTimeline`. Replays the plan."""
+        return planned_bytes(self.engine, self._mode())
+
+    def last_trace(self) -> Trace | None:
+        """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
+        iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
+        return self.engine.executor.trace(self._mode())
+
+    def flat_names(self) -> dict[int, str]:
+        """Names of units by the numbers of their flats, which events of copies and updates tell: `flat 4 ...`, `4/4/master`
+        (unit, flat, state)."""
+        return flat_names(self.engine)
+
+    @contextmanager
+    def trace_events(self, listener: Listener) -> Iterator[None]:
+        """Inside the block, `listener` is called with an `Event` whenever a tick, a copy between tiers, a collective, the
+        arithmetic of an update or a stall of compute has ended on this rank. Begin it in a run; the run's end ends it.
+
+        It is called in any thread, also in those that move pages: it must be quick and not raise; `list.append` is a good
+        one. Nothing is measured outside such blocks. See `callbacks.PerfettoTrace`.
+        """
+        engine = self.engine
+        with engine.events.heard_by(listener):
+            try:
+                yield
+            finally:
+                collect(engine)  # copies on a CUDA stream are told when somebody looks
+
+    def _mode(self) -> Mode:
+        return Mode.TRAIN if self._module.trainer.state.fn is TrainerFn.FITTING else Mode.FORWARD
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The global norm of an optimizer's gradients over all ranks, wherever they are kept: complete, not yet clipped,
+        and without the loss scale. Between backward and step only (`on_before_optimizer_step`), on all ranks.
+
+        On one rank it is what `torch.nn.utils.clip_grad_norm_` returns, to the last bit. See `callbacks.GradNormMonitor`.
+        """
+        return self.engine.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)

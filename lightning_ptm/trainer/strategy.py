@@ -1,0 +1,221 @@
+"""`Trainer(strategy="angel_ptm")`: Lightning's side of the engine.
+
+Has the steps of a run, its set-up and its end. The classes below it, each in a file, know only those below themselves:
+connected.py (ranks and plug-ins), running.py (the run in progress), checkpointing.py, building.py, ending.py. All of them
+know Lightning; pages are the engine's.
+
+I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_ptm.checkpoints import optimizer_states
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.config import Settings, listing_settings
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
+from lightning_ptm.trainer.elsewhere import refuse_elsewhere
+from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.spent import refuse_spent, renew
+
+
+@listing_settings
+class AngelPTMStrategy(EndingStrategy):
+    """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any strategy.
+        timeout: how long a collective waits for the other ranks.
+        settings: see `lightning_ptm.config.Settings`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            settings=Settings.of(settings),
+            timeout=timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._setting_up = True
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._close_engine()
+        self._signals = None
+        if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
+            self._reset_optimizers_and_schedulers()
+        if fitting and self.settings.state_dict_type == "sharded":
+            refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting and self._boxes():
+            refuse_parts(trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting and self._layer_sync is not None and self.is_distributed:
+            self._synchronize_batch_norms(self._module, self._layer_sync)
+        self.model = self.precision_plugin.convert_module(self._module)
+        if fitting:
+            self.setup_optimizers(trainer)  # I1
+        self._trains = fitting
+        known = self._began_with() if self._began_with is not None else None
+        if self._restored is not None:
+            self._restored.refuse_written(self._module)
+            self._restored = self._restored.untouched(self._module)
+        if self._restored is not None or known is not self._module:
+            self._ended = dataclasses.replace(self._ended, torn=False)
+        self._build(trainer)
+        self._setting_up = False
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            restored.fill(self.engine)
+            self._go_on_drawing(self._random_states)
+        assert self._watches is not None
+        for optimizer in self._paged_optimizers():
+            forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
+            if forget is not None:
+                self._shown_states[optimizer] = forget
+                renew(optimizer)
+            self._watches.loads_of(optimizer, self._follow_loaded_state)
+        self._tell_where_states_are()
+        self.barrier()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._engine is not None and self._engine.outgrown():
+            self._close_engine()
+            self._build(self._module.trainer, anew=True)
+            self._tell_where_states_are()
+
+    @override
+    def model_to_device(self) -> None:
+        return None  # parameters live in pages; buffers were moved when the engine was built
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Parameters are moved unit by unit when they are laid into pages.
+        device = torch.device("meta") if empty_init else torch.device("cpu")
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_spent(map(plain_optimizer, self.optimizers))
+        with self._iteration(Mode.TRAIN):
+            return super().training_step(*args, **kwargs)
+
+    def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
+        """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
+        if self._engine is None and self.precision_plugin.over:
+            return nullcontext()
+        return self.engine.iteration(mode, manual=not self._module.automatic_optimization)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._iteration(Mode.FORWARD):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._iteration(Mode.FORWARD):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._iteration(Mode.FORWARD):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
+        `Settings.reduce_gradients`."""
+        with self.engine.without_reduction():
+            yield
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._steps is not None:
+            self._steps.settle()
+        if self._engine is not None:
+            self._engine.fail(exception)
+        elif self._communicator is not None:  # during set-up
+            self._communicator.fail(f"{type(exception).__name__}: {exception}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self._setting_up, self._restored = False, None
+        self._close_engine()
+        if self.lightning_module is not None:
+            trainer = self.lightning_module._trainer
+            fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
+            if fitted and self._layer_sync is not None and self.is_distributed:
+                self._layer_sync.revert(self.lightning_module)
+            for owner in self.lightning_module.modules():
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None and not buffer.is_meta:  # set-up may have failed before it had memory
+                        owner._buffers[name] = buffer.cpu()
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        assert self.accelerator is not None
+        if self._signals is not None:
+            self._signals.leave()
+            self._signals = None
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def register() -> None:
+    """Makes the names known to `Trainer(strategy=...)`."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names: dict[str, tuple[str, dict[str, Any]]] = {
+        "angel_ptm": ("pages over device, host and disk; the plan decides what lives where", {}),
+        "angel_ptm_host": ("angel_ptm with master states on the host", {"master_home": "host"}),
+        "angel_ptm_disk": ("angel_ptm with master states on disk", {"master_home": "disk"}),
+        "angel_ptm_lock_free": ("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
+    }
+    for name, (description, settings) in names.items():
+        StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)
+    refuse_elsewhere(AngelPTMStrategy, names)

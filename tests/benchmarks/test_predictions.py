@@ -1,0 +1,52 @@
+"""benchmarks/predictions.py: what its runs decide tick by tick is what the forecast of them on paper decides."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from decisions import Listens, on_paper
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.data import TextBytes
+from lightning_ptm.models import GPT
+from lightning_ptm.terms import Operation
+
+ROOT = Path(__file__).parents[2]
+ARGS = Namespace(page_size=4, set=[], threads=1, keep_freed_memory=False, wait_policy="")
+RUNS = [
+    pytest.param(size, name, marks=[pytest.mark.slow] * (size != "tiny"))
+    for size in ("tiny", "25M")
+    for name in ("in RAM", "masters on disk", "lock-free")
+]
+
+
+@pytest.mark.parametrize(("size", "name"), RUNS)
+def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    predictions: Any = importlib.import_module("predictions")
+    options = predictions.runs(size, ARGS, disk)[f"{size} {name}"].options
+    seen = Listens()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=AngelPTMStrategy(**options["settings"]),
+        precision=options["precision"],
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
+    )
+    trainer.fit(GPT(**options["model"]), datamodule=TextBytes(**options["data"]))
+    assert seen.issued == on_paper(seen)
+    # Everything computes where it is at home.
+    assert {each.operation for each in seen.issued} == {Operation.COMPUTE}
+    assert len(seen.issued) == 4 * len(seen.drawn.trace.ticks)
+    del sys.modules["predictions"]

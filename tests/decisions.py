@@ -1,0 +1,76 @@
+"""What a run fetches and gives up, decision by decision, and the same iterations on paper: both ask the same policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from lightning_ptm.planning.inventory import Lifetime
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.paper import Paper
+from lightning_ptm.terms import Operation, Phase, Tier
+
+
+class Listens(L.Callback):
+    """Writes down what a run decides, and which plan it follows in each iteration. It waits for updates before the next one,
+    since on paper none is late."""
+
+    def __init__(self) -> None:
+        self.issued: list[Task] = []
+        self.plans: list[tuple[Plan, Trace]] = []
+        """The plan of each iteration, and the trace that it was made for."""
+        self.drawn: Any = None
+        self.trace: Trace | None = None
+        """The newest."""
+        self._starts: list[int] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.drawn = engine.blueprint
+        engine.executor.fetching.told = self.issued.append
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._starts.append(len(self.issued))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.plans.append(engine.executor.planned(Mode.TRAIN))
+        self.trace = engine.executor.trace(Mode.TRAIN)
+        engine.updates.finish_all()
+
+    def traces(self) -> list[Trace]:
+        """What happened in each iteration: as the newest trace has it, or, in another order, forwards up to the root's
+        backward."""
+        found = []
+        parts = self.drawn.by_need
+        for start, end in zip(self._starts, [*self._starts[1:], len(self.issued)], strict=True):
+            units = [each.unit for each in self.issued[start:end] if each.operation is Operation.COMPUTE]
+            if self.trace is not None and units == [tick.unit for tick in self.trace.ticks]:
+                found.append(self.trace)
+                continue
+            phases = [Phase.BACKWARD if 0 in units[1 : at + 1] else Phase.FORWARD for at in range(len(units))]
+            ticks = list(zip(units, phases, strict=True))
+            for at in range(len(ticks) - 1):  # a trace has a unit's backward behind those of its parts
+                if Phase.BACKWARD is ticks[at][1] and ticks[at][0] not in parts and ticks[at + 1][0] in parts:
+                    end = next((each for each in range(at + 1, len(ticks)) if ticks[each][0] not in parts), len(ticks))
+                    ticks.insert(end - 1, ticks.pop(at))
+            found.append(Trace(tuple(Tick(unit, phase, tuple(sorted({0, unit}))) for unit, phase in ticks)))
+        return found
+
+
+def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) -> list[Task]:
+    """What is decided in the same iterations without a run."""
+    drawn: Blueprint = seen.drawn
+    found: list[Task] = []
+    fixed = drawn.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // drawn.layout.page_size
+    paper = Paper(drawn, fixed, drawn.by_need if recomputed else ())
+    paper.fetching.told = found.append
+    for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
+        paper.run(plan, trace, planned, steps=step % accumulate == 0)
+    while found[-1].operation is not Operation.COMPUTE:
+        found.pop()  # a run's last iteration ends with the run
+    return found

@@ -1,0 +1,87 @@
+"""Lock-free updates on the cores that compute: what they take of a step, and how often they come round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning.models import even_layout
+
+from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
+from lightning_ptm.planning import Trace, sequential_trace
+
+UNITS = 4
+NUMEL = 1000
+CHUNK = 100
+TRACE = Trace(tuple(replace(tick, seconds=1.0) for tick in sequential_trace(even_layout([1] * UNITS)).ticks))
+COMPUTE_S = float(len(TRACE.ticks))
+FREE = BesideRates(
+    update_bytes_per_s=1e30,
+    loss=1.0,
+    learn_numel_per_s=None,
+    forecast_numel_per_s=None,
+    sum_bytes_per_s=1e30,
+    disk_bytes_per_s=1e30,
+)
+PASS_BYTES = UNITS * NUMEL * 28
+DISK_BYTES = UNITS * NUMEL * 24
+
+
+def steps(
+    rates: BesideRates = FREE, *, spares: int = UNITS + 1, max_staleness: int = 16, forecast: bool = False
+) -> BesideTiming:
+    flats = [BesideFlat(unit, NUMEL, 2, 12, True, "a kind", forecast) for unit in range(UNITS)]
+    run = Beside(
+        flats,
+        {"a kind": spares},
+        rates,
+        chunk_numel=CHUNK,
+        staging=8,
+        max_staleness=max_staleness,
+    )
+    return run.run(TRACE)
+
+
+def test_updates_that_take_no_time_leave_a_step_to_its_compute() -> None:
+    found = steps()
+    assert found.seconds == pytest.approx(COMPUTE_S)
+    assert found.updates == pytest.approx(1.0)
+    assert found.stall_s == 0.0
+
+
+@pytest.mark.parametrize("loss", [0.5, 1.0, 2.0])
+def test_arithmetic_beside_compute_makes_it_longer(loss: float) -> None:
+    found = steps(replace(FREE, update_bytes_per_s=PASS_BYTES / 1.0, loss=loss))
+    assert found.updates == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(COMPUTE_S + loss)
+
+
+def test_a_forecast_is_learned_beside_compute_and_added_by_it() -> None:
+    learned = steps(replace(FREE, learn_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
+    assert learned.seconds == pytest.approx(COMPUTE_S + 1.0)
+    added = steps(replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
+    assert COMPUTE_S < added.seconds <= COMPUTE_S + 2.0
+
+
+def test_updates_that_are_slower_than_steps_take_several_gradients_at_once() -> None:
+    """A pass of five steps' time: each flat is updated less than every second step, and compute does not wait."""
+    found = steps(replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S)))
+    assert found.updates == pytest.approx(0.2, rel=0.3)
+    assert found.seconds == pytest.approx(COMPUTE_S)
+    assert found.stall_s == 0.0
+
+
+def test_compute_waits_for_what_it_may_not_lack() -> None:
+    slow = replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S))
+    synchronous, one, many = (steps(slow, max_staleness=bound) for bound in (0, 1, 16))
+    assert synchronous.seconds >= one.seconds > many.seconds
+    assert synchronous.seconds >= 5 * COMPUTE_S
+    assert one.stall_s == pytest.approx(one.seconds - COMPUTE_S)
+
+
+def test_without_spare_pages_fewer_updates_are_made() -> None:
+    """In a backward pass compute adopts nothing, so pages for new versions do not come back before its end."""
+    rates = replace(FREE, update_bytes_per_s=PASS_BYTES / 2.0)
+    few, many = steps(rates, spares=2), steps(rates)
+    assert few.updates < 0.9 * many.updates
+    assert few.seconds == pytest.approx(many.seconds)  # two steps' gradients are still two steps

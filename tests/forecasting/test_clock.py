@@ -1,0 +1,39 @@
+"""Links as queues: what each carries, when it is free again, and what it takes from the cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_ptm.forecasting.clock import Load, Queues
+from lightning_ptm.forecasting.rates import Activity, Hardware
+from lightning_ptm.terms import Link, Operation
+
+SLOW = Hardware("one byte a second", *[1.0] * 7)
+
+
+def test_a_link_does_one_thing_at_a_time_and_links_work_side_by_side() -> None:
+    record: list[Activity] = []
+    queues = Queues(SLOW, record)
+    assert queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 3), Load(Link.HOST_TO_DEVICE, 2)], 1.0) == 4.0
+    assert queues.carry(Operation.FETCH, 2, [Load(Link.DISK_READ, 2)], 0.0) == 6.0
+    assert [(done.unit, done.start_s) for done in record] == [(1, 1.0), (1, 1.0), (2, 4.0)]
+    used = {use.link: (use.bytes, use.busy_s) for use in queues.used()}
+    assert (
+        used[Link.DISK_READ] == (5, 5.0) and used[Link.HOST_TO_DEVICE] == (2, 2.0) and used[Link.COLLECTIVE] == (0, 0.0)
+    )
+
+
+def test_reads_and_writes_of_a_disk_share_what_both_can_do() -> None:
+    queues = Queues(replace(SLOW, disk_both_bytes_per_s=1.0), None)
+    assert queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 3)], 0.0) == 3.0
+    assert queues.carry(Operation.UPDATE, 1, [Load(Link.DISK_WRITE, 3)], 0.0) == 6.0
+
+
+@pytest.mark.parametrize(("shared_cores", "longer_s"), [(True, 1.0), (False, 0.0)])
+def test_transfers_take_time_from_compute_where_they_share_its_cores(shared_cores: bool, longer_s: float) -> None:
+    queues = Queues(replace(SLOW, shared_cores=shared_cores, disk_bytes_per_core_s=2.0), None)
+    queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 2)], 0.0)
+    assert queues.taken_by_transfers_s(0.0, 5.0) == longer_s  # of the two seconds in which the disk is read
+    assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0

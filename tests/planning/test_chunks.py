@@ -1,0 +1,220 @@
+"""Which chunk is next, without bytes and without seconds: reads and writes end, and gradients come, when a test says so.
+
+With bytes: tests/update/test_update_pipeline.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from lightning_ptm.planning import Wishes
+from lightning_ptm.planning.chunks import Act, Chunk, Chunks, Job, Wanted, first_to_wait_for, read_ahead, update_order
+from lightning_ptm.terms import Tier
+
+from .models import even_layout
+from .test_placement import pages, placed
+
+CHUNK = 10
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class HandChunk(Chunk[str]):
+    read: bool = False
+    landed: bool = False
+
+    def readable(self) -> bool:
+        return self.read
+
+    def written(self) -> bool:
+        return self.landed
+
+
+class HandJob(Job[str, HandChunk]):
+    def __init__(self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True) -> None:
+        super().__init__(flat, chunks * CHUNK, CHUNK, range(0, chunks * CHUNK, CHUNK), streams=streams)
+        self.gradient = gradient
+
+    def has_gradient(self) -> bool:
+        return self.gradient
+
+
+class Bench:
+    """Hands that note what they do, and a disk that a test moves."""
+
+    def __init__(self, staging: int = 4) -> None:
+        self.chunks: Chunks[str, HandJob, HandChunk] = Chunks(self, chunk_numel=CHUNK, staging=staging)
+        self.log: list[Act[str]] = []
+        self.chunks.told = self.log.append
+        self.reading: list[HandChunk] = []
+        self.writing: list[HandChunk] = []
+        self.held: list[HandChunk] = []
+        self.ended: list[HandJob] = []
+
+    def chunk(self, flat: str, start: int, numel: int) -> HandChunk:
+        return HandChunk(flat, start, numel)
+
+    def read(self, job: HandJob | None, chunk: HandChunk) -> bool:
+        if chunk not in self.held:
+            self.held.append(chunk)
+            self.reading.append(chunk)
+        chunk.whole = job is not None
+        return True
+
+    def update(self, job: HandJob, chunk: HandChunk) -> bool:
+        assert job.has_gradient() and (chunk.read or not job.streams)
+        if job.streams:
+            self.writing.append(chunk)
+        return job.streams
+
+    def free(self, chunk: HandChunk) -> None:
+        assert chunk not in self.reading and chunk not in self.writing
+        self.held.remove(chunk)
+
+    def end(self, job: HandJob) -> None:
+        self.ended.append(job)
+
+    def come(self, count: int = 1) -> None:
+        for chunk in self.reading[:count]:
+            chunk.read = True
+        del self.reading[:count]
+
+    def land(self, count: int = 1) -> None:
+        for chunk in self.writing[:count]:
+            chunk.landed = True
+        del self.writing[:count]
+
+    def run(self) -> list[tuple[str, str, int]]:
+        """What is done until nothing can be."""
+        self.log.clear()
+        while self.chunks.advance():
+            pass
+        return [(act.doing.value, act.flat, act.start) for act in self.log]
+
+
+def test_chunks_are_read_as_staging_allows_and_computed_as_they_come() -> None:
+    bench = Bench(staging=3)
+    for flat in "ab":
+        bench.chunks.enqueue(HandJob(flat))
+    assert bench.run() == [("read", "a", 0), ("read", "a", 10), ("read", "b", 0)]
+    bench.come(2)
+    assert bench.run() == [("computed", "a", 0), ("computed", "a", 10), ("ended", "a", 0)]
+    bench.land()
+    assert bench.run() == [("written", "a", 0), ("read", "b", 10)]
+    bench.come(2)
+    bench.run()
+    bench.land(3)
+    bench.run()
+    assert not bench.chunks.busy and not bench.held
+
+
+def test_a_chunk_is_not_read_before_its_last_write_has_landed() -> None:
+    bench = Bench(staging=8)
+    bench.chunks.enqueue(HandJob("a"))
+    bench.run()
+    bench.come(2)
+    bench.run()
+    bench.chunks.enqueue(HandJob("a"))
+    assert bench.run() == []
+    bench.land(2)
+    assert [each for each in bench.run() if each[0] == "read"] == [("read", "a", 0), ("read", "a", 10)]
+
+
+def test_jobs_of_a_flat_keep_their_order_and_the_first_is_served_with_the_later() -> None:
+    bench = Bench()
+    other, first, later = HandJob("b", streams=False), HandJob("a", streams=False), HandJob("a", streams=False)
+    for job in (other, first, later):
+        bench.chunks.enqueue(job)
+    bench.chunks.to_front(later)
+    bench.run()
+    assert bench.ended == [first, later, other]
+
+
+def test_what_was_read_ahead_becomes_the_jobs_own_and_gives_way_to_what_can_be_computed() -> None:
+    bench = Bench(staging=2)
+    bench.chunks.want([Wanted("a", 20), Wanted("b", 20)])
+    assert bench.run() == [("read", "a", 0), ("read", "a", 10)]
+    bench.come(2)
+    bench.chunks.enqueue(HandJob("b", 1))
+    assert bench.run() == [("given up", "a", 10), ("read", "b", 0)]
+    bench.chunks.enqueue(HandJob("a"))
+    assert bench.run()[:1] == [("computed", "a", 0)]
+
+
+@pytest.mark.parametrize("asks_with_gradient", [True, False])
+def test_a_job_without_its_gradient_gives_way_to_one_that_has_its(asks_with_gradient: bool) -> None:
+    bench = Bench(staging=1)
+    bench.chunks.enqueue(HandJob("a", 1, gradient=False))
+    bench.run()
+    bench.come()
+    bench.chunks.enqueue(HandJob("b", gradient=asks_with_gradient))
+    assert bench.run() == ([("given up", "a", 0), ("read", "b", 0)] if asks_with_gradient else [])
+
+
+def test_what_is_awaited() -> None:
+    bench = Bench(staging=1)
+    late, job = HandJob("a", 1, gradient=False, streams=False), HandJob("b")
+    bench.chunks.enqueue(late)
+    assert bench.chunks.awaited(None) is late
+    bench.chunks.enqueue(job)
+    bench.run()
+    assert bench.chunks.awaited(late) is bench.reading[0]  # others go on meanwhile
+    bench.come()
+    bench.run()
+    assert bench.chunks.awaited(job) is bench.writing[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_staging(seed: int) -> None:
+    chance = random.Random(seed)
+    bench = Bench(staging=chance.randint(1, 5))
+    jobs: list[HandJob] = []
+    computed: list[tuple[str, int]] = []
+    for _ in range(300):
+        event = chance.randrange(6)
+        if event == 0 and len(jobs) < 12:
+            jobs.append(HandJob(chance.choice("abc"), chance.randint(1, 4), gradient=chance.random() < 0.5))
+            bench.chunks.enqueue(jobs[-1])
+        elif event == 1:
+            bench.come(chance.randint(1, 2))
+        elif event == 2:
+            bench.land(chance.randint(1, 2))
+        elif event == 3 and jobs:
+            chance.choice(jobs).gradient = True
+        elif event == 4 and bench.chunks.queue:
+            bench.chunks.to_front(chance.choice(bench.chunks.queue))
+        elif event == 5:
+            bench.chunks.want([Wanted(flat, 40) for flat in chance.sample("abc", 2)])
+        computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
+        assert len(bench.held) <= bench.chunks.staging
+    bench.chunks.forget_ahead()
+    while bench.chunks.busy:
+        for job in jobs:
+            job.gradient = True
+        bench.come()
+        bench.land()
+        computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
+    assert sorted(computed) == sorted((job.flat, start) for job in jobs for start in range(0, job.numel, CHUNK))
+    assert not bench.held and len(bench.ended) == len(jobs)
+    for flat in "abc":
+        assert [job for job in bench.ended if job.flat == flat] == [job for job in jobs if job.flat == flat]
+
+
+def test_compute_waits_for_the_first_unit_where_gradients_of_several_take_too_much() -> None:
+    assert first_to_wait_for({3: 10, 2: 10}, 20) is None
+    assert first_to_wait_for({3: 10, 2: 11}, 20) == 3
+    assert first_to_wait_for({3: 100}, 20) is None and first_to_wait_for({}, 0) is None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_order_of_updates_and_what_is_read_ahead_of_them(keeps: bool) -> None:
+    layout = even_layout([1, 2, 2])
+    placement = placed(
+        layout, pages(100, disk=1000), wishes=Wishes(master=Tier.DISK), unified=True, keep_gradients=keeps
+    )
+    assert update_order(layout, placement) == ([0, 1, 2] if keeps else [2, 1, 0])
+    assert [flat.unit for flat in read_ahead(layout, placement)] == ([] if keeps else [2, 1, 0])
+    in_ram = placed(layout, pages(1000), wishes=Wishes(master=Tier.DEVICE), unified=True)
+    assert read_ahead(layout, in_ram) == []

@@ -1,0 +1,237 @@
+"""Parameters as views of a flat: what they are bound, released, lent and at the end of a run, and what users may not do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.runtime.binding import FlatBinding
+from lightning_ptm.runtime.closed import ClosedParameter
+
+SHAPES = ((3, 5), (0,), (), (4, 2))
+TURNED = (1, 4)
+"""Strides of the last one: its columns lie end to end."""
+
+
+def layout() -> FlatLayout:
+    strides = (None, None, None, TURNED)
+    specs = [
+        ParameterSpec(f"p{index}", shape, "float32", 4, True, 0, stride=stride)
+        for index, (shape, stride) in enumerate(zip(SHAPES, strides, strict=True))
+    ]
+    (flat,) = build_layout([UnitSpec("", tuple(specs))], page_size=65536, world_size=1).flats
+    return flat
+
+
+class Own(nn.Parameter):
+    """A class of somebody's own."""
+
+
+def made(**options: Any) -> FlatBinding:
+    kinds = (nn.Parameter, Own, nn.Parameter, nn.Parameter)
+    values = [torch.ones(shape) for shape in SHAPES[:3]] + [torch.ones(2, 4).t()]
+    parameters = [kind(value) for kind, value in zip(kinds, values, strict=True)]
+    return FlatBinding(layout(), parameters, torch.float32, torch.device("cpu"), **options)
+
+
+def full() -> Tensor:
+    return torch.arange(float(layout().padded_numel))
+
+
+def test_bound_parameters_are_views_of_the_flat() -> None:
+    binding, values = made(), full()
+    before = list(map(id, binding.parameters))
+    binding.bind(values)
+    assert binding.bound and list(map(id, binding.parameters)) == before and type(binding.parameters[1]) is Own
+    for slot, parameter in enumerate(binding.parameters):
+        start = binding.layout.slots[slot].start
+        assert tuple(parameter.shape) == SHAPES[slot] == binding.shape(slot)
+        assert parameter.numel() == 0 or parameter.data_ptr() == values[start:].data_ptr()
+        assert torch.equal(parameter, binding.view(values, slot))
+    first, _, scalar, turned = binding.parameters
+    assert first.flatten().tolist() == list(range(15)) and scalar.item() == binding.layout.slots[2].start
+    start = binding.layout.slots[3].start
+    assert turned.stride() == TURNED and turned[:, 1].tolist() == [start + 4.0 + row for row in range(4)]  # I4
+    other = full() + 1
+    binding.bind(other)
+    assert first[0, 0] == 1  # I1: the last one
+
+
+def test_released_parameters_are_closed_and_keep_shape_and_class() -> None:
+    binding = made()
+    binding.bind(full())
+    binding.unbind()
+    assert not binding.bound
+    for slot, parameter in enumerate(binding.parameters):
+        assert isinstance(parameter, ClosedParameter) and isinstance(parameter, Own) == (slot == 1)
+        assert tuple(parameter.shape) == SHAPES[slot]  # I3
+        with torch._C.DisableTorchFunctionSubclass():
+            assert parameter.isnan().all() and not any(parameter.stride())
+    with pytest.raises(
+        UsageError, match=r"p0 was read or written while .* which are in pages elsewhere; read and edit"
+    ):
+        binding.parameters[0] + 1
+    binding.bind(full())
+    assert type(binding.parameters[1]) is Own and binding.parameters[0].sum() == sum(range(15))
+
+
+def test_what_closes_is_open_while_it_is_used() -> None:
+    binding = made(closes=True)
+    binding.bind(full())
+    weight = binding.parameters[0]
+    with pytest.raises(UsageError, match="of which the module has a copy, rounded or not up to date"):
+        weight.sum()
+    binding.open()
+    assert weight.sum() == sum(range(15))
+    binding.close()
+    assert isinstance(weight, ClosedParameter)  # I2
+    always = made()
+    always.bind(full())
+    always.close()
+    assert type(always.parameters[0]) is nn.Parameter
+
+
+def test_the_order_of_memory() -> None:
+    binding, values = made(), full()
+    turned = binding.view(values, 3)
+    start = binding.layout.slots[3].start
+    assert torch.equal(binding.in_order(3, turned), values[start : start + 8])
+    assert binding.in_order(0, torch.ones(3, 5)).shape == (15,)
+    odd = torch.ones(2, 2)
+    assert binding.in_orders([None, None, None, odd])[3] is odd  # whoever reads it refuses it
+    ordered = binding.in_orders([None, None, None, turned])[3]
+    assert ordered is not None and torch.equal(ordered, values[start : start + 8])
+
+
+# -- what users do ----------------------------------------------------------------------------------------------------
+
+
+def test_other_storage_is_refused_where_an_update_follows() -> None:
+    binding = made()
+    binding.bind(full())
+    binding.check()
+    binding.parameters[0].data = torch.zeros(3, 5)
+    with pytest.raises(UsageError, match="the data of parameter p0 was replaced, and its pages know nothing of it"):
+        binding.check()
+    binding.check(computes_only=True)
+    binding.parameters[0].data = torch.zeros(5, 3)
+    for computes_only in (False, True):
+        with pytest.raises(UsageError, match=r"parameter p0 had shape \(3, 5\) at set-up and has \(5, 3\) now"):
+            binding.check(computes_only=computes_only)
+    with pytest.raises(UsageError, match="had shape"):
+        binding.unbind()
+
+
+def test_what_is_replaced_is_told_and_follows_edits() -> None:
+    binding = made()
+    binding.bind(full())
+    theirs = torch.zeros(3, 5)
+    binding.parameters[0].data = theirs
+    assert [(slot, value.data_ptr()) for slot, value in binding.replaced().items()] == [(0, theirs.data_ptr())]
+    binding.edited(full() + 7)
+    assert theirs[0, 0] == 7
+    copies = made(is_copy=True)
+    copies.bind(full())
+    copies.parameters[0].data = theirs
+    with pytest.raises(UsageError, match="was replaced"):
+        copies.replaced()
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_writes_into_copies_are_found(is_copy: bool) -> None:
+    binding = made(is_copy=is_copy)
+    binding.bind(full())
+    with torch.no_grad():
+        binding.parameters[2].add_(1)
+    if not is_copy:
+        binding.check()
+        return
+    with pytest.raises(UsageError, match="p2"):
+        binding.check()
+    assert binding.written == "p2"
+    later = made(is_copy=True)
+    later.bind(full())
+    with torch.no_grad():
+        later.parameters[0].add_(1)
+    later.unbind()  # and nobody has asked before
+    assert later.written == "p0"
+
+
+def test_lent_parameters_are_the_users() -> None:
+    binding = made(is_copy=True, closes=True)
+    binding.bind(full())
+    binding.lend([torch.zeros(shape) for shape in SHAPES])
+    assert binding.lent and type(binding.parameters[0]) is nn.Parameter
+    with torch.no_grad():
+        binding.parameters[0].add_(1)
+    with pytest.raises(
+        UsageError, match=r"a step begins inside `with strategy\.gathered\(module\):`, where p0 is whole"
+    ):
+        binding.check()
+    binding.bind(full())
+    assert not binding.lent and isinstance(binding.parameters[0], ClosedParameter)
+    binding.check()  # what was written into lent parameters is no copy's
+
+
+def test_what_was_replaced_is_replaced_again_behind_a_loan() -> None:
+    binding = made()
+    binding.bind(full())
+    theirs = torch.zeros(3, 5)
+    binding.parameters[0].data = theirs
+    binding.lend([torch.ones(shape) for shape in SHAPES])
+    assert list(binding.replaced()) == [0]
+    binding.bind(full())
+    assert binding.parameters[0].data_ptr() == theirs.data_ptr()
+
+
+# -- saved tensors ----------------------------------------------------------------------------------------------------
+
+
+def test_tensors_inside_the_flat_are_named() -> None:
+    binding, values = made(), full()
+    weight = binding.parameters[0]
+    assert binding.pack(values) is None
+    binding.bind(values)
+    packed = binding.pack(weight[1].detach())
+    assert packed is not None and (packed.offset, packed.shape, packed.stride) == (5, (5,), (1,))
+    assert (packed.unit, packed.flat) == (0, 0)
+    last = binding.pack(values[-1:])
+    assert last is not None and last.offset == binding.layout.padded_numel - 1
+    for other in (torch.ones(3), values.double(), values.view(torch.int32)):
+        assert binding.pack(other) is None
+    long = torch.cat((full(), torch.zeros(1)))
+    binding.bind(long[:-1])
+    assert binding.pack(long[-1:]) is None and binding.pack(long[-2:-1]) is not None
+    binding.bind(full() + 1)  # unpacked from wherever the flat is
+    assert binding.unpack(packed).tolist() == [6, 7, 8, 9, 10]
+    inside = torch.cat((torch.zeros(64), full()))[64:]
+    binding.bind(inside)
+    assert binding.unpack(packed).tolist() == [5, 6, 7, 8, 9]
+    binding.unbind()
+    with pytest.raises(InternalError, match="unit 0 is not gathered while a saved tensor of it is read"):
+        binding.unpack(packed)
+
+
+# -- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_run() -> None:
+    binding = made(closes=True)
+    binding.bind(full())
+    binding.unbind(ended=True)
+    with pytest.raises(UsageError, match="p3 was read or written, and its values ended with its run"):
+        binding.parameters[3] * 2
+    binding.restore(1, torch.zeros(0))
+    binding.restore(0, torch.full((3, 5), 2.0))
+    binding.forget()
+    assert type(binding.parameters[1]) is Own and binding.parameters[0].sum() == 30 and not binding.bound
+
+
+def test_as_many_parameters_as_slots() -> None:
+    with pytest.raises(InternalError, match="flat 0 has 4 slots and 0 parameters"):
+        FlatBinding(layout(), [], torch.float32, torch.device("cpu"))

@@ -1,0 +1,182 @@
+"""What is declared of parts, and how values are cut. On several ranks, in runs: ranks/test_rank_parts.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from drawn_by_hand import PAGE, WORKSTATION, Block, asked, drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.differences import layout_lines
+from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.planning.holders import Axis, Mesh
+from lightning_ptm.runtime.blueprint import Blueprint, decide
+from lightning_ptm.runtime.parts import cut, declared, elements, mesh_of
+from lightning_ptm.runtime.units import discover
+from lightning_ptm.trainer.averaging import refuse_parts
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    parts, sections = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    dimension = draw(st.integers(0, len(shape) - 1))
+    shape[dimension] *= parts * sections
+    return Box(tuple(shape), dimension, parts, draw(st.integers(0, parts - 1)), sections)
+
+
+@given(boxes(), st.data())
+def test_values_are_cut_where_stretches_say(box: Box, data: st.DataObject) -> None:
+    whole = torch.arange(math.prod(box.shape)).view(box.shape)
+    places = [each.whole_start + at for each in box.stretches(0, box.numel) for at in range(each.numel)]
+    part = cut(whole, box)
+    assert tuple(part.shape) == box.part_shape and part.reshape(-1).tolist() == places
+    start = data.draw(st.integers(0, box.numel))
+    numel = data.draw(st.integers(0, box.numel - start))
+    for value in (whole, part):
+        assert elements(value, box, start, numel).tolist() == places[start : start + numel]
+
+
+def test_what_follows_in_the_whole_is_not_copied() -> None:
+    whole = torch.arange(64.0).view(8, 8)
+    rows = Box((8, 8), 0, 2, 1)
+    assert elements(whole, rows, 4, 20).data_ptr() == whole[4, 4:].data_ptr()
+    assert cut(whole, rows).data_ptr() == whole[4].data_ptr()
+    assert cut(whole, Box((8, 8), 1, 2, 1)).data_ptr() == whole[0, 4:].data_ptr()
+
+
+def test_a_value_that_is_the_part_is_taken_as_it_is() -> None:
+    part = torch.arange(32.0).view(4, 8)
+    box = Box((8, 8), 0, 2, 1)
+    assert cut(part, box) is part and cut(part, None) is part
+    assert torch.equal(elements(part, box, 3, 5), part.view(-1)[3:8])
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+
+
+def test_what_is_declared_is_found_by_parameter() -> None:
+    module = tower()
+    rows, columns = Box.around((4, 8), 0, 2, 1), Box.around((8, 4), 1, 2, 1)
+    found = declared(module, {"0.weight": rows, "1.weight": columns})
+    assert found == {id(module[0].weight): rows, id(module[1].weight): columns}
+    assert mesh_of(found, ExpertSplit(4, 1), rank=3) == Mesh({Axis.DATA: 2, Axis.TENSOR: 2})
+
+
+def test_one_part_is_the_whole() -> None:
+    found = declared(tower(), {"0.weight": Box((4, 8), 0, 1, 0)})
+    assert found == {} and mesh_of(found, ExpertSplit(3, 3), rank=1) == ExpertSplit(3, 3).mesh
+
+
+def test_tied_parameters_may_be_declared_by_each_name_alike() -> None:
+    module = tower()
+    module.tied = module[0].weight
+    box = Box((8, 8), 0, 2, 0)
+    assert declared(module, {"0.weight": box, "tied": box}) == {id(module.tied): box}
+    with pytest.raises(ConfigError, match="declare tied parameters alike"):
+        declared(module, {"0.weight": box, "tied": Box((4, 16), 1, 2, 0)})
+
+
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ({"2.weight": Box((8, 8), 0, 2, 0)}, "2.weight .* the Sequential has none of that name"),
+        (
+            {"0.weight": Box((4, 8), 0, 2, 0)},
+            r"0.weight has shape \(4, 8\) and is declared to be 1/2 of \(4, 8\) in dimension 0, whose parts are \(2, 8\)",
+        ),
+        (
+            {"0.weight": Box((8, 8), 0, 2, 0), "1.weight": Box((32, 4), 0, 4, 0)},
+            "1.weight is one of 4 parts and 0.weight one of 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, Box], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        declared(tower(), boxes)
+
+
+@pytest.mark.parametrize(
+    ("rank", "split", "words"),
+    [
+        (0, ExpertSplit(3, 1), "3 ranks make no groups of 2; use a multiple of 2 ranks"),
+        (0, ExpertSplit(2, 2), "expert_parallel_size=2 and a parameter that is 1/2 of .* one way at a time"),
+        (1, ExpertSplit(2, 1), "of rank 1 is 1/2 of .*, the part 0, and that rank has part 1 of everything"),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_refused(rank: int, split: ExpertSplit, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        mesh_of(declared(tower(), {"0.weight": Box((8, 8), 0, 2, 0)}), split, rank)
+
+
+def test_units_are_those_of_the_whole_model() -> None:
+    """In files, too, states are divided by them."""
+    whole = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+    halves = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(3))
+    boxes = declared(halves, {f"{block}.weight": Box.around((64, 32), 1, 2, 0) for block in range(3)})
+    parts = {parameter: box.parts for parameter, box in boxes.items()}
+    names = [unit.name for unit in discover(whole, "auto")]
+    assert names == ["", "0", "1", "2"] == [unit.name for unit in discover(halves, "auto", parts=parts)]
+    assert len(discover(halves, "auto")) == 1
+
+
+class Halves(nn.Module):
+    """Of `Net`, on one of two ranks: blocks are cut by columns, the root is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.randn(PAGE // 4))
+        self.blocks = nn.ModuleList(Block(index + 1) for index in range(3))
+        for block in self.blocks:
+            block.weight = nn.Parameter(block.weight.detach().chunk(2, 1)[0].clone())
+
+
+def of_halves(module: Halves, ranks: int, rank: int = 0) -> Blueprint:
+    boxes = {
+        f"blocks.{at}.weight": Box.around(tuple(block.weight.shape), 1, 2, rank % 2)
+        for at, block in enumerate(module.blocks)
+    }
+    request = dataclasses.replace(asked(module), boxes=declared(module, boxes))
+    return decide(request, WORKSTATION, ranks, rank=rank)
+
+
+def test_a_rank_keeps_as_much_of_parts_as_of_what_all_ranks_share() -> None:
+    for ranks in (2, 4):
+        both = shared, cut_up = drawn(ranks=ranks), of_halves(Halves(), ranks, rank=1)
+        units = range(len(shared.units))
+        assert [cut_up.layout.shard_pages(unit) for unit in units] == [
+            shared.layout.shard_pages(unit) for unit in units
+        ]
+        homes = [sum(row.numel * row.count for row in found.inventory.rows if row.flat is not None) for found in both]
+        assert homes[0] == homes[1] > 0
+        assert [flat.world_size for flat in cut_up.layout.flats] == [ranks] + [ranks // 2] * 3
+        assert list(layout_lines(cut_up.layout)) == list(layout_lines(of_halves(Halves(), ranks, rank=0).layout))
+        assert cut_up.holders.in_parts and not shared.holders.in_parts
+
+
+def test_a_plan_for_ranks_that_make_no_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 ranks make no groups of 2"):
+        of_halves(Halves(), ranks=3)
+
+
+def test_a_part_whose_elements_lie_in_another_order_is_refused() -> None:
+    module = Halves()
+    module.blocks[1].weight = nn.Parameter(module.blocks[1].weight.detach().t().contiguous().t())
+    with pytest.raises(
+        ConfigError, match=r"blocks.1.weight has strides .* is a part of a larger one.*make it contiguous"
+    ):
+        of_halves(module, ranks=2)
+
+
+def test_averages_of_parts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="EMAWeightAveraging saves the averages that rank 0 has"):
+        refuse_parts([EMAWeightAveraging()])

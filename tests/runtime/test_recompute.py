@@ -1,0 +1,137 @@
+"""What is put in place of a unit's forward: what is recomputed, with which buffers, and who is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.recompute import Recompute, recomputed_around, recomputed_units, replace
+from lightning_ptm.runtime.units import Unit
+
+
+class Counts(nn.Module):
+    """Counts its calls; its buffer has as many as were not forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(()))
+        self.calls = 0
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(self.total))
+        self.total += 1
+        return (x * self.weight).exp()
+
+
+def unit_of(module: nn.Module, index: int = 1, name: str = "block") -> Unit:
+    return Unit(index, name, module, (), ())
+
+
+def made(module: nn.Module) -> tuple[Recompute, Any, list[int]]:
+    """A call of the module that is recomputed, and which units were told to start again."""
+    started: list[int] = []
+    recompute = Recompute(module, started.append)
+    return recompute, recompute.of(unit_of(module), module.forward), started
+
+
+def test_a_forward_is_computed_again_in_the_backward_with_the_buffers_of_the_first() -> None:
+    module = Counts()
+    recompute, call, started = made(module)
+    x = torch.full((3,), 0.5, requires_grad=True)
+    loss = call(x).sum()
+    assert (module.calls, started) == (1, [])
+    module.total += 10  # by another call, say
+    with recompute.checked():
+        loss.backward()
+    assert (module.calls, started, module.seen) == (2, [1], [0, 0])
+    assert module.total.item() == 11  # I3: changed once
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
+
+
+def test_nothing_is_kept_where_nothing_is_recomputed() -> None:
+    module = Counts()
+    _, call, started = made(module)
+    with torch.no_grad():
+        call(torch.ones(3))
+    assert (module.calls, started) == (1, [])
+    torch.func.vmap(call)(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert (module.calls, started) == (2, [])
+    checkpoint(call, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert (module.calls, started) == (4, [])  # I1: by the user's alone, once
+
+
+class Differs(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x if self.calls == 1 else x[:2]).exp()
+
+
+class Ends(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise StopIteration
+        return x.exp()
+
+
+@pytest.mark.parametrize("build", [Differs, Ends])
+def test_a_forward_that_does_not_repeat_itself_is_refused_by_name(build: type[Counts]) -> None:
+    recompute, call, _ = made(build())
+    loss = call(torch.ones(3, requires_grad=True)).sum()
+    says = rf"block \({build.__name__}\) did something else when it was recomputed"  # I2
+    with pytest.raises(UsageError, match=says), recompute.checked():
+        loss.backward()
+
+
+def test_attributes_are_given_back() -> None:
+    module = Counts()
+    module.calls = 5
+    undo = replace(module, calls=7, mine=1)
+    assert (module.calls, module.mine) == (7, 1)
+    undo()
+    assert module.calls == 5 and not hasattr(module, "mine")
+
+
+class GradientCheckpointingLayer(Counts):
+    """As transformers' own."""
+
+    gradient_checkpointing = False
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = GradientCheckpointingLayer()
+        self.gradient_checkpointing = False
+
+
+def test_models_around_layers_that_checkpoint_themselves_are_told_and_told_back() -> None:
+    model = Around()
+    recompute = Recompute(model, lambda unit: None)
+    call: Any = recompute.of(unit_of(model.layer), model.layer.forward)
+    assert model.gradient_checkpointing
+    model.layer.gradient_checkpointing = True  # the user's, which recomputes it already
+    call(torch.ones(3, requires_grad=True)).sum().backward()
+    assert model.layer.calls == 1  # I1
+    recompute.close()
+    assert model.gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, set()), (1, {1, 2, 3, 4}), (2, {1, 3}), (9, {1})])
+def test_which_units_are_recomputed(every: int, expected: set[int]) -> None:
+    assert recomputed_units(5, every) == expected
+
+
+def test_units_inside_of_recomputed_ones_go_with_the_outermost() -> None:
+    names = ["", "a", "a.x", "a.x.y", "ab", "b", "b.x"]
+    units = [unit_of(nn.Identity(), index, name) for index, name in enumerate(names)]
+    assert recomputed_around(units, {1, 2, 6}) == {2: 1, 3: 1}
+    assert recomputed_around(units, {5}) == {6: 5}
