@@ -4,7 +4,8 @@ Owns the order: jobs in hand, chunks of these, what is read ahead of them, and h
 and no transfers: what it decides, its `Hands` do at once. Those of a run move bytes (update/pipeline.py), those of a forecast
 count seconds (clock.py, beside.py). Belongs to one thread at a time. Never waits.
 I1: chunks of a flat are updated by one job after the other, in the order of submission.
-I2: a chunk is read only after its last write has landed.
+I2: a chunk is read only after its last write has landed, and after a read of it that nobody wants any more has ended:
+    else its next write could meet that read.
 I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives its buffers up to one that could be.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
@@ -277,7 +279,7 @@ class Chunks(Generic[F, J, C]):
                 moved = self._hands.read(job, chunk) or moved
                 if chunk.whole:
                     job.lacking.remove(chunk)
-            while job.waiting and not self._is_writing(job.flat, job.waiting[-1]):
+            while job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
                     return moved
                 chunk = self._read(job, job.active, job.flat, job.waiting.pop(), job.numel)
@@ -292,7 +294,7 @@ class Chunks(Generic[F, J, C]):
             if any(job.flat is wanted.flat for job in self.queue):
                 return moved  # its last job must be computed first (I1), and order is the point of reading ahead
             while wanted.next_start < wanted.numel:
-                if self._held >= self.staging or self._is_writing(wanted.flat, wanted.next_start):
+                if self._held >= self.staging or self._is_busy(wanted.flat, wanted.next_start):
                     return moved
                 self._read(None, self._ahead, wanted.flat, wanted.next_start, wanted.numel)
                 wanted.next_start += self.chunk_numel
@@ -308,8 +310,10 @@ class Chunks(Generic[F, J, C]):
         self._tell(Doing.READ, chunk)
         return chunk
 
-    def _is_writing(self, flat: F, start: int) -> bool:
-        return any(chunk.flat is flat and chunk.start == start for chunk in self._writing)
+    def _is_busy(self, flat: F, start: int) -> bool:
+        return any(
+            chunk.flat is flat and chunk.start == start for chunk in itertools.chain(self._writing, self._abandoned)
+        )
 
     def _make_room(self, asking: J) -> bool:
         """Take the buffers of a chunk that waits for a gradient, if `asking` does not wait for its own (I3)."""

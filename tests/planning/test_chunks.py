@@ -65,6 +65,7 @@ class Bench:
 
     def update(self, job: HandJob, chunk: HandChunk) -> bool:
         assert job.has_gradient() and (chunk.read or not job.streams)
+        assert not any(other.flat == chunk.flat and other.start == chunk.start for other in self.reading)
         if job.streams:
             self.writing.append(chunk)
         return job.streams
@@ -122,6 +123,30 @@ def test_a_chunk_is_not_read_before_its_last_write_has_landed() -> None:
     assert [each for each in bench.run() if each[0] == "read"] == [("read", "a", 0), ("read", "a", 10)]
 
 
+@pytest.mark.parametrize("given_up", ["forgotten", "not needed by a job"])
+@pytest.mark.parametrize("again", ["by a job", "ahead"])
+def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(given_up: str, again: str) -> None:
+    """The second read may end first, and then the write would meet the first."""
+    bench = Bench(staging=8)
+    bench.chunks.want([Wanted("a", 10)])
+    assert bench.run() == [("read", "a", 0)]
+    if given_up == "forgotten":
+        bench.chunks.forget_ahead()
+    else:
+        bench.chunks.enqueue(HandJob("a", 0))
+        bench.run()
+    if again == "ahead":
+        bench.chunks.want([Wanted("a", 10)])
+        assert bench.run() == []
+    bench.chunks.enqueue(HandJob("a", 1))
+    assert bench.run() == []
+    assert bench.chunks.awaited(None) is bench.reading[0]
+    bench.come()
+    assert bench.run() == [("given up", "a", 0), ("read", "a", 0)]
+    bench.come()
+    assert bench.run() == [("computed", "a", 0), ("ended", "a", 0)]
+
+
 def test_jobs_of_a_flat_keep_their_order_and_the_first_is_served_with_the_later() -> None:
     bench = Bench()
     other, first, later = HandJob("b", streams=False), HandJob("a", streams=False), HandJob("a", streams=False)
@@ -173,11 +198,12 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
     jobs: list[HandJob] = []
     computed: list[tuple[str, int]] = []
     for _ in range(300):
-        event = chance.randrange(6)
+        event = chance.randrange(7)
         if event == 0 and len(jobs) < 12:
             jobs.append(HandJob(chance.choice("abc"), chance.randint(1, 4), gradient=chance.random() < 0.5))
             bench.chunks.enqueue(jobs[-1])
         elif event == 1:
+            chance.shuffle(bench.reading)
             bench.come(chance.randint(1, 2))
         elif event == 2:
             bench.land(chance.randint(1, 2))
@@ -187,6 +213,8 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
             bench.chunks.to_front(chance.choice(bench.chunks.queue))
         elif event == 5:
             bench.chunks.want([Wanted(flat, 40) for flat in chance.sample("abc", 2)])
+        elif event == 6:
+            bench.chunks.forget_ahead()
         computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
         assert len(bench.held) <= bench.chunks.staging
     bench.chunks.forget_ahead()

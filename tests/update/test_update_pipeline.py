@@ -1,10 +1,11 @@
-"""Order, overlap, hazards, errors and threads of the updater. Disks that wait or fail; no sleeps."""
+"""Order, overlap, hazards, errors and threads of the updater. Disks that wait or fail."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -278,6 +279,35 @@ def test_parameters_without_any_gradient_keep_their_bytes(twins: list[Twin], tmp
     twin.updater.finish(twin.submit(nothing))
     assert twin.updater.stats.bytes_written == 0
     twin.updater.finish(twin.submit(gradients()))
+    plain_step(twin, gradients())
+    twin.assert_equal()
+
+
+def test_a_write_does_not_meet_a_read_that_nobody_wants_any_more(twins: list[Twin], tmp_path: Path) -> None:
+    class FirstReadIsLate(HandOps):
+        late: int | None = None
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.late in (None, threading.get_ident()):
+                self.late = threading.get_ident()
+                self.may_read.wait()
+            return FileOps.preadv(self, fd, buffers, offset)
+
+    ops = FirstReadIsLate()
+    ops.may_read.clear()
+    twins.append(make_twin(adamw, make_allocator(tmp_path, file_ops=ops), home=Tier.DISK))
+    twin = twins[0]
+    try:
+        twin.updater.prefetch([twin.states])
+        twin.updater.pump()
+        twin.updater.finish(twin.submit([None] * len(SHAPES)))
+        handle = twin.submit(gradients())
+        for _ in range(200):
+            twin.updater.pump()
+            time.sleep(0.001)  # for the other reads to come
+    finally:
+        ops.may_read.set()
+    twin.updater.finish(handle)
     plain_step(twin, gradients())
     twin.assert_equal()
 
