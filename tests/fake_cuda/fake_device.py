@@ -30,6 +30,9 @@ def _load() -> Any:
         getattr(loaded, name).restype = ctypes.c_size_t
     for name in ("fc_races", "fc_accesses", "fc_deferred"):
         getattr(loaded, name).restype = ctypes.c_long
+    for name in ("fc_clock_host", "fc_clock_device"):
+        getattr(loaded, name).restype = ctypes.c_double
+    loaded.fc_clock_waits.restype = ctypes.c_char_p
     loaded.fc_host_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     loaded.fc_host_unregister.argtypes = [ctypes.c_size_t]
     loaded.fc_host_access.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]

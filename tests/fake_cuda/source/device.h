@@ -14,6 +14,7 @@ struct Mark {
   std::shared_ptr<double> at;
   int polls = 0;
   bool timing = false;
+  double simulated_s = 0;
 };
 static double now_s() {
   static double last = 0;
@@ -71,6 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto at = v->at;
     push(e, Entry{[at] { *at = now_s(); }});
     v->pos = actors()[e]->next;
+    v->simulated_s = time_of(e);
   }
   void block(void* event, const Stream& s) const override {
     if (!event) return;
@@ -80,6 +82,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     int e = actor(s.device_index(), s.id());
     actors()[e]->clock.join(v->clock);
     push(e, Entry{nullptr, v->e, v->pos});
+    time_of(e) = std::max(time_of(e), v->simulated_s);
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
@@ -87,39 +90,45 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* v = (Mark*)event;
     if (v->e < 0) return true;
     if (actors()[v->e]->first < v->pos && ++v->polls > 3) flush_until(v->e, v->pos);
-    if (actors()[v->e]->first < v->pos) return false;
+    if (actors()[v->e]->first < v->pos || !has_come(v->simulated_s)) return false;
     host().join(v->clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
+    int place = place_of_wait();
     Lock l(mutex());
     auto* v = (Mark*)event;
     if (v->e < 0) return;
     flush_until(v->e, v->pos);
     host().join(v->clock);
+    wait_until(v->simulated_s, place);
   }
   bool queryStream(const Stream& s) const override {
     Lock l(mutex());
     int e = actor(s.device_index(), s.id());
     static int n = 0;
     if (actors()[e]->first < actors()[e]->next && ++n % 4 == 0) flush(e);
-    if (actors()[e]->first < actors()[e]->next) return false;
+    if (actors()[e]->first < actors()[e]->next || !has_come(time_of(e))) return false;
     host().join(actors()[e]->clock);
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
+    int place = place_of_wait();
     Lock l(mutex());
     int e = actor(s.device_index(), s.id());
     flush(e);
     host().join(actors()[e]->clock);
+    wait_until(time_of(e), place);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
+    int place = place_of_wait();
     Lock l(mutex());
     for (size_t e = 1; e < actors().size(); e++)
       if (actors()[e]->device == d) {
         flush(e);
         host().join(actors()[e]->clock);
+        wait_until(time_of(e), place);
       }
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {
@@ -136,7 +145,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(x->timing && y->timing, "CUDA error: invalid resource handle (event made without enable_timing)");
     TORCH_CHECK(*x->at >= 0 && *y->at >= 0,
                 "CUDA error: device not ready (elapsed_time of an event that has not completed)");
-    return (*y->at - *x->at) * 1e3;
+    return (speeds().known ? y->simulated_s - x->simulated_s : *y->at - *x->at) * 1e3;
   }
 };
 static Guard& guard() {

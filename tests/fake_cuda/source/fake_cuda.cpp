@@ -45,6 +45,24 @@ long fc_accesses() { return fake_cuda::access_count; }
 long fc_deferred() { return fake_cuda::deferred_count; }
 int fc_device() { return fake_cuda::t_device; }
 void fc_set_device(int d) { fake_cuda::t_device = d; }
+double fc_clock_host() { return fake_cuda::host_time(); }
+double fc_clock_device(int d) {
+  fake_cuda::Lock l(fake_cuda::mutex());
+  double latest = 0;
+  for (size_t e = 1; e < fake_cuda::actors().size(); e++)
+    if (fake_cuda::actors()[e]->device == d) latest = std::max(latest, fake_cuda::time_of(e));
+  return latest;
+}
+// "seconds count place" in lines; forgets them.
+const char* fc_clock_waits() {
+  static auto* text = new std::string;
+  fake_cuda::Lock l(fake_cuda::mutex());
+  text->clear();
+  for (auto& [place, wait] : fake_cuda::host_waits())
+    *text += std::to_string(wait.seconds) + " " + std::to_string(wait.count) + " " + fake_cuda::names()[place] + "\n";
+  fake_cuda::host_waits().clear();
+  return text->c_str();
+}
 size_t fc_locked() {
   size_t n = 0;
   fake_cuda::Lock l(fake_cuda::mutex());

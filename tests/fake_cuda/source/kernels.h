@@ -262,10 +262,16 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!info.skip) flush(e);
   Access acc{e, info.skip ? 0 : tick(e), info.name, st};
   Aliases al;
+  double bytes = 0, products = 0;
+  std::vector<Tensor> read;
   for (size_t i = 0; i < n; i++) {
     auto& v = (*stack)[base + i];
     bool w = info.write[i];
     auto one = [&](const Tensor& t) {
+      if (t.defined()) {
+        bytes += (double)t.numel() * t.itemsize();
+        if (!w) read.push_back(t);
+      }
       if (!info.skip && t.defined() && t.is_cuda()) log_tensor(t, w, acc);
       return al.tensor(t);
     };
@@ -288,6 +294,10 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     } else if (v.isNone() && schema.arguments()[i].name() == "generator")
       v = c10::IValue(static_cast<HostGenerator*>(default_generator(device).unsafeGetGeneratorImpl())->inner);
   }
+  if (is_product(schema.name()) && read.size() >= 2) {
+    const Tensor &left = read[read.size() - 2], &right = read.back();
+    products = 2.0 * left.numel() * (right.dim() > 1 ? right.size(-1) : 1);
+  }
   {
     Inside in;
     at::AutoDispatchBelowADInplaceOrView g;
@@ -308,7 +318,11 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       v = c10::IValue(x);
     }
   }
-  if (info.sync) host().join(actors()[e]->clock);
+  if (!info.skip) launch(e, products / speeds().flops + bytes / speeds().memory);
+  if (info.sync) {
+    host().join(actors()[e]->clock);
+    wait_until(time_of(e), st);
+  }
 }
 
 }  // namespace fake_cuda

@@ -35,6 +35,7 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
     Tensor ex = src.expand_as(self);
     log_tensor(ex, false, a);
     log_tensor(self, true, a);
+    launch(e, 2.0 * self.numel() * self.itemsize() / speeds().memory);
     Aliases al;
     Inside in;
     at::AutoDispatchBelowADInplaceOrView g;
@@ -76,6 +77,7 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
   Access a{e, tick(e), h2d ? n_h2d : n_d2h, st};
   log_tensor(d, h2d, a);
   if (pinned) log_tensor(h, !h2d, a);
+  launch_copy(e, h2d, nb);
   if (non_blocking && pinned) {
     void* base = const_cast<void*>((const void*)h.storage().data());
     auto it = host_blocks().find(base);
@@ -86,7 +88,10 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
   }
   flush(e);
   memcpy(to, from, nb);
-  if (!non_blocking || !h2d) host().join(actors()[e]->clock);
+  if (!non_blocking || !h2d) {
+    host().join(actors()[e]->clock);
+    wait_until(time_of(e), st);
+  }
   return self;
 }
 static const Tensor& resize_(const Tensor& self, SymIntArrayRef ssize, std::optional<MemoryFormat>) {
