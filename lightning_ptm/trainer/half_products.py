@@ -83,6 +83,7 @@ _PRODUCTS = {
     _aten._native_multi_head_attention.default,
     _aten._transformer_encoder_layer_fwd.default,
     _aten.mkldnn_rnn_layer.default,
+    _aten.mkldnn_rnn_layer_backward.default,
     _ATTENTION,
     _ATTENTION_BACKWARD,
     *_IN_PLACE,

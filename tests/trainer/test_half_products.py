@@ -216,6 +216,19 @@ def test_no_product_of_a_module_is_left_to_the_16_bit_kernels(name, mode) -> Non
     assert [each for each in below.seen if any(part in each for part in _PRODUCT_NAMES)] != []
 
 
+def test_gradients_of_an_lstm_are_those_of_fp32_up_to_rounding() -> None:
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.LSTM(7, 6, num_layers=2, bidirectional=True).to(dtype)
+        inputs = BATCH_A.detach().to(dtype).requires_grad_()
+        with wide_products():
+            module(inputs)[0].float().square().sum().backward()
+        return [each.grad.float() for each in (inputs, *module.parameters())]
+
+    for wide, narrow in zip(gradients(torch.float32), gradients(torch.bfloat16), strict=True):
+        assert (wide - narrow).abs().max() < 0.02 * wide.abs().max()
+
+
 def test_inference_gives_the_bits_of_training() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(7, 32), nn.GELU(), nn.Linear(32, 6)).bfloat16()
