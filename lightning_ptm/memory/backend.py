@@ -79,6 +79,9 @@ class Backend(Protocol):
     def stream(self) -> Stream:
         """A new stream."""
 
+    def current_stream(self) -> Stream:
+        """This thread's current one; equal to another that stands for the same queue."""
+
     def mark(self, *, timed: bool = False) -> Mark:
         """The place that this thread's current stream has come to."""
 
@@ -124,6 +127,7 @@ class Backend(Protocol):
         """For people."""
 
 
+@dataclass(frozen=True, slots=True)
 class CurrentStream:
     """The stand-in for a stream: what is queued keeps the order of the thread's current stream."""
 
@@ -170,6 +174,9 @@ class CpuBackend:
     def synchronize(self) -> None: ...
 
     def stream(self) -> Stream:
+        return CurrentStream()
+
+    def current_stream(self) -> Stream:
         return CurrentStream()
 
     def mark(self, *, timed: bool = False) -> Mark:
@@ -267,6 +274,9 @@ class CudaBackend:
 
     def stream(self) -> Stream:
         return _CudaStream(self.device, torch.cuda.Stream(self.device))
+
+    def current_stream(self) -> Stream:
+        return _CudaStream(self.device, torch.cuda.current_stream(self.device))
 
     def mark(self, *, timed: bool = False) -> Mark:
         event = torch.cuda.Event(enable_timing=timed)

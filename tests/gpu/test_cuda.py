@@ -54,10 +54,12 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+def train(
+    precision: str = "bf16-mixed", clip: float | None = None, *, model: type[Model] = Model, **settings: Any
+) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    model = Model()
+    made = model()
     data = torch.randint(0, 256, (32, 65), generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         accelerator="gpu",
@@ -71,8 +73,8 @@ def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(data, batch_size=8))
-    return torch.stack(model.losses).cpu(), [p.detach().cpu() for p in model.parameters()]
+    trainer.fit(made, DataLoader(data, batch_size=8))
+    return torch.stack(made.losses).cpu(), [p.detach().cpu() for p in made.parameters()]
 
 
 SMALL = {"device_memory": "24MiB", "host_memory": "256MiB"}

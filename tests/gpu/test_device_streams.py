@@ -1,0 +1,65 @@
+"""Streams of a CUDA device: a unit may be called on any, the host runs ahead, and updates have one of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_cuda import SMALL, Model, train
+from torch import Tensor
+
+from lightning_ptm.runtime import offload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class OnSideStreams(Model):
+    """Every other block on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = [torch.cuda.Stream() for _ in self.blocks]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        main = torch.cuda.current_stream()
+        for number, (block, side) in enumerate(zip(self.blocks, self.sides, strict=True)):
+            if number % 2 == 0:
+                x = block(x)
+                continue
+            side.wait_stream(main)
+            x.record_stream(side)
+            with torch.cuda.stream(side):
+                x = block(x)
+            main.wait_stream(side)
+            x.record_stream(main)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+
+HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host", **SMALL}
+
+
+@pytest.mark.parametrize("where", ["activations", "host", "disk", "lock_free", "recompute"])
+def test_units_on_streams_of_their_users_compute_the_same(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
+    settings: dict[str, Any] = {
+        "activations": {"activations": "host"},
+        "host": HOST,
+        "disk": {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
+        "lock_free": {**HOST, "lock_free": True, "max_staleness": 0},
+        "recompute": {**HOST, "recompute": "all", "activations": "host"},
+    }[where]
+    losses, weights = train(**settings)
+    on_side, after = train(model=OnSideStreams, **settings)
+    assert torch.equal(losses, on_side)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
