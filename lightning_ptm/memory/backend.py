@@ -221,7 +221,6 @@ class _CudaMark:
         return self.event.query()
 
     def synchronize(self) -> None:
-        # Spins on a core, as long as the event is not made with blocking=True: quick, and dear beside updates on the CPU.
         self.event.synchronize()
 
     def order(self) -> None:
@@ -279,7 +278,8 @@ class CudaBackend:
         return _CudaStream(self.device, torch.cuda.current_stream(self.device))
 
     def mark(self, *, timed: bool = False) -> Mark:
-        event = torch.cuda.Event(enable_timing=timed)
+        # Blocking: else the host spins while it waits, on a core that the CPU's updates need.
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return _CudaMark(self.device, event)
 

@@ -763,6 +763,9 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's
         self.updates.finish_all()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
         self._come_together(Together.BY_HAND, deed)
 
     def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:

@@ -113,7 +113,7 @@ class FlatGradient:
         """A backward pass has ended: `.grad` shows what is in the pages (I4)."""
         if self.in_place:
             return
-        self.settle()  # what is being reduced is in no pages yet
+        self._land()  # what is being reduced is in no pages yet
         for slot, parameter in enumerate(self.store.binding.parameters):
             if self._filled and self._present[slot] and parameter.grad is None:
                 parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
@@ -489,7 +489,8 @@ class FlatGradient:
         self._land()
         leaving, self._leaving = self._leaving, []
         for transfer, buffer in leaving:
-            transfer.wait(host=True)
+            if not transfer.done():
+                transfer.wait()
             self._allocator.release(buffer)
 
     def give_back(self, *, wait: bool) -> bool:

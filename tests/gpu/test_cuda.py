@@ -55,12 +55,17 @@ class Model(LightningModule):
 
 
 def train(
-    precision: str = "bf16-mixed", clip: float | None = None, *, model: type[Model] = Model, **settings: Any
+    precision: str = "bf16-mixed",
+    clip: float | None = None,
+    *,
+    model: type[Model] = Model,
+    accumulate: int = 1,
+    **settings: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     made = model()
-    data = torch.randint(0, 256, (32, 65), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(0, 256, (32 * accumulate, 65), generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
@@ -68,6 +73,7 @@ def train(
         precision=precision,  # type: ignore[arg-type]
         max_steps=4,
         gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,60 @@ def test_units_on_streams_of_their_users_compute_the_same(
     on_side, after = train(model=OnSideStreams, **settings)
     assert torch.equal(losses, on_side)
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+fake: Any = sys.modules.get("fake_device")
+on_fake_alone = pytest.mark.skipif(fake is None, reason="asks the fake device what the host has waited for")
+
+
+class Counted(Model):
+    """Notes what the thread that computes, and autograd's, wait for in forward and backward of the third step."""
+
+    found: tuple[Any, ...] = ()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.before = fake.lib.fc_waits()
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 2:
+            beside = {thread.ident for thread in threading.enumerate() if thread is not threading.main_thread()}
+            Counted.found += tuple(wait for wait in fake.host_waits(self.before) if wait.thread not in beside)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": {},
+    "clipped": {"clip": 1.0},
+    "with little device memory": {"device_memory": "6MiB"},
+    "with activations in RAM": {"activations": "host", "update_in_backward": False},
+    "recomputed": {"recompute": "all", "precision": "32-true"},
+    "with a loss scale": {"precision": "16-mixed"},
+    "lock-free": {"lock_free": True, "max_staleness": 2},
+    "with masters on disk": {"master_home": "disk"},
+}
+
+
+@on_fake_alone
+@pytest.mark.parametrize("run", RUNS)
+def test_the_host_waits_for_nothing_inside_forward_and_backward(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
+    Counted.found = ()
+    settings = {**HOST, **RUNS[run]}
+    if settings["master_home"] == "disk":
+        settings["disk_path"] = str(tmp_path)
+    train(model=Counted, **settings)
+    assert [f"{wait.what} {wait.where}" for wait in Counted.found] == []
+
+
+@on_fake_alone
+def test_the_counter_finds_a_wait() -> None:
+    class Waits(Counted):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            loss.item()
+            return loss
+
+    Counted.found = ()
+    train(model=Waits, **HOST)
+    assert [wait.what for wait in Counted.found] == ["value"]

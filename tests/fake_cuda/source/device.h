@@ -93,6 +93,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
+    host_waits_for("event");
     Lock l(mutex());
     auto* v = (Mark*)event;
     if (v->e < 0) return;
@@ -109,12 +110,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
+    host_waits_for("stream");
     Lock l(mutex());
     int e = actor(s.device_index(), s.id());
     flush(e);
     host().join(actors()[e]->clock);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
+    host_waits_for("device");
     Lock l(mutex());
     for (size_t e = 1; e < actors().size(); e++)
       if (actors()[e]->device == d) {

@@ -308,7 +308,10 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       v = c10::IValue(x);
     }
   }
-  if (info.sync) host().join(actors()[e]->clock);
+  if (info.sync) {
+    host_waits_for("value");
+    host().join(actors()[e]->clock);
+  }
 }
 
 }  // namespace fake_cuda

@@ -50,6 +50,22 @@ static int stack_id() {
   return intern(out);
 }
 
+// ---------------------------------------------------------------- waits of the host for the device
+struct HostWait {
+  unsigned long thread;
+  int what;
+  int st;
+};
+static std::vector<HostWait>& host_waits() {
+  static auto* v = new std::vector<HostWait>;
+  return *v;
+}
+static void host_waits_for(const char* what) {
+  int st = stack_id();
+  Lock l(mutex());
+  host_waits().push_back({PyThread_get_thread_ident(), intern(what), st});
+}
+
 // ---------------------------------------------------------------- races
 struct Access {
   int e = -1;
