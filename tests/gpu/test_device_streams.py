@@ -122,3 +122,13 @@ def test_the_counter_finds_a_wait() -> None:
     Counted.found = ()
     train(model=Waits, **HOST)
     assert [wait.what for wait in Counted.found] == ["value"]
+
+
+@on_fake_alone
+@pytest.mark.parametrize("where", ["in place", "in pages"])
+def test_a_loss_scale_waits_for_the_device_once_a_step(where: str) -> None:
+    """However many gradients there are to be looked at for inf and NaN."""
+    before = fake.lib.fc_waits()
+    train("16-mixed", accumulate=1 if where == "in place" else 2)
+    steps = [wait for wait in fake.host_waits(before) if "(unscale)" in wait.where or "(all_finite)" in wait.where]
+    assert len(steps) == 4
