@@ -6,6 +6,7 @@ no pages: what moves here was allocated by PyTorch and is counted in no tier.
 What is copied is the storage, so that every view of it comes back with its own offset and strides, and one copy serves all.
 
 I1: a source stays allocated until the compute stream is behind the copy of it; a target until it is behind its last use.
+    What another stream has allocated goes back to that one's blocks, so the compute stream counts as a user of it.
 I2: a buffer is handed out again only when the compute stream is behind the last copy from or to it; every copy that
     starts later starts behind the compute stream.
 I3: nothing is read back that was changed after it had been saved, as autograd has it without copies.
@@ -179,26 +180,28 @@ class Away:
 
 
 class Mover:
-    """Copies storages to RAM and back on streams of their own, for the thread (and its stream) that computes.
+    """Copies storages to RAM and back on streams of their own. All calls are made with the compute stream as the current one.
 
     Args:
-        device: whose storages they are.
+        backend: the device whose storages they are.
         streams: of that device, nobody else's: copies of pages would hold these up.
         buffers: RAM.
         events: told of every copy, on the tracks of `links`.
     """
 
     def __init__(
-        self, device: torch.device, streams: CopyStreams, buffers: HostBuffers, events: Events | None = None
+        self, backend: Backend, streams: CopyStreams, buffers: HostBuffers, events: Events | None = None
     ) -> None:
-        self._device = device
+        self._backend = backend
         self._streams = streams
         self._buffers = buffers
         events = events or Events()
         self._to_host = StreamLink("activations_to_host", events)
         self._to_device = StreamLink("activations_to_device", events)
         # State.
-        self._orphans: deque[tuple[Completion, HostRegion]] = deque()  # filled by whatever thread collects garbage
+        self._orphans: deque[tuple[Completion, HostRegion, Tensor | None]] = (
+            deque()
+        )  # filled by whatever thread collects garbage
         self._closed = False
         self.sent_bytes = 0
         """That have left the device so far."""
@@ -232,6 +235,7 @@ class Mover:
             return
         assert away.completion is not None and away.device is not None
         away.completion.order()
+        self._backend.used_here(away.device)  # the block may be one of another stream, which is not behind the copy
         away.changed = away.device._version != away.version
         away.to(Where.AWAY)
         away.completion = away.device = None
@@ -242,7 +246,7 @@ class Mover:
             return
         self._adopt()
         assert away.region is not None
-        target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._device)
+        target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
         away.to(Where.COMING)
         away.device = target
         began_s = perf_counter()
@@ -282,12 +286,12 @@ class Mover:
         elif away.completion is None:
             self._buffers.give(region)
         else:
-            self._orphans.append((away.completion, region))  # which holds source and target, too (I1)
+            self._orphans.append((away.completion, region, away.device))  # which holds source and target, too (I1)
 
     def close(self) -> None:
         """Waits for what is in flight and gives idle memory up."""
         while self._orphans:
-            completion, region = self._orphans.popleft()
+            completion, region, _ = self._orphans.popleft()
             completion.synchronize()
             self._buffers.give(region)
         self._closed = True
@@ -296,8 +300,10 @@ class Mover:
     def _adopt(self) -> None:
         """Of those that were forgotten on their way, the compute stream waits for the copies (I2), and memory comes free."""
         while self._orphans:
-            completion, region = self._orphans.popleft()
+            completion, region, source = self._orphans.popleft()
             completion.order()
+            if source is not None:
+                self._backend.used_here(source)
             self._buffers.give(region)
 
 

@@ -79,6 +79,9 @@ class Backend(Protocol):
     def stream(self) -> Stream:
         """A new stream."""
 
+    def current_stream(self) -> Stream:
+        """This thread's current one; equal to another that stands for the same queue."""
+
     def mark(self, *, timed: bool = False) -> Mark:
         """The place that this thread's current stream has come to."""
 
@@ -124,6 +127,7 @@ class Backend(Protocol):
         """For people."""
 
 
+@dataclass(frozen=True, slots=True)
 class CurrentStream:
     """The stand-in for a stream: what is queued keeps the order of the thread's current stream."""
 
@@ -172,6 +176,9 @@ class CpuBackend:
     def stream(self) -> Stream:
         return CurrentStream()
 
+    def current_stream(self) -> Stream:
+        return CurrentStream()
+
     def mark(self, *, timed: bool = False) -> Mark:
         return _Reached(perf_counter())
 
@@ -214,7 +221,6 @@ class _CudaMark:
         return self.event.query()
 
     def synchronize(self) -> None:
-        # Spins on a core, as long as the event is not made with blocking=True: quick, and dear beside updates on the CPU.
         self.event.synchronize()
 
     def order(self) -> None:
@@ -268,8 +274,12 @@ class CudaBackend:
     def stream(self) -> Stream:
         return _CudaStream(self.device, torch.cuda.Stream(self.device))
 
+    def current_stream(self) -> Stream:
+        return _CudaStream(self.device, torch.cuda.current_stream(self.device))
+
     def mark(self, *, timed: bool = False) -> Mark:
-        event = torch.cuda.Event(enable_timing=timed)
+        # Blocking: else the host spins while it waits, on a core that the CPU's updates need.
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return _CudaMark(self.device, event)
 

@@ -1,4 +1,5 @@
-"""The copy streams: one to the device and one from it; on a CPU, stand-ins.
+"""The streams of a run: the one that its own work keeps the order of, and the copy streams, one to the device and one from
+it; on a CPU, stand-ins.
 
 Order: a copy starts behind everything that the launching thread's current stream had queued (its source is complete,
 its target no longer read), and whoever uses the target next waits on the completion.
@@ -6,14 +7,75 @@ its target no longer read), and whoever uses the target next waits on the comple
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream, Mark, Stream
 from lightning_ptm.memory.transfer import Completion, Timer
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class ComputeStream:
+    """The stream that a run computes on, and that all it queues by itself keeps the order of.
+
+    A unit may be called on another stream, by its user's choice. What the run does for that call (fetches, releases, sends
+    gradients away) is queued here all the same, behind what that stream has queued by then; and that stream goes on behind
+    it. So pages and blocks which one call gives back are free for the next, whatever streams both were made on. The price:
+    units that are called on several streams compute one after the other.
+
+    Args:
+        backend: the device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._stream = backend.current_stream()
+
+    def begin(self) -> None:
+        """An iteration starts: from now on it is this thread's current stream."""
+        now = self._backend.current_stream()
+        if now != self._stream:
+            self._stream.join()
+            self._stream = now
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Inside, it is the current stream of this thread."""
+        return nullcontext() if self._backend.current_stream() == self._stream else self._joined()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        stream = self._stream
+        stream.follow()
+        try:
+            with stream.entered():
+                yield
+        finally:
+            stream.join()
+
+
+class _Computes(Protocol):
+    stream: ComputeStream
+
+
+Owner = TypeVar("Owner", bound=_Computes)
+
+
+def on_compute_stream(method: Callable[Concatenate[Owner, P], Result]) -> Callable[Concatenate[Owner, P], Result]:
+    """Of an object that has the run's `stream`: it is the current one inside the method, whatever its caller's is."""
+
+    @functools.wraps(method)
+    def wrapped(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        with self.stream.entered():
+            return method(self, *args, **kwargs)
+
+    return wrapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,9 @@ class StreamTransfer(Transfer):
                     self.ordered = True
                     self._on_ordered()
             return
-        self._completion.synchronize()
-        self._end()
+        if not self._finished.is_set():
+            self._completion.synchronize()
+            self._end()
         super().wait()
 
     def _end(self) -> None:

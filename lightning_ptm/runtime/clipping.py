@@ -8,6 +8,7 @@ rank). Where they stay behind the step, or are in `.grad` as the update takes th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +24,8 @@ from lightning_ptm.update import (
     ParameterGradients,
     TensorGradient,
     Transform,
-    all_finite,
     clip_coefficient,
+    greatest,
     norm_of_power,
     parameter_norms,
     shard_power,
@@ -123,16 +124,17 @@ class Clipping:
 
     def all_finite(self, optimizer: int) -> bool:
         """Whether no gradient of the optimizer, on any rank, is inf or NaN. Collective."""
-        finite = True
+        found: list[Tensor] = []
         for _, flat in self._updates.flats_of(optimizer):
             if not flat.gradient.any:
                 continue
             if flat.gradient.in_place:
                 gradients = [p.grad for p in flat.store.binding.parameters if p.grad is not None]
-                finite = finite and all_finite(gradients)
+                found.append(greatest(gradients))
             else:
-                finite = finite and all_finite([flat.gradient.on_device()])
+                found.append(greatest([flat.gradient.on_device()]))
                 flat.gradient.done_reading()
+        finite = math.isfinite(greatest(found).item())  # the device is waited for once a step
         bad = self._communicator.all_reduce(torch.tensor([0 if finite else 1], dtype=torch.int64), maximum=True)
         return int(bad.item()) == 0
 

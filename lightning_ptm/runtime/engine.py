@@ -31,7 +31,7 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.memory.streams import ComputeStream, copy_streams, on_compute_stream
 from lightning_ptm.planning.chunks import read_ahead
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import Lifetime, What
@@ -192,6 +192,7 @@ class Engine:
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
         drawn = self.blueprint
+        self.stream = ComputeStream(self.backend)
         check_layout(drawn.layout, self.communicator)
         self.allocator = Allocator(
             page_size=drawn.layout.page_size,
@@ -282,6 +283,7 @@ class Engine:
             self.executor,
             self,
             recomputed_units(len(drawn.units), recompute),
+            self.stream,
             self.offload,
         )
         self._undo.callback(self.hooks.close)
@@ -329,9 +331,10 @@ class Engine:
 
     def _offload(self) -> offload.Offload:
         buffers = HostBuffers(self.backend, free_bytes=free_host_bytes)
-        mover = Mover(self.device, copy_streams(self.backend), buffers, self.events)
+        mover = Mover(self.backend, copy_streams(self.backend), buffers, self.events)
         least = offload.LEAST_BYTES
-        return offload.Offload(mover, self.backend, self.module.modules(), self.allocator.holds, least_bytes=least)
+        modules, in_pages = self.module.modules(), self.allocator.holds
+        return offload.Offload(mover, self.backend, self.stream, modules, in_pages, least_bytes=least)
 
     def _first_values(self, given: Given) -> None:
         first = FirstValues(self.module, given)
@@ -370,6 +373,7 @@ class Engine:
             manual: the step itself calls backward passes.
         """
         self._check_open()
+        self.stream.begin()
         self._iteration += 1
         self._since += 1
         self._backwards = 0
@@ -517,6 +521,7 @@ class Engine:
         if self.updates.armed and self.reduction.complete(unit) and self._of_the_loss:
             self.updates.unit_ready(unit)
 
+    @on_compute_stream
     def _take_part(self, decision: Decision) -> None:
         if decision.request.operation is Operation.GATHER:
             self.executor.take_part(decision.request.unit)
@@ -612,6 +617,7 @@ class Engine:
         self.reduction.begin_step()
         self.updates.arm(optimizer)
 
+    @on_compute_stream
     def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool:
         """The next step takes the loss scale off the gradients.
 
@@ -642,6 +648,7 @@ class Engine:
         """What is known of its class, by the kinds of parameters that it updates."""
         return [flat.states.traits for _, flat in self.updates.flats_of(self.updates.index_of(optimizer))]
 
+    @on_compute_stream
     def step(self, optimizer: Optimizer) -> None:
         """One optimizer step with the gradients collected so far."""
         self._check_open()
@@ -704,6 +711,7 @@ class Engine:
         finally:
             self._adds_up = before
 
+    @on_compute_stream
     def zero_grad(self, optimizer: Optimizer, *, forget: bool) -> None:
         """Forgets the gradients of an optimizer's parameters; or they are about to be overwritten in place."""
         for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
@@ -712,16 +720,19 @@ class Engine:
             else:
                 flat.gradient.zero()
 
+    @on_compute_stream
     def show_gradients(self, optimizer: Optimizer) -> None:
         """`.grad` of an optimizer's parameters shows what is in pages."""
         for _, flat in self.updates.flats_of(self.updates.index_of(optimizer)):
             flat.gradient.show()
 
+    @on_compute_stream
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
         self._collect_postponed(_STEP_ENDS - 1)
         self._follow(self.updates.index_of(optimizer))
         self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
 
+    @on_compute_stream
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
         self._collect_postponed(_STEP_ENDS - 1)
         self._follow(self.updates.index_of(optimizer))
@@ -732,6 +743,7 @@ class Engine:
         """Whether every gradient stays in `.grad` until the optimizer's step."""
         return all(flat.gradient.in_place for flats in self.flats for flat in flats)
 
+    @on_compute_stream
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
         """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
         if self.steps_itself(optimizer):
@@ -749,7 +761,11 @@ class Engine:
         Args:
             deed: as for `meet`.
         """
+        self.stream.begin()  # what follows reads and writes pages on the caller's
         self.updates.finish_all()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
         self._come_together(Together.BY_HAND, deed)
 
     def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:

@@ -113,7 +113,7 @@ class FlatGradient:
         """A backward pass has ended: `.grad` shows what is in the pages (I4)."""
         if self.in_place:
             return
-        self.settle()  # what is being reduced is in no pages yet
+        self._land()  # what is being reduced is in no pages yet
         for slot, parameter in enumerate(self.store.binding.parameters):
             if self._filled and self._present[slot] and parameter.grad is None:
                 parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
@@ -356,7 +356,7 @@ class FlatGradient:
             if parameter.grad is not None:
                 sum_ = self._whole[slot]
                 self._whole[slot] = parameter.grad.to(self.route.dtype) if sum_ is None else sum_.add_(parameter.grad)
-                parameter.grad = None
+                self._let_go_of_grad(parameter)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
@@ -420,7 +420,7 @@ class FlatGradient:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        parameter.grad = None
+        self._let_go_of_grad(parameter)
         self._filled = self._present[slot] = True
 
     def _add_here(self, pages: Tensor) -> None:
@@ -437,15 +437,21 @@ class FlatGradient:
                 else:
                     view.copy_(parameter.grad)
                 self._present[slot] = True
-                parameter.grad = None
+                self._let_go_of_grad(parameter)
 
     def _drop(self) -> None:
         """Gradients that were not collected are forgotten, or are elsewhere now."""
         for slot, parameter in enumerate(self.store.binding.parameters):
-            parameter.grad = None
+            self._let_go_of_grad(parameter)
             if slot in self._shown:
                 self._shown.pop(slot).retire(partial(self._refuse, slot, _EARLIER))
         self._whole = [None] * len(self._whole)
+
+    def _let_go_of_grad(self, parameter: Tensor) -> None:
+        """What is in `.grad` has been read by the current stream; autograd may have made it on another one."""
+        if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
+            self._allocator.backend.used_here(parameter.grad)
+        parameter.grad = None
 
     def _take(self, what: str, numel: int, dtype: torch.dtype | None = None) -> PagedTensor:
         """Device pages in a row, for a buffer; by default of the parameters' dtype.
@@ -483,7 +489,8 @@ class FlatGradient:
         self._land()
         leaving, self._leaving = self._leaving, []
         for transfer, buffer in leaving:
-            transfer.wait(host=True)
+            if not transfer.done():
+                transfer.wait()
             self._allocator.release(buffer)
 
     def give_back(self, *, wait: bool) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.runtime.calls import Action, Calls
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
@@ -111,6 +112,7 @@ class Hooks:
         executor: is told of ticks.
         listener: is told of gradients.
         recompute: indices of the units whose activations are recomputed.
+        stream: of the run.
         offload: takes activations to RAM; None: they stay.
     """
 
@@ -121,8 +123,10 @@ class Hooks:
         executor: Executor,
         listener: BackwardListener,
         recompute: frozenset[int],
+        stream: ComputeStream,
         offload: Offload | None = None,
     ) -> None:
+        self.stream = stream
         self._units = units
         self._stores = stores
         self._executor = executor
@@ -130,7 +134,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         self._recompute = Recompute(units[0].module, self._recompute_starts)
-        self._saved = SavedTensors(stores, executor, offload)
+        self._saved = SavedTensors(stores, executor, stream, offload)
         self._owned: dict[int, list[int]] = {}
         self._guarded: list[tuple[int, nn.Module, int | None]] = []
         self._input_hooks: list[RemovableHandle] = []
@@ -289,6 +293,7 @@ class Hooks:
         self._guard_ends(module, output)
         return output
 
+    @on_compute_stream
     def _guard_starts(self, index: int, module: nn.Module, args: Any) -> None:
         if _in_derivative():
             self._refuse_derivative(index)
@@ -315,6 +320,7 @@ class Hooks:
                 self._after_forward(index, call, output)
 
     @_not_compiled
+    @on_compute_stream
     def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Returns the number of the call, if its inputs want gradients."""
         if _in_derivative() and (self._stores[index].readable or self._refuse_derivative(index)):
@@ -378,6 +384,7 @@ class Hooks:
         self._nodes = {}
 
     @_not_compiled
+    @on_compute_stream
     def _after_forward(self, index: int, call: int | None, output: Any) -> None:
         if _in_derivative():
             return
@@ -420,6 +427,7 @@ class Hooks:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    @on_compute_stream
     def _start_pass(self) -> None:
         if self._in_pass:
             return
@@ -463,6 +471,7 @@ class Hooks:
                     )
 
     @_not_compiled
+    @on_compute_stream
     def _output_gradient(self, index: int, gradient: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
@@ -471,15 +480,18 @@ class Hooks:
         if actions:
             self._listener.progress()
 
+    @on_compute_stream
     def _recompute_starts(self, index: int) -> None:
         self._start_pass()
         self._act(index, self._calls.recompute(index))
 
     @_not_compiled
+    @on_compute_stream
     def _inputs_done(self, index: int, call: int, gradients: Any) -> None:
         self._act(index, self._calls.inputs(index, call))
 
     @_not_compiled
+    @on_compute_stream
     def _gradient_comes(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
         if parameter.grad is None:
             return
@@ -488,12 +500,14 @@ class Hooks:
             self._listener.another_gradient(index, parameter)
 
     @_not_compiled
+    @on_compute_stream
     def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
         self._refuse_double_backward()
         self._start_pass()
         self._act(index, self._calls.gradient(index))
 
     @_not_compiled
+    @on_compute_stream
     def _finish_pass(self) -> None:
         if not self._in_pass:
             return

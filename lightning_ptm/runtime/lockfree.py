@@ -250,6 +250,7 @@ class LockFreeUpdates(UpdateScheduler):
             self._units[unit].release()
             self._units[unit].evict()
         contribution.settle()
+        store.await_reads()
         clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform)
         clock.seen += 1
         clock.exact = False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_ptm.memory.activations import Away, Mover
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.links import LinkStats
+from lightning_ptm.memory.streams import ComputeStream
 
 LEAST_BYTES = 256 << 10
 """Smaller storages stay: together they are little, and each copy costs ten microseconds to start."""
@@ -53,6 +54,7 @@ class Offload:
 
     Args:
         mover: carries storages.
+        stream: of the run, which all moves keep the order of.
         modules: whose buffers stay.
         in_pages: whether a tensor lies in pages.
         least_bytes: smaller storages stay.
@@ -62,6 +64,7 @@ class Offload:
         self,
         mover: Mover,
         backend: Backend,
+        stream: ComputeStream,
         modules: Iterable[nn.Module],
         in_pages: Callable[[Tensor], bool],
         *,
@@ -70,6 +73,7 @@ class Offload:
         # Configuration.
         self._mover = mover
         self._backend = backend
+        self._stream = stream
         self._modules = tuple(modules)
         self._in_pages = in_pages
         self._least_bytes = least_bytes
@@ -117,6 +121,10 @@ class Offload:
         """What autograd keeps for `tensor`, which the innermost call saves."""
         if not self._calls or not self._leaves(tensor):
             return tensor
+        with self._stream.entered():
+            return self._send(tensor)
+
+    def _send(self, tensor: Tensor) -> Sent:
         call = self._calls[-1]
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
@@ -136,13 +144,16 @@ class Offload:
         Raises:
             UsageError: it was changed in place since.
         """
-        for call in (sent.call, sent.call.before):
-            if call is not None and not call.asked_back:
-                call.asked_back = True
-                self._ask_back(call)
-        storage = self._mover.storage(sent.away)
+        with self._stream.entered():
+            for call in (sent.call, sent.call.before):
+                if call is not None and not call.asked_back:
+                    call.asked_back = True
+                    self._ask_back(call)
+            storage = self._mover.storage(sent.away)
         whole = torch.empty(0, dtype=sent.dtype, device=storage.device)
-        return whole.set_(storage, sent.offset, sent.shape, sent.stride)
+        found = whole.set_(storage, sent.offset, sent.shape, sent.stride)
+        self._backend.used_here(found)  # the caller's stream may be another than the run's, which owns the block
+        return found
 
     def close(self) -> None:
         """Waits for copies and gives memory up."""

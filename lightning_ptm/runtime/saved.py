@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload, Sent
@@ -79,11 +80,15 @@ class SavedTensors:
     Args:
         stores: by unit.
         executor: makes a unit live when backward reads it.
+        stream: of the run.
         offload: takes activations to RAM; None: they stay.
     """
 
-    def __init__(self, stores: Sequence[UnitStore], executor: Executor, offload: Offload | None = None) -> None:
+    def __init__(
+        self, stores: Sequence[UnitStore], executor: Executor, stream: ComputeStream, offload: Offload | None = None
+    ) -> None:
         self._stores = stores
+        self._stream = stream
         self._executor = executor
         self._offload = offload
         self._any_to_name = any(not flat.resident for store in stores for flat in store.flats)
@@ -154,7 +159,8 @@ class SavedTensors:
             return saved.unpack(saved.packed)
         store = self._stores[saved.unit]
         if not store.live:
-            self._executor.require(saved.unit)
+            with self._stream.entered():
+                self._executor.require(saved.unit)
         for flat in store.flats:
             if flat.layout.index == saved.flat:
                 return flat.binding.unpack(saved)

@@ -3,16 +3,18 @@
 Owns the fetch state of each flat and the pages of its full copy. Policy (when to fetch, what to give up) is not here.
 
 States of a full flat: RELEASED -> FETCHING (pages taken, transfer or all-gather started) -> LIVE (bound) -> RELEASED.
+The host runs ahead: that a flat is LIVE tells that the compute stream is behind its bytes, not that they are there.
 I1: parameters are bound exactly while the flat is LIVE. I2: a resident flat (world size 1, home on the device) is its own
 full flat: LIVE for good, zero-copy. I3: the full flat's pages are given back only after the compute stream is done
-with them (`Allocator.release` orders that).
+with them (`Allocator.release` orders that). I4: who writes to a home waits for what still reads it (`reads`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
-    from lightning_ptm.comm import Communicator, Work
+    from lightning_ptm.comm import Communicator
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
     from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.runtime.binding import FlatBinding
@@ -72,13 +74,29 @@ class FlatStore:
         self.state = FullState.RELEASED
         self._full: PagedTensor | None = None
         self._shard: PagedTensor | None = None
-        self._pending: Transfer | Work | None = None
+        self._pending: Callable[[], None] | None = None
+        """Has the current stream wait for the bytes of the full flat."""
         self._shard_pending: Transfer | None = None
+        self._reads: list[Transfer] = []
         self._evict_when_live = False
 
     @property
     def full_bytes(self) -> int:
         return 0 if self.resident else self.layout.padded_numel * self.layout.itemsize
+
+    def reads(self) -> Sequence[Transfer]:
+        """Copies of the home that are still under way (I4)."""
+        self._reads = [transfer for transfer in self._reads if not transfer.done()]
+        return tuple(self._reads)
+
+    def await_reads(self) -> None:
+        """Blocks until no copy of the home is under way."""
+        for transfer in self.reads():
+            transfer.wait()
+
+    def _copy_home(self, target: PagedTensor) -> Transfer:
+        self._reads = [*self.reads(), self._allocator.copy(self.home, target)]
+        return self._reads[-1]
 
     def bind_resident(self) -> None:
         """Binds a resident flat for good (I2)."""
@@ -89,6 +107,7 @@ class FlatStore:
         """Other pages with newer values become the home; returns the old ones. A flat that is not resident is released."""
         if not self.resident and self.state is not FullState.RELEASED:
             raise InternalError(f"flat {self.layout.index} is {self.state.value} while its home is replaced")
+        self.await_reads()  # whoever gets the old pages writes to them
         old, self.home = self.home, home
         if self.resident:
             self.bind_resident()
@@ -124,7 +143,7 @@ class FlatStore:
             return
         name = f"flat {self.layout.index} shard"
         self._shard = self._in_a_row(name, self.layout.shard_numel)
-        self._shard_pending = self._allocator.copy(self.home, self._shard)
+        self._shard_pending = self._copy_home(self._shard)
 
     def _in_a_row(self, name: str, numel: int) -> PagedTensor:
         """Device pages whose bytes follow each other; raises CapacityError and takes nothing when there are none."""
@@ -154,16 +173,15 @@ class FlatStore:
     def fill(self) -> None:
         """Starts filling the pages taken. With several ranks, the caller has agreed on the all-gather."""
         if not self.layout.shared:
-            self._pending = self._allocator.copy(self.home, self._taken())
+            self._pending = partial(self._copy_home(self._taken()).wait, host=False)
         else:
-            self._pending = self.communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
+            work = self.communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
+            self._pending = work.wait
 
     def finish_fetch(self) -> None:
-        """Waits for the bytes and binds the parameters."""
+        """Has the current stream wait for the bytes (and this thread, where they come by I/O), and binds the parameters."""
         self._expect(FullState.LIVE)
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending = None
+        self._order()
         self.binding.bind(self._taken().tensor())
         self.state = FullState.LIVE
         if self._evict_when_live:
@@ -174,9 +192,8 @@ class FlatStore:
         """Lets go of the full flat; its parameters cannot be read from now on. A resident flat stays."""
         if self.resident:
             return
-        if self.state is FullState.FETCHING and self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.state is FullState.FETCHING:
+            self._order()
         self._expect(FullState.RELEASED)
         self.binding.unbind()
         self._allocator.release(self._taken())
@@ -198,7 +215,7 @@ class FlatStore:
             return
         if self._shard is not None:
             if self._shard_pending is not None:
-                self._shard_pending.wait()
+                self._shard_pending.wait(host=False)
             self._allocator.release(self._shard)
         self._shard = None
         self._shard_pending = None
@@ -226,9 +243,14 @@ class FlatStore:
         if self._shard is None:
             raise InternalError(f"flat {self.layout.index}: the shard is not on the device")
         if self._shard_pending is not None:
-            self._shard_pending.wait()
+            self._shard_pending.wait(host=False)
             self._shard_pending = None
         return self._shard.tensor()
+
+    def _order(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
 
     def _taken(self) -> PagedTensor:
         if self._full is None:

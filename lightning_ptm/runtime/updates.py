@@ -345,7 +345,7 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        after = flat.gradient.leaving()
+        after = (*flat.gradient.leaving(), *store.reads())
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
 

@@ -11,8 +11,8 @@ from lightning_ptm.update.gradient import (
 )
 from lightning_ptm.update.job import JobHandle, UpdateJob, check_every_gradient
 from lightning_ptm.update.norms import (
-    all_finite,
     clip_coefficient,
+    greatest,
     norm_of_power,
     parameter_norms,
     shard_power,
@@ -44,7 +44,7 @@ __all__ = [
     "Transform",
     "UpdateJob",
     "Updater",
-    "all_finite",
+    "greatest",
     "check_every_gradient",
     "clip_coefficient",
     "norm_of_power",

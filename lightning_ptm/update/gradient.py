@@ -58,7 +58,8 @@ class Transform:
         """Transform `gradient` in place."""
         for factor in (self.unscale, self.clip):
             if factor is not None and not _is_one(factor):
-                gradient.mul_(factor.to(gradient.device))
+                # From RAM a number goes to the device without stopping the host.
+                gradient.mul_(factor.to(gradient.device, non_blocking=in_ram(factor)))
         if self.clamp is not None:
             gradient.clamp_(min=-self.clamp, max=self.clamp)
         for each in self.then:

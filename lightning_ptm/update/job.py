@@ -60,7 +60,7 @@ class UpdateJob:
         transform: what happens to the gradient first.
         earlier: hyper-parameters of steps that are taken before, with the same gradient.
         merge: take all steps in one call where that can be (merged.py).
-        after: what the gradient waits for; master states are read ahead meanwhile.
+        after: what the gradient waits for, and who still reads the target; master states are read ahead meanwhile.
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
         forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
             a master parameter and a fresh target.

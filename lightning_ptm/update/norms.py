@@ -106,13 +106,15 @@ def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """False when any element of any tensor is inf or NaN. One pass, no temporary of the tensors' size."""
+def greatest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The greatest absolute value of all elements, 0-dim float64: inf or NaN where any element is. On the tensors' device,
+    which is not waited for; 0 in RAM where there are no elements. One pass, no temporary of the tensors' size."""
+    total: torch.Tensor | None = None
     for tensor in tensors:
-        for piece in tensor.detach().reshape(-1).split(_PIECE_NUMEL):
-            if piece.numel() and not math.isfinite(torch.linalg.vector_norm(piece, math.inf).item()):
-                return False
-    return True
+        if tensor.numel():
+            part = torch.linalg.vector_norm(tensor.detach(), math.inf).double()
+            total = part if total is None else torch.maximum(total, part.to(total.device))
+    return total if total is not None else torch.zeros((), dtype=torch.float64)
 
 
 class _Caster:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -28,11 +29,14 @@ def _load() -> Any:
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     for name in ("fc_used", "fc_peak", "fc_capacity", "fc_locked"):
         getattr(loaded, name).restype = ctypes.c_size_t
-    for name in ("fc_races", "fc_accesses", "fc_deferred"):
+    for name in ("fc_races", "fc_accesses", "fc_deferred", "fc_waits"):
         getattr(loaded, name).restype = ctypes.c_long
     for name in ("fc_clock_host", "fc_clock_device"):
         getattr(loaded, name).restype = ctypes.c_double
     loaded.fc_clock_waits.restype = ctypes.c_char_p
+    for name, kind in (("thread", ctypes.c_ulong), ("what", ctypes.c_char_p), ("where", ctypes.c_char_p)):
+        told = getattr(loaded, f"fc_wait_{name}")
+        told.argtypes, told.restype = [ctypes.c_long], kind
     loaded.fc_host_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
     loaded.fc_host_unregister.argtypes = [ctypes.c_size_t]
     loaded.fc_host_access.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
@@ -259,6 +263,23 @@ for _module, _names in ((torch.cuda, _CUDA), (torch.cuda.memory, _MEMORY), (torc
 torch._C._cuda_getDeviceCount = lib.fc_devices
 torch._C._cuda_getCurrentRawStream = lambda index: torch._C._accelerator_getStream(index).stream_id
 torch.backends.cuda.is_built = lambda: True
+
+
+@dataclasses.dataclass(frozen=True)
+class HostWait:
+    """The host has waited for the device: in which thread, for what, and on which lines."""
+
+    thread: int
+    what: str
+    where: str
+
+
+def host_waits(since: int = 0) -> list[HostWait]:
+    """All waits of the host for the device from the number `since` on, whether or not there was anything to wait for."""
+    return [
+        HostWait(lib.fc_wait_thread(at), lib.fc_wait_what(at).decode(), lib.fc_wait_where(at).decode())
+        for at in range(since, lib.fc_waits())
+    ]
 
 
 def watch_files() -> None:

@@ -54,11 +54,18 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+def train(
+    precision: str = "bf16-mixed",
+    clip: float | None = None,
+    *,
+    model: type[Model] = Model,
+    accumulate: int = 1,
+    **settings: Any,
+) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    model = Model()
-    data = torch.randint(0, 256, (32, 65), generator=torch.Generator().manual_seed(1))
+    made = model()
+    data = torch.randint(0, 256, (32 * accumulate, 65), generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
@@ -66,13 +73,14 @@ def train(precision: str = "bf16-mixed", clip: float | None = None, **settings: 
         precision=precision,  # type: ignore[arg-type]
         max_steps=4,
         gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(data, batch_size=8))
-    return torch.stack(model.losses).cpu(), [p.detach().cpu() for p in model.parameters()]
+    trainer.fit(made, DataLoader(data, batch_size=8))
+    return torch.stack(made.losses).cpu(), [p.detach().cpu() for p in made.parameters()]
 
 
 SMALL = {"device_memory": "24MiB", "host_memory": "256MiB"}

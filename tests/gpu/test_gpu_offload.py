@@ -134,7 +134,7 @@ def test_recomputed_units_keep_their_inputs_in_ram() -> None:
 def test_copies_are_ordered_behind_compute_and_buffers_are_page_locked() -> None:
     backend = backend_here(torch.cuda.current_device())
     device = backend.device
-    mover = Mover(device, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
+    mover = Mover(backend, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
     numel = 16 << 20
     held = []
     for number in range(6):

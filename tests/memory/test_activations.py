@@ -19,7 +19,6 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.links import LinkStats
 from lightning_ptm.memory.streams import Copies, CopyStreams, Pair
 
-CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
@@ -85,7 +84,7 @@ class Bench:
         self.buffers = HostBuffers(CpuBackend(), free_bytes=lambda: free_bytes)
         streams = CopyStreams(self.to_device, self.to_host, Copies(CpuBackend()), Copies(CpuBackend()))
         self.events = Events()
-        self.mover = Mover(CPU, streams, self.buffers, self.events)
+        self.mover = Mover(CpuBackend(), streams, self.buffers, self.events)
 
 
 class Memory(bytearray):

@@ -267,3 +267,20 @@ def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
     last.set_random_state(state)
     assert torch.equal(torch.rand(5, device=last.device), first)
     assert last.count() == torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that spins is one that the CPU's updates lack."""
+    made: list[dict[str, bool]] = []
+    event = torch.cuda.Event
+
+    def noted(**how: bool) -> torch.cuda.Event:
+        made.append(how)
+        return event(**how)
+
+    monkeypatch.setattr(torch.cuda, "Event", noted)
+    last.mark().synchronize()
+    last.mark(timed=True).synchronize()
+    assert [how["blocking"] for how in made] == [True, True]

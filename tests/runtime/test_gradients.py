@@ -330,7 +330,9 @@ def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: P
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
         it.gradient.show()
-        assert isinstance(it.weight.grad, ShownGradient) and not it.gradient.on_its_way
+        assert isinstance(it.weight.grad, ShownGradient)
+        it.gradient.settle()  # its way to RAM, for which nobody has waited
+        assert not it.gradient.on_its_way
         it.backward(1.0, 1.0)
         it.gradient.zero()
         assert it.gradient.on_device().eq(0).all() and it.gradient.any

@@ -14,6 +14,8 @@ from small_parts import Model, OnePage, parts
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.terms import Phase, Tier
 
@@ -73,7 +75,7 @@ def hooked(*, recompute: frozenset[int] = frozenset()) -> Iterator[tuple[Any, He
     """The units of a model of two, the root's index aside: `units[0]` is unit 1."""
     with parts(Model(2), home=Tier.DEVICE) as made:
         heard: Any = Heard()
-        hooks = Hooks(made.units, made.stores, heard, heard, recompute)
+        hooks = Hooks(made.units, made.stores, heard, heard, recompute, ComputeStream(CpuBackend()))
         try:
             yield made.module.parts, heard, hooks
         finally:
@@ -180,7 +182,7 @@ def test_closed_hooks_leave_the_modules_as_they_were() -> None:
     with parts(Model(2), home=Tier.DEVICE) as made:
         before = [dict(module.__dict__) for module in made.module.modules()]
         heard: Any = Heard()
-        hooks = Hooks(made.units, made.stores, heard, heard, frozenset({1}))
+        hooks = Hooks(made.units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()))
         assert [dict(module.__dict__) for module in made.module.modules()] != before
         hooks.close()
         assert [dict(module.__dict__) for module in made.module.modules()] == before
@@ -207,7 +209,7 @@ def test_what_cannot_be_hooked_leaves_no_hook_behind() -> None:
         units = [*made.units[:2], dataclasses.replace(made.units[2], parameters=(weight, no_leaf))]
         heard: Any = Heard()
         with pytest.raises(RuntimeError, match="leaf"):
-            Hooks(units, made.stores, heard, heard, frozenset({1}))
+            Hooks(units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()))
         for module in made.module.modules():
             assert not {"_call_impl", "forward"} & set(vars(module))
         for parameter in made.module.parameters():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.runtime import blueprint, offload
 from lightning_ptm.runtime.offload import Offload, Sent
 
@@ -40,7 +40,8 @@ def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
 def taking() -> Any:
     buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
-    taken = Offload(Mover(CPU.device, copy_streams(CPU), buffers), CPU, [module], lambda tensor: False, least_bytes=64)
+    mover = Mover(CPU, copy_streams(CPU), buffers)
+    taken = Offload(mover, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
     taken.close()
@@ -99,7 +100,8 @@ def test_what_is_saved_again_after_a_change_goes_again(taking: Offload) -> None:
 def test_what_stays(taking: Offload) -> None:
     parameter = nn.Parameter(torch.ones(100))
     module = nn.BatchNorm1d(100)
-    taken = Offload(taking._mover, CPU, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
+    stream = ComputeStream(CPU)
+    taken = Offload(taking._mover, CPU, stream, [module], lambda tensor: tensor[0].item() == 7.0, least_bytes=64)
     taken.begin_iteration()
     assert module.running_mean is not None
     stays = [

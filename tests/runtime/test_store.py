@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from small_parts import Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.memory import FileOps
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.store import FlatStore, FullState
 from lightning_ptm.terms import Tier
@@ -294,3 +296,29 @@ def test_lent_parameters_are_told() -> None:
         assert store.lent
         store.flats[0].rebind(None)
         assert not store.lent
+
+
+def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I4. That the unit was given up does not end them for whoever writes."""
+    with parts(OnePage(), (), home=Tier.DISK, disk=disk) as made:
+        (flat,) = made.flats
+        assert flat.reads() == ()
+        may_read = threading.Event()
+        read = FileOps.preadv
+
+        def gated(self: FileOps, *args: Any) -> int:
+            assert may_read.wait(30)
+            return read(self, *args)
+
+        monkeypatch.setattr(FileOps, "preadv", gated)
+        fetch(flat)
+        (copy,) = flat.reads()
+        assert not copy.done()
+        may_read.set()
+        flat.await_reads()
+        assert copy.done()
+        assert flat.reads() == ()
+        flat.finish_fetch()
+        assert is_bound(flat, made)

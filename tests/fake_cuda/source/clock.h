@@ -84,18 +84,18 @@ static void launch_copy(int e, bool to_device, size_t bytes) {
   s = links()[{actors()[e]->device, to_device}].take(std::max(s, host_time()), bytes / speeds().link);
 }
 
-struct HostWait {
+struct Waited {
   long count = 0;
   double seconds = 0;
 };
-static std::map<int, HostWait>& host_waits() {
-  static auto* w = new std::map<int, HostWait>;
+static std::map<int, Waited>& waited() {
+  static auto* w = new std::map<int, Waited>;
   return *w;
 }
 // The host is kept until `s`.
 static void wait_until(double s, int place) {
   if (!speeds().known || s <= host_time()) return;
-  auto& wait = host_waits()[place];
+  auto& wait = waited()[place];
   wait.count++;
   wait.seconds += s - host_time();
   host_time() = s;

@@ -96,7 +96,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
-    int place = place_of_wait();
+    int place = host_waits_for("event");
     Lock l(mutex());
     auto* v = (Mark*)event;
     if (v->e < 0) return;
@@ -114,7 +114,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
-    int place = place_of_wait();
+    int place = host_waits_for("stream");
     Lock l(mutex());
     int e = actor(s.device_index(), s.id());
     flush(e);
@@ -122,7 +122,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     wait_until(time_of(e), place);
   }
   void synchronizeDevice(const DeviceIndex d) const override {
-    int place = place_of_wait();
+    int place = host_waits_for("device");
     Lock l(mutex());
     for (size_t e = 1; e < actors().size(); e++)
       if (actors()[e]->device == d) {

@@ -43,6 +43,10 @@ int fc_devices() { return fake_cuda::device_count(); }
 long fc_races() { return fake_cuda::race_count; }
 long fc_accesses() { return fake_cuda::access_count; }
 long fc_deferred() { return fake_cuda::deferred_count; }
+long fc_waits() { return fake_cuda::host_waits().size(); }
+unsigned long fc_wait_thread(long i) { return fake_cuda::host_waits()[i].thread; }
+const char* fc_wait_what(long i) { return fake_cuda::names()[fake_cuda::host_waits()[i].what].c_str(); }
+const char* fc_wait_where(long i) { return fake_cuda::names()[fake_cuda::host_waits()[i].st].c_str(); }
 int fc_device() { return fake_cuda::t_device; }
 void fc_set_device(int d) { fake_cuda::t_device = d; }
 double fc_clock_host() { return fake_cuda::host_time(); }
@@ -58,9 +62,9 @@ const char* fc_clock_waits() {
   static auto* text = new std::string;
   fake_cuda::Lock l(fake_cuda::mutex());
   text->clear();
-  for (auto& [place, wait] : fake_cuda::host_waits())
+  for (auto& [place, wait] : fake_cuda::waited())
     *text += std::to_string(wait.seconds) + " " + std::to_string(wait.count) + " " + fake_cuda::names()[place] + "\n";
-  fake_cuda::host_waits().clear();
+  fake_cuda::waited().clear();
   return text->c_str();
 }
 size_t fc_locked() {

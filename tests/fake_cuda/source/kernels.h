@@ -320,8 +320,9 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (!info.skip) launch(e, products / speeds().flops + bytes / speeds().memory);
   if (info.sync) {
+    int place = host_waits_for("value");
     host().join(actors()[e]->clock);
-    wait_until(time_of(e), st);
+    wait_until(time_of(e), place);
   }
 }
 

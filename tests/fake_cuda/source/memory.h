@@ -87,6 +87,7 @@ static void device_free(void* p) {
   int e = actor(b.device, b.stream);
   VectorClock c = actors()[e]->clock;
   c.join(host());
+  for (int u : b.used_on) c.join(actors()[u]->clock);  // the block's next owner waits for them, and for what they are behind
   check_release("freed while another stream uses it (no record_stream, no wait)", (uintptr_t)p, (uintptr_t)p + b.size,
                 c, e, b.used_on);
   if (b.used_on.empty()) {

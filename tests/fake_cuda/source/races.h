@@ -50,7 +50,23 @@ static int stack_id() {
   return intern(out);
 }
 
-static int place_of_wait() { return speeds().known ? stack_id() : 0; }
+// ---------------------------------------------------------------- waits of the host for the device
+struct HostWait {
+  unsigned long thread;
+  int what;
+  int st;
+};
+static std::vector<HostWait>& host_waits() {
+  static auto* v = new std::vector<HostWait>;
+  return *v;
+}
+// Returns its place.
+static int host_waits_for(const char* what) {
+  int st = stack_id();
+  Lock l(mutex());
+  host_waits().push_back({PyThread_get_thread_ident(), intern(what), st});
+  return st;
+}
 
 // ---------------------------------------------------------------- races
 struct Access {

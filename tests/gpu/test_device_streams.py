@@ -1,0 +1,134 @@
+"""Streams of a CUDA device: a unit may be called on any, the host runs ahead, and updates have one of their own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_cuda import SMALL, Model, train
+from torch import Tensor
+
+from lightning_ptm.runtime import offload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class OnSideStreams(Model):
+    """Every other block on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = [torch.cuda.Stream() for _ in self.blocks]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        main = torch.cuda.current_stream()
+        for number, (block, side) in enumerate(zip(self.blocks, self.sides, strict=True)):
+            if number % 2 == 0:
+                x = block(x)
+                continue
+            side.wait_stream(main)
+            x.record_stream(side)
+            with torch.cuda.stream(side):
+                x = block(x)
+            main.wait_stream(side)
+            x.record_stream(main)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+
+HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host", **SMALL}
+
+
+@pytest.mark.parametrize("where", ["activations", "host", "disk", "lock_free", "recompute"])
+def test_units_on_streams_of_their_users_compute_the_same(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
+    settings: dict[str, Any] = {
+        "activations": {"activations": "host"},
+        "host": HOST,
+        "disk": {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
+        "lock_free": {**HOST, "lock_free": True, "max_staleness": 0},
+        "recompute": {**HOST, "recompute": "all", "activations": "host"},
+    }[where]
+    losses, weights = train(**settings)
+    on_side, after = train(model=OnSideStreams, **settings)
+    assert torch.equal(losses, on_side)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+fake: Any = sys.modules.get("fake_device")
+on_fake_alone = pytest.mark.skipif(fake is None, reason="asks the fake device what the host has waited for")
+
+
+class Counted(Model):
+    """Notes what the thread that computes, and autograd's, wait for in forward and backward of the third step."""
+
+    found: tuple[Any, ...] = ()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.before = fake.lib.fc_waits()
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 2:
+            beside = {thread.ident for thread in threading.enumerate() if thread is not threading.main_thread()}
+            Counted.found += tuple(wait for wait in fake.host_waits(self.before) if wait.thread not in beside)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": {},
+    "clipped": {"clip": 1.0},
+    "with little device memory": {"device_memory": "6MiB"},
+    "with activations in RAM": {"activations": "host", "update_in_backward": False},
+    "recomputed": {"recompute": "all", "precision": "32-true"},
+    "with a loss scale": {"precision": "16-mixed"},
+    "lock-free": {"lock_free": True, "max_staleness": 2},
+    "with masters on disk": {"master_home": "disk"},
+}
+
+
+@on_fake_alone
+@pytest.mark.parametrize("run", RUNS)
+def test_the_host_waits_for_nothing_inside_forward_and_backward(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
+    Counted.found = ()
+    settings = {**HOST, **RUNS[run]}
+    if settings["master_home"] == "disk":
+        settings["disk_path"] = str(tmp_path)
+    train(model=Counted, **settings)
+    assert [f"{wait.what} {wait.where}" for wait in Counted.found] == []
+
+
+@on_fake_alone
+def test_the_counter_finds_a_wait() -> None:
+    class Waits(Counted):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            loss.item()
+            return loss
+
+    Counted.found = ()
+    train(model=Waits, **HOST)
+    assert [wait.what for wait in Counted.found] == ["value"]
+
+
+@on_fake_alone
+@pytest.mark.parametrize("where", ["in place", "in pages"])
+def test_a_loss_scale_waits_for_the_device_once_a_step(where: str) -> None:
+    """However many gradients there are to be looked at for inf and NaN."""
+    before = fake.lib.fc_waits()
+    train("16-mixed", accumulate=1 if where == "in place" else 2)
+    steps = [wait for wait in fake.host_waits(before) if "(unscale)" in wait.where or "(all_finite)" in wait.where]
+    assert len(steps) == 4
