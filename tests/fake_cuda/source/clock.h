@@ -1,9 +1,10 @@
 // Simulated seconds (FAKE_CUDA_CLOCK): what a step would take on a device and a link of given speeds.
 //
-// Each stream, each direction of the link and the host has a time. A kernel begins when its stream and the
-// host have come to it, and takes its products over `flops` and its bytes over `memory`; a copy takes its bytes over `link`
-// and shares its direction with others, which it may overtake where there is a gap. Launching takes the host `launch` seconds,
-// and nothing else does. A wait of the host takes it to where the stream or the event is; each is told with its place.
+// Each stream, each direction of the link and the host has a time. A kernel begins when its stream and the host have come to
+// it, and takes its products over `flops` and its bytes over `memory`; a copy takes its bytes over `link` and shares its
+// direction with others, which it may overtake where there is a gap. Launching, and looking whether an event has come, takes
+// the host `launch` seconds, and nothing else does. A wait of the host takes it to where the stream or the event is; each is
+// told with its place.
 // Bytes move at once, whatever the clock says: use it with FAKE_CUDA_DEFER=0.
 
 #pragma once
@@ -100,10 +101,10 @@ static void wait_until(double s, int place) {
   wait.seconds += s - host_time();
   host_time() = s;
 }
-// A look costs a little: a host that looks until something is there comes to it.
+// A look takes as long as launching does: a host that looks until something is there comes to it.
 static bool has_come(double s) {
   if (!speeds().known) return true;
-  host_time() += 1e-6;
+  host_time() += speeds().launch;
   return s <= host_time();
 }
 
