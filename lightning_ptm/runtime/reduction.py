@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from lightning_ptm.comm import Agreement, Request
+from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.updates import FlatUpdate
@@ -80,7 +80,7 @@ class Reduction:
             self._left += flats
             return
         missing = not all(all(flat.gradient.here()) for flat in flats)
-        self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
+        self._reduce(unit, self._agreement.request(NeededCollective(Operation.REDUCE, unit, int(missing))))
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """What is in a parameter's `.grad` is added to its pages now: what comes next is then added to both."""

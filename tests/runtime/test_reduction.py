@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_parts import NUMEL, Model, Parts, parts
 
-from lightning_ptm.comm import Request
+from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.gradients import FlatGradient
@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, made: Parts, home: Tier, absent: tuple[int, ...] = (), reduced_at_step: bool = False) -> None:
         self.parts = made
-        self.requests: list[Request] = []
+        self.requests: list[NeededCollective] = []
         self.answers: list[tuple[bool, int]] = []
         """(unanimous, flags of the other rank) of the next requests; without, all ranks ask alike."""
         self.given_up = 0
@@ -51,7 +51,7 @@ class Run:
         agreement: Any = self if several else None
         self.reduction = Reduction(self.flats, agreement, self.give_up)
 
-    def request(self, request: Request) -> Decision:
+    def request(self, request: NeededCollective) -> Decision:
         self.requests.append(request)
         unanimous, flags = self.answers.pop(0) if self.answers else (True, 0)
         return Decision(request, unanimous, flags | request.flag)
@@ -87,8 +87,8 @@ def of_two(pages: int = 12, absent: tuple[int, ...] = (), *, reduced_at_step: bo
         yield Run(made, Tier.HOST, absent, reduced_at_step)
 
 
-def asks(*units: int, missing: bool = False) -> list[Request]:
-    return [Request(Operation.REDUCE, unit, int(missing)) for unit in units]
+def asks(*units: int, missing: bool = False) -> list[NeededCollective]:
+    return [NeededCollective(Operation.REDUCE, unit, int(missing)) for unit in units]
 
 
 def test_alone_a_unit_is_collected_when_its_backward_ends() -> None:
