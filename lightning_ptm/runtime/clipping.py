@@ -128,8 +128,9 @@ class Clipping:
             if not flat.gradient.any:
                 continue
             if flat.gradient.in_place:
-                gradients = [p.grad for p in flat.store.binding.parameters if p.grad is not None]
-                finite = finite and all_finite(gradients)
+                binding = flat.store.binding
+                gradients = binding.in_orders([parameter.grad for parameter in binding.parameters])
+                finite = finite and all_finite(each for each in gradients if each is not None)
             else:
                 finite = finite and all_finite([flat.gradient.on_device()])
                 flat.gradient.done_reading()

@@ -118,7 +118,8 @@ def build(
     **settings: Any,
 ) -> Engine:
     communicator = communicator or SoloCommunicator()
-    blueprint = drawn(module, list(optimizers), units=["Block"], ranks=communicator.world_size, **settings)
+    settings = {"units": ["Block"], **settings}
+    blueprint = drawn(module, list(optimizers), ranks=communicator.world_size, **settings)
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
     return Engine(module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True)
@@ -267,6 +268,50 @@ def test_a_frozen_parameter_that_is_unfrozen_in_mid_run_is_refused(disk: Path) -
         module.blocks[1].weight.requires_grad_()
         with pytest.raises(UsageError, match=r"blocks\.1\.weight was frozen when its pages were laid out and requires"):
             it.forward()
+
+
+class Looks(nn.Module):
+    """A page of an embedding, as a unit, behind a root without parameters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(PAGE // 4 // WIDTH, WIDTH, **options)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.table(torch.arange(5))
+        return found.sum()
+
+
+def looks_twice(disk: Path, home: str, **options: Any) -> None:
+    module = Looks(**options)
+    optimizer = SGD(list(module.parameters()), lr=0.1)
+    engine = build(module, [optimizer], disk, **{"units": ["Embedding"], **HOMES[home]})
+    try:
+        for _ in range(2):
+            with engine.iteration(Mode.TRAIN):
+                loss = module()
+            with engine.backward():
+                loss.backward()
+            engine.step(optimizer)
+            engine.zero_grad(optimizer, forget=True)
+    finally:
+        engine.close()
+
+
+def test_a_forward_that_writes_to_its_weight_is_refused_with_what_to_do_instead(disk: Path) -> None:
+    looks_twice(disk, "in RAM", max_norm=0.1)
+    with pytest.raises(
+        UsageError, match=r"table\.weight was written to.* with max_norm\), leave that out and clip the weight"
+    ):
+        looks_twice(disk, "all on disk", max_norm=0.1)
+
+
+@pytest.mark.parametrize("home", ["in RAM", "all on disk"])
+def test_a_sparse_gradient_is_refused_at_the_first_step_by_its_parameters_name(disk: Path, home: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"the gradient of table\.weight is sparse .* use sparse=False in its embedding"
+    ):
+        looks_twice(disk, home, sparse=True)
 
 
 # -- weights by hand --------------------------------------------------------------------------------------------------
