@@ -199,7 +199,7 @@ def answer(ask: Ask) -> Answer:
         gc.collect()
         gc.disable()  # a third of the time is looking for cycles among what lives to the end
         try:
-            found, drawn = forecast(
+            found, blueprint = forecast(
                 path,
                 SERVER,
                 ask.nodes,
@@ -213,7 +213,7 @@ def answer(ask: Ask) -> Answer:
         finally:
             gc.enable()
     device = found.tiers["device"]
-    layout = drawn.layout
+    layout = blueprint.layout
     return Answer(
         fits=found.fits,
         reason=found.reason,
@@ -225,7 +225,7 @@ def answer(ask: Ask) -> Answer:
         compute_s=found.timing.compute_s if found.timing else 0.0,
         flops=found.flops,
         page_bytes=device.page_bytes,
-        ram_bytes=drawn.budget[Tier.HOST],
+        ram_bytes=blueprint.budget[Tier.HOST],
         activation_bytes=device.activation_bytes,
         unit_bytes=max(sum(flat.padded_bytes for flat in layout.flats_of(unit)) for unit in range(len(layout.units))),
         busy_s={use.link.value: use.busy_s for use in found.timing.links} if found.timing else {},

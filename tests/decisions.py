@@ -23,14 +23,14 @@ class Listens(L.Callback):
         self.issued: list[Task] = []
         self.plans: list[tuple[Plan, Trace]] = []
         """The plan of each iteration, and the trace that it was made for."""
-        self.drawn: Any = None
+        self.blueprint: Any = None
         self.trace: Trace | None = None
         """The newest."""
         self._starts: list[int] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.drawn = engine.blueprint
+        self.blueprint = engine.blueprint
         engine.executor.fetching.told = self.issued.append
 
     def on_train_batch_start(self, *args: Any) -> None:
@@ -46,7 +46,7 @@ class Listens(L.Callback):
         """What happened in each iteration: as the newest trace has it, or, in another order, forwards up to the root's
         backward."""
         found = []
-        parts = self.drawn.by_need
+        parts = self.blueprint.by_need
         for start, end in zip(self._starts, [*self._starts[1:], len(self.issued)], strict=True):
             units = [each.unit for each in self.issued[start:end] if each.operation is Operation.COMPUTE]
             if self.trace is not None and units == [tick.unit for tick in self.trace.ticks]:
@@ -64,10 +64,12 @@ class Listens(L.Callback):
 
 def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) -> list[Task]:
     """What is decided in the same iterations without a run."""
-    drawn: Blueprint = seen.drawn
+    blueprint: Blueprint = seen.blueprint
     found: list[Task] = []
-    fixed = drawn.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // drawn.layout.page_size
-    paper = Paper(drawn, fixed, drawn.by_need if recomputed else ())
+    fixed = (
+        blueprint.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // blueprint.layout.page_size
+    )
+    paper = Paper(blueprint, fixed, blueprint.by_need if recomputed else ())
     paper.fetching.told = found.append
     for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
         paper.run(plan, trace, planned, steps=step % accumulate == 0)

@@ -94,18 +94,23 @@ def entry(act: Act[Any], flat: int) -> Entry:
 
 def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
     """What the forecast decides of steps of the run that was heard."""
-    drawn = log.engine.blueprint
+    blueprint = log.engine.blueprint
     plan, trace = log.engine.executor.planned(Mode.TRAIN)
-    chunks = drawn.staging_chunks if drawn.placement.staging_bytes else float("inf")
-    room = drawn.gradient_room_bytes
+    chunks = blueprint.staging_chunks if blueprint.placement.staging_bytes else float("inf")
+    room = blueprint.gradient_room_bytes
     clock = Clock(
-        drawn.layout, drawn.placement, drawn.budget, hardware, staging_chunks=chunks, gradient_room_bytes=room
+        blueprint.layout,
+        blueprint.placement,
+        blueprint.budget,
+        hardware,
+        staging_chunks=chunks,
+        gradient_room_bytes=room,
     )
     found: list[Entry] = []
     clock.chunks.told = lambda act: found.append(entry(act, act.flat.index))
     timed = Trace(tuple(replace(tick, seconds=1e-12) for tick in trace.ticks))
     for _ in range(steps):
-        clock.step(plan.beside(gradient_tasks(drawn.layout, drawn.placement, trace)), timed)
+        clock.step(plan.beside(gradient_tasks(blueprint.layout, blueprint.placement, trace)), timed)
     return found
 
 

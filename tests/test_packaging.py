@@ -27,6 +27,12 @@ def test_test_modules_have_names_of_their_own() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
+def test_every_module_of_the_runtime_has_tests_of_its_own() -> None:
+    """Where a reader looks for them: at the same path under tests/."""
+    modules = [path.stem for path in (ROOT / "lightning_ptm" / "runtime").glob("*.py") if path.stem != "__init__"]
+    assert not [name for name in modules if not (ROOT / "tests" / "runtime" / f"test_{name}.py").exists()]
+
+
 def test_mapped_folders_exist() -> None:
     for folder in PROJECT["tool"]["setuptools"]["package-dir"].values():
         assert (ROOT / folder).is_dir(), folder

@@ -1,6 +1,15 @@
 """Collectives over pages, and how ranks agree on their order."""
 
-from lightning_ptm.comm.agreement import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, Request, Teams
+from lightning_ptm.comm.agreement import (
+    DIFFERENT,
+    TOGETHER,
+    Agreement,
+    Boundary,
+    Gathering,
+    Meeting,
+    NeededCollective,
+    Teams,
+)
 from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
 from lightning_ptm.comm.foreign import ForeignCollectives
 from lightning_ptm.comm.mesh import Communicators
@@ -16,8 +25,8 @@ __all__ = [
     "ForeignCollectives",
     "Gathering",
     "Meeting",
+    "NeededCollective",
     "ProcessGroupCommunicator",
-    "Request",
     "SoloCommunicator",
     "Teams",
     "Work",

@@ -62,7 +62,7 @@ NO_TEAMS = Teams()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class NeededCollective:
     """A collective that this rank needs next. `flag` rides along and reaches all ranks (bit 0: some parameter of the
     unit got no gradient here)."""
 
@@ -120,7 +120,7 @@ class Gathering:
 class Decision:
     """What a round chose. `unanimous`: every rank that holds the unit had asked for just that."""
 
-    request: Request
+    request: NeededCollective
     unanimous: bool
     flags: int
 
@@ -184,7 +184,7 @@ def _decided(rows: Sequence[Row], teams: Teams, operation: Operation) -> Decisio
     for row in same:
         flags |= row[2]
     holders = len(teams.holders.get(unit, rows))
-    return Decision(Request(operation, unit, flags), unanimous=len(same) == holders, flags=flags)
+    return Decision(NeededCollective(operation, unit, flags), unanimous=len(same) == holders, flags=flags)
 
 
 def _together(rows: Sequence[Row], group: Sequence[int]) -> bool:
@@ -231,7 +231,7 @@ class Agreement:
         self._teams = teams
         self._explain = explain
 
-    def request(self, request: Request) -> Decision:
+    def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
         while True:
             decision = choose(self._round(request.row()), self._teams)

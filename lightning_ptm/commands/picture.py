@@ -47,7 +47,7 @@ OPERATIONS = {
 }
 
 
-def draw_plan(found: Prediction, drawn: Blueprint, record: Sequence[Activity]) -> Image:
+def draw_plan(found: Prediction, blueprint: Blueprint, record: Sequence[Activity]) -> Image:
     """The picture of a forecast, of one rank; where it does not fit, of its memory alone.
 
     Raises:
@@ -57,29 +57,29 @@ def draw_plan(found: Prediction, drawn: Blueprint, record: Sequence[Activity]) -
     where = f"{found.nodes} x {found.hardware}" if found.nodes > 1 else found.hardware
     rank = f"one of {found.ranks} ranks" if found.ranks > 1 else "one rank"
     title = f"{found.config} on {where}: {rank}, {found.numel / 1e9:.3g}B parameters, {samples}"
-    panels: list[BytesPanel | BusyPanel] = list(_memory(found, drawn))
+    panels: list[BytesPanel | BusyPanel] = list(_memory(found, blueprint))
     if found.timing is not None:
         panels.append(_busy(found, record))
     return draw(title if found.fits else f"{title}: DOES NOT FIT", panels, WIDTH, HEIGHT)
 
 
-def _memory(found: Prediction, drawn: Blueprint) -> list[BytesPanel]:
-    per_tick = _bytes_per_tick(found, drawn)
-    phases = [tick.phase for tick in drawn.trace.ticks]
+def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
+    per_tick = _bytes_per_tick(found, blueprint)
+    phases = [tick.phase for tick in blueprint.trace.ticks]
     marks = [(0, "forward"), (phases.index(Phase.BACKWARD), "backward")] if Phase.BACKWARD in phases else []
     panels: list[BytesPanel] = []
-    used = [tier for tier in drawn.budget if found.tiers[tier.name.lower()].page_bytes]
+    used = [tier for tier in blueprint.budget if found.tiers[tier.name.lower()].page_bytes]
     for tier in used:
         size = found.tiers[tier.name.lower()]
         use = per_tick[tier]
         count = len(use)
         # At the end the gradients of the last tick are still there, activations are not.
         kept = (*found.activation_ticks, 0)[:count] if size.activation_bytes else ()
-        home = drawn.placement.at_home_bytes[tier]
+        home = blueprint.placement.at_home_bytes[tier]
         held = [max(0, there - home) for there in use]
         # The pool is taken as a whole: what no page is in is not there for activations.
         rest = [max(0, size.page_bytes - home - there) for there in held]
-        if tier.computes or drawn.unified:
+        if tier.computes or blueprint.unified:
             name = "gathered, gradients on their way, staging"
         else:
             name = "staging"
@@ -87,7 +87,7 @@ def _memory(found: Prediction, drawn: Blueprint) -> list[BytesPanel]:
         layers += [Layer(name, held, HELD)] if any(held) else []
         layers += [Layer(_rest_name(tier), rest, FREE)] if any(rest) else []
         layers += [Layer("activations", kept, ACTIVATIONS)] if kept else []
-        title = "DEVICE (this CPU's RAM)" if drawn.unified and tier.computes else tier.name
+        title = "DEVICE (this CPU's RAM)" if blueprint.unified and tier.computes else tier.name
         panels.append(
             BytesPanel(
                 title=title,
@@ -95,7 +95,7 @@ def _memory(found: Prediction, drawn: Blueprint) -> list[BytesPanel]:
                 limit_name="memory",
                 limit=size.have_bytes,
                 bound_name="pages may take" if tier.computes else "",
-                bound=drawn.budget[tier] if tier.computes else 0,
+                bound=blueprint.budget[tier] if tier.computes else 0,
                 marks=marks,
                 axis=tier is used[-1],
                 weight=3.0 if tier.computes else 1.0,
@@ -104,14 +104,14 @@ def _memory(found: Prediction, drawn: Blueprint) -> list[BytesPanel]:
     return panels
 
 
-def _bytes_per_tick(found: Prediction, drawn: Blueprint) -> dict[Tier, Sequence[int]]:
+def _bytes_per_tick(found: Prediction, blueprint: Blueprint) -> dict[Tier, Sequence[int]]:
     """Of pages: the most that the plan may come to; where some units are in no plan, what the run comes to."""
-    if not drawn.by_need:
-        simulation = simulate(drawn.layout, drawn.placement, found.plan, drawn.trace, drawn.budget)
-        return {tier: simulation.tier(tier).bytes_per_tick for tier in drawn.budget}
-    taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in drawn.budget}
+    if not blueprint.by_need:
+        simulation = simulate(blueprint.layout, blueprint.placement, found.plan, blueprint.trace, blueprint.budget)
+        return {tier: simulation.tier(tier).bytes_per_tick for tier in blueprint.budget}
+    taken = {tier: found.tiers[tier.name.lower()].page_bytes for tier in blueprint.budget}
     count = len(found.page_ticks)
-    return {tier: found.page_ticks if tier.computes else (taken[tier],) * count for tier in drawn.budget}
+    return {tier: found.page_ticks if tier.computes else (taken[tier],) * count for tier in blueprint.budget}
 
 
 def _rest_name(tier: Tier) -> str:

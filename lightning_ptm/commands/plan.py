@@ -84,7 +84,7 @@ def plan(
     collects = gc.isenabled()
     gc.disable()
     try:
-        found, drawn = forecast(
+        found, blueprint = forecast(
             config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
         )
     finally:
@@ -92,13 +92,13 @@ def plan(
             gc.enable()
     print(as_json(found) if json else render(found))
     if plot is not None:
-        save(draw_plan(found, drawn, record or []), plot)
+        save(draw_plan(found, blueprint, record or []), plot)
         if not json:
             print(f"picture: {plot}")
     if not found.fits:
         raise CapacityError(found.reason)
     if timeline is not None and record is not None:
-        write_timeline(timeline, record, [unit.name or "root" for unit in drawn.units])
+        write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
         if not json:
             print(f"timeline of a step: {timeline}")
 
@@ -157,8 +157,8 @@ def forecast(
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
     value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
     question = ask(max(value, 1))
-    found, drawn = question.final(goal, record)
-    return dataclasses.replace(found, chosen={largest: max(value, 1)} | found.chosen), drawn
+    found, blueprint = question.final(goal, record)
+    return dataclasses.replace(found, chosen={largest: max(value, 1)} | found.chosen), blueprint
 
 
 class _Question:
@@ -185,15 +185,15 @@ class _Question:
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint]:
         """The answer, of the search if there is a goal, and the largest batch that would fit."""
-        found, drawn = self.search(goal, record) if goal is not None else self.answer(record)
+        found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         if self._wanted == "auto":
-            return dataclasses.replace(found, largest_batch=found.batch_size), drawn
+            return dataclasses.replace(found, largest_batch=found.batch_size), blueprint
         assert self._sizes is not None
         try:
             largest = self._sizes.largest(*self._rooms)
         except ConfigError:  # a model may compute its own batch, and none of another size
-            return found, drawn
-        return dataclasses.replace(found, largest_batch=largest), drawn
+            return found, blueprint
+        return dataclasses.replace(found, largest_batch=largest), blueprint
 
     def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
         """The answer for the `best` device_memory or the `least`; where none fits, for the config's."""
@@ -209,8 +209,8 @@ class _Question:
                     break
         if chosen is None:
             return self.answer(record)
-        found, drawn = self.answer(record, chosen[0])
-        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), drawn
+        found, blueprint = self.answer(record, chosen[0])
+        return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
 
     def fits(self, *, search: bool) -> bool:
         """Whether it fits, with `search` over parts of the device's memory: then the largest first, most often the one."""
@@ -229,15 +229,15 @@ class _Question:
         dtype = str(request.compute).removeprefix("torch.")
         node.flops_per_s(dtype)  # refused before the model is laid out
         world_size = node.ranks_per_node * self._nodes
-        drawn = decide(request, node.machine(), world_size)
-        made = make_plan(drawn, Mode.TRAIN, drawn.planned(drawn.trace))
-        recomputed = recomputed_units(len(drawn.units), request.settings.recompute_every)
-        again = recomputed_around(drawn.units, recomputed)
-        takes = occupied(drawn, made, drawn.trace, again)
-        room = activation_room(drawn, takes, node)
-        ram_room = host_room(drawn, node)
+        blueprint = decide(request, node.machine(), world_size)
+        made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
+        recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
+        again = recomputed_around(blueprint.units, recomputed)
+        takes = occupied(blueprint, made, blueprint.trace, again)
+        room = activation_room(blueprint, takes, node)
+        ram_room = host_room(blueprint, node)
         self._rooms = room, ram_room
-        sizes = self._sizes = self._sizes or Sizes(run, drawn, recomputed)
+        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
         samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
@@ -247,24 +247,24 @@ class _Question:
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
-            trace = timed(drawn.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
+            trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
             rates = node.rates(self._nodes, request.settings.expert_parallel_size)
-            exchanged = exchanged_bytes(drawn, works, trace, again)
-            step = step_time(drawn, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
+            exchanged = exchanged_bytes(blueprint, works, trace, again)
+            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
-        reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=drawn.unified)
+        reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (
             Prediction(
                 config=Path(self._path).name,
                 hardware=node.name,
                 nodes=self._nodes,
                 ranks=world_size,
-                numel=sum(item.parameter.numel() for unit in drawn.units for item in unit.parameters),
+                numel=sum(item.parameter.numel() for unit in blueprint.units for item in unit.parameters),
                 fits=fits,
                 reason=reason,
-                homes=homes_of(drawn),
-                tiers=tiers_of(drawn, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
-                pages=pages_by_use(drawn),
+                homes=homes_of(blueprint),
+                tiers=tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
+                pages=pages_by_use(blueprint),
                 batch_size=samples,
                 tokens=token_count(batch),
                 accumulate=run.accumulate,
@@ -280,7 +280,7 @@ class _Question:
                 deepens=run.deepens,
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
-            drawn,
+            blueprint,
         )
 
     def _parts(self) -> list[tuple[Settings, int]]:

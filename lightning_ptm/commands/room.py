@@ -21,32 +21,36 @@ LARGEST_BATCH = 1 << 20
 class Sizes:
     """Activations by batch size."""
 
-    def __init__(self, run: PlannedRun, drawn: Blueprint, recomputed: frozenset[int]) -> None:
+    def __init__(self, run: PlannedRun, blueprint: Blueprint, recomputed: frozenset[int]) -> None:
         # Configuration.
         self._run = run
-        self._drawn = drawn
+        self._blueprint = blueprint
         self._recomputed = recomputed
         # Where experts are undivided each stands for itself: of thousands, few have tokens.
-        self._around = recomputed_around(drawn.units, recomputed) if drawn.by_need else {}
+        self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
         # State.
         self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
         run.model.to(run.request.compute)
-        self._anatomy = anatomy(run.model, drawn.units)
+        self._anatomy = anatomy(run.model, blueprint.units)
 
     def at(self, samples: int) -> tuple[tuple[int, ...], tuple[Work, ...]]:
         """Bytes of activations at each tick, and what units compute."""
         if samples not in self._known:
-            run, drawn = self._run, self._drawn
+            run, blueprint = self._run, self._blueprint
             batch = resized(run.batch, samples)
-            works = estimate(run.model, drawn.units, batch, run.request.compute, drawn.experts, known=self._anatomy)
-            to_host = drawn.activations_to_host
-            ticks = activation_bytes(works, self._recomputed, drawn.trace, to_host=to_host, around=self._around)
+            works = estimate(
+                run.model, blueprint.units, batch, run.request.compute, blueprint.experts, known=self._anatomy
+            )
+            to_host = blueprint.activations_to_host
+            ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)
             self._known[samples] = ticks, works
         return self._known[samples]
 
     def offloaded(self, works: Sequence[Work]) -> int:
         """Of what units compute, the bytes that wait in RAM for the backward."""
-        return host_activation_bytes(works, self._recomputed, self._around) if self._drawn.activations_to_host else 0
+        return (
+            host_activation_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to_host else 0
+        )
 
     def largest(self, room: int, host_room: int) -> int:
         """The largest batch whose activations fit; 0: not even one sample."""
@@ -66,17 +70,17 @@ class Sizes:
         return samples
 
 
-def activation_room(drawn: Blueprint, takes: Occupied, node: Node) -> int:
+def activation_room(blueprint: Blueprint, takes: Occupied, node: Node) -> int:
     """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
     if not node.apart:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
-    return node.device_memory - drawn.pool_bytes[Tier.DEVICE] - takes.gradients_beside
+    return node.device_memory - blueprint.pool_bytes[Tier.DEVICE] - takes.gradients_beside
 
 
-def host_room(drawn: Blueprint, node: Node) -> int:
+def host_room(blueprint: Blueprint, node: Node) -> int:
     """Bytes of RAM of one rank that pages leave."""
-    return node.host_memory // node.ranks_per_node - drawn.pool_bytes[Tier.HOST]
+    return node.host_memory // node.ranks_per_node - blueprint.pool_bytes[Tier.HOST]
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:

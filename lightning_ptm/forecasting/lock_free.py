@@ -15,7 +15,7 @@ from lightning_ptm.update.forecast import can_forecast
 
 
 def beside_compute(
-    drawn: Blueprint, lock_free: LockFree, trace: Trace, node: Node, rates: Hardware, accumulate: int
+    blueprint: Blueprint, lock_free: LockFree, trace: Trace, node: Node, rates: Hardware, accumulate: int
 ) -> BesideTiming:
     """A step among many.
 
@@ -23,19 +23,19 @@ def beside_compute(
         trace: with the seconds of its ticks.
         rates: one rank's.
     """
-    layout = drawn.layout
+    layout = blueprint.layout
     flats = [
         BesideFlat(
             unit=flat.unit,
             numel=flat.shard_numel,
-            bytes_per_element=drawn.dtypes[flat.index].itemsize,
-            master_bytes_per_element=drawn.master_bytes_per_element[flat.index],
-            on_disk=not drawn.placement.homes[flat.unit].master.addressable,
-            kind=(flat.shard_numel, drawn.dtypes[flat.index]),
+            bytes_per_element=blueprint.dtypes[flat.index].itemsize,
+            master_bytes_per_element=blueprint.master_bytes_per_element[flat.index],
+            on_disk=not blueprint.placement.homes[flat.unit].master.addressable,
+            kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
             foreseeable=lock_free.forecast and can_forecast(traits),
         )
         for flat in layout.flats
-        if (traits := drawn.traits[flat.index]) is not None
+        if (traits := blueprint.traits[flat.index]) is not None
     ]
     update = rates.update_device_bytes_per_s
     both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s
@@ -52,7 +52,7 @@ def beside_compute(
             disk_bytes_per_s=both if math.isfinite(both) else rates.disk_read_bytes_per_s,
         ),
         chunk_numel=chunk_numel(layout.page_size),
-        staging=max(1, drawn.staging_chunks),
+        staging=max(1, blueprint.staging_chunks),
         max_staleness=lock_free.max_staleness,
         paced=lock_free.paced_steps > 1,
     )

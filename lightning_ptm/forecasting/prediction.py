@@ -98,46 +98,46 @@ class Prediction:
         return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
 
 
-def homes_of(drawn: Blueprint) -> dict[str, dict[str, int]]:
+def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
     """`Prediction.homes`."""
     kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
-    found = {kind.value: {tier.name.lower(): 0 for tier in drawn.budget} for kind in kinds}
-    for flat in drawn.layout.flats:
-        homes = drawn.placement.homes[flat.unit]
+    found = {kind.value: {tier.name.lower(): 0 for tier in blueprint.budget} for kind in kinds}
+    for flat in blueprint.layout.flats:
+        homes = blueprint.placement.homes[flat.unit]
         found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
         if flat.trainable:
-            gradient = drawn.gradient_home(flat.unit)
-            if drawn.placement.keeps_gradients or not gradient.computes:
+            gradient = blueprint.gradient_home(flat.unit)
+            if blueprint.placement.keeps_gradients or not gradient.computes:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
-            master = flat.shard_numel * drawn.master_bytes_per_element[flat.index]
+            master = flat.shard_numel * blueprint.master_bytes_per_element[flat.index]
             found["master"][homes.master.name.lower()] += master
     return found
 
 
-def pages_by_use(drawn: Blueprint) -> dict[str, dict[str, int]]:
+def pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
     """`Prediction.pages`."""
     return {
-        tier.name.lower(): {what.value: size for what, size in drawn.inventory.by_what(tier).items()}
-        for tier in drawn.budget
+        tier.name.lower(): {what.value: size for what, size in blueprint.inventory.by_what(tier).items()}
+        for tier in blueprint.budget
     }
 
 
-def tiers_of(drawn: Blueprint, takes: Occupied, node: Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
+def tiers_of(blueprint: Blueprint, takes: Occupied, node: Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
     """`Prediction.tiers`."""
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {
-        **drawn.budget,
+        **blueprint.budget,
         Tier.DEVICE: node.device_memory if node.apart else host,
-        Tier.HOST: 0 if drawn.unified else host,
+        Tier.HOST: 0 if blueprint.unified else host,
     }
     return {
         tier.name.lower(): TierPlan(
             page_bytes=takes.peak(tier),
-            reserved_bytes=drawn.pool_bytes[tier],
+            reserved_bytes=blueprint.pool_bytes[tier],
             gradient_bytes=takes.gradients_beside if tier.computes else 0,
             activation_bytes=activations.get(tier, 0),
             have_bytes=have[tier],
         )
-        for tier in drawn.budget
+        for tier in blueprint.budget
     }

@@ -37,7 +37,7 @@ class StepTime:
 
 
 def step_time(
-    drawn: Blueprint,
+    blueprint: Blueprint,
     plan: Plan,
     trace: Trace,
     node: Node,
@@ -57,17 +57,17 @@ def step_time(
         exchanged: by tick, bytes of tokens that a rank sends to others' experts before it (`exchanged_bytes`).
         record: as `steady` takes it.
     """
-    lock_free = drawn.lock_free
+    lock_free = blueprint.lock_free
     timing = steady(
-        drawn.layout,
-        drawn.placement,
+        blueprint.layout,
+        blueprint.placement,
         plan,
         trace,
-        drawn.budget,
+        blueprint.budget,
         # Lock-free updates have a thread of their own: see `beside_compute`.
         rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
-        staging_chunks=drawn.staging_chunks if drawn.placement.staging_bytes else math.inf,
-        gradient_room_bytes=drawn.gradient_room_bytes,
+        staging_chunks=blueprint.staging_chunks if blueprint.placement.staging_bytes else math.inf,
+        gradient_room_bytes=blueprint.gradient_room_bytes,
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
         record=record,
@@ -75,7 +75,7 @@ def step_time(
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None and not node.apart:
-        seconds = beside_compute(drawn, lock_free, trace, node, rates, accumulate).seconds
+        seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate).seconds
     elif lock_free is not None:
         seconds = _beside_updates(seconds, timing, lock_free)
     binds = _binding(timing)
@@ -104,15 +104,17 @@ def _with_copies(
     return found
 
 
-def exchanged_bytes(drawn: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, int]:
+def exchanged_bytes(
+    blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]
+) -> dict[int, int]:
     """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes.
 
     A layer exchanges before its first expert and behind its last one, in the forward and in the backward; and where it is
     computed again (its experts are in `again`), so often once more.
     """
-    if drawn.experts is None:
+    if blueprint.experts is None:
         return {}
-    layer_of, size = drawn.experts.layer_of, drawn.experts.split.size
+    layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
     found: Counter[int] = Counter()
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:

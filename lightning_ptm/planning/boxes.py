@@ -107,16 +107,3 @@ class Box:
             count = min(run - offset, stop - start)
             yield Stretch(start, (row * self.parts + self.index) * run + offset, count)
             start += count
-
-    def within(self, whole_start: int, numel: int) -> Iterator[Stretch]:
-        """The part's elements among [whole_start, whole_start + numel) of the whole."""
-        first, last = self._before(whole_start), self._before(whole_start + numel)
-        return self.stretches(first, last - first)
-
-    def _before(self, place: int) -> int:
-        """How many of the part's elements lie before an element of the whole."""
-        run = self.run_numel
-        if not run:
-            return 0
-        row, offset = divmod(place, self.parts * run)
-        return row * run + min(max(offset - self.index * run, 0), run)

@@ -118,13 +118,22 @@ class FlatBinding:
         ]
 
     def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As `in_order`, for gradients of all parameters."""
+        """As `in_order`, for gradients of all parameters. Raises as `check_dense`."""
         return [None if each is None else self._gradient(slot, each) for slot, each in enumerate(gradients)]
 
     def _gradient(self, slot: int, gradient: Tensor) -> Tensor:
-        # What is of another kind or shape is refused, by whoever reads it.
-        whole = gradient.layout is torch.strided and tuple(gradient.shape) == self._shapes[slot]
-        return self.in_order(slot, gradient) if whole else gradient
+        self.check_dense(slot, gradient)
+        # What is of another shape is refused, by whoever reads it.
+        return self.in_order(slot, gradient) if tuple(gradient.shape) == self._shapes[slot] else gradient
+
+    def check_dense(self, slot: int, gradient: Tensor) -> None:
+        """Raises UsageError: the gradient of the parameter of `slot` is sparse, and pages hold dense ones."""
+        if gradient.layout is not torch.strided:
+            kind = str(gradient.layout).removeprefix("torch.")
+            raise UsageError(
+                f"the gradient of {self.layout.slots[slot].spec.name} is sparse ({kind}), and pages hold dense gradients; "
+                f"use sparse=False in its embedding"
+            )
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
@@ -220,7 +229,9 @@ class FlatBinding:
         if self._written is not None:
             raise UsageError(
                 f"the data of parameter {self._written} was written to, and the precise values know nothing of it, so the "
-                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`"
+                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`; where the module's own "
+                f"forward writes to it (Embedding and EmbeddingBag with max_norm), leave that out and clip the weight there, "
+                f"behind the step"
             )
 
     @property
@@ -239,6 +250,13 @@ class FlatBinding:
     def _check_parameter(self, slot: int) -> None:
         self._check_shape(slot)
         if self._is_replaced(slot):
+            if self._base is None:
+                raise UsageError(
+                    f"parameter {self.layout.slots[slot].spec.name} was given other memory (Tensor.set_, "
+                    f"torch.utils.swap_tensors) while its values were in pages elsewhere, which know nothing of it, so the "
+                    f"new values would be lost; in a run started anew, copy values into it (copy_) inside "
+                    f"`with strategy.gathered(module):`, and leave its memory alone"
+                )
             raise UsageError(
                 f"the data of parameter {self.layout.slots[slot].spec.name} was replaced, and its pages know nothing of it, "
                 f"so the new values would be lost; edit parameters inside `with strategy.gathered(module):`"
@@ -259,10 +277,10 @@ class FlatBinding:
             return self._theirs
         with torch._C.DisableTorchFunctionSubclass():
             found = {slot: each.data for slot, each in enumerate(self.parameters) if self._is_replaced(slot)}
-        for slot in found:
-            if self._is_copy:
-                self._check_parameter(slot)
-            self._check_shape(slot)
+            for slot in found:
+                if self._is_copy:
+                    self._check_parameter(slot)
+                self._check_shape(slot)
         return found
 
     def edited(self, whole: Tensor) -> None:

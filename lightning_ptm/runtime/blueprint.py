@@ -283,8 +283,8 @@ def decide(
         ConfigError: a dtype, an optimizer or a setting that cannot work.
         CapacityError: no placement fits the budgets.
     """
-    drawn = _decide(request, machine, world_size, agree, rank)
-    may_be = _may_be_outside(request, drawn)
+    blueprint = _decide(request, machine, world_size, agree, rank)
+    may_be = _may_be_outside(request, blueprint)
     optimized = (
         each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
     )
@@ -296,8 +296,8 @@ def decide(
             f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
         )
     if (request.rearranges or shared is not None) and may_be:
-        drawn = _decide(request, machine, world_size, agree, rank, outside=True)
-    return dataclasses.replace(drawn, may_be_outside=may_be)
+        blueprint = _decide(request, machine, world_size, agree, rank, outside=True)
+    return dataclasses.replace(blueprint, may_be_outside=may_be)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -363,8 +363,8 @@ def _decide(
     model = _lay_out(request, asked, world_size, rank)
     room = _make_room(request, machine, asked, model, agree)
     placement = _place(request, machine, asked, model, room)
-    drawn = _drawn(request, asked, model, room, placement, outside=outside)
-    return _stocked(drawn, request.settings, machine)
+    blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
+    return _stocked(blueprint, request.settings, machine)
 
 
 def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
@@ -470,7 +470,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
     return placement
 
 
-def _drawn(
+def _blueprint(
     request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
 ) -> Blueprint:
     """All but what follows from the rest."""
@@ -536,16 +536,16 @@ def _gradient_home(homes: Homes, *, unified: bool) -> Tier:
     return homes.gradient
 
 
-def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
+def _stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
     """With the inventory, and what depends on how much of RAM it takes."""
-    inventory = take_stock(drawn)
+    inventory = take_stock(blueprint)
     per_unit = [
-        sum(flat.shard_bytes for flat in drawn.layout.flats_of(unit) if flat.trainable)
-        for unit in range(len(drawn.units))
+        sum(flat.shard_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
+        for unit in range(len(blueprint.units))
     ]
-    left = drawn.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if drawn.unified else 0
+    left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
     return dataclasses.replace(
-        drawn,
+        blueprint,
         inventory=inventory,
         keep_freed_memory=_keep_freed_memory(settings, machine, inventory),
         # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
@@ -553,19 +553,19 @@ def _stocked(drawn: Blueprint, settings: Settings, machine: Machine) -> Blueprin
     )
 
 
-def _may_be_outside(request: Request, drawn: Blueprint) -> bool:
+def _may_be_outside(request: Request, blueprint: Blueprint) -> bool:
     """Whether a run can do without pages, of which nothing is asked but that all of them are in RAM."""
-    wishes = _wishes(request.settings, drawn.unified, lock_free=drawn.lock_free is not None)
-    parameters = [item.parameter for unit in drawn.units for item in unit.parameters]
+    wishes = _wishes(request.settings, blueprint.unified, lock_free=blueprint.lock_free is not None)
+    parameters = [item.parameter for unit in blueprint.units for item in unit.parameters]
     return (
-        drawn.unified
-        and not drawn.layout.shared
+        blueprint.unified
+        and not blueprint.layout.shared
         and not request.mixed
         and request.compute is torch.float32  # nothing is converted
         and request.settings.weights is None
         and request.settings.restore_weights
         and _may_be_unpaged(request.settings, wishes)
-        and _is_all_in_ram(drawn.placement)
+        and _is_all_in_ram(blueprint.placement)
         and not any(each.is_meta or isinstance(each, ClosedParameter) for each in parameters)
     )
 

@@ -129,8 +129,9 @@ class Clipping:
             if not flat.gradient.any:
                 continue
             if flat.gradient.in_place:
-                gradients = [p.grad for p in flat.store.binding.parameters if p.grad is not None]
-                found.append(greatest(gradients))
+                binding = flat.store.binding
+                gradients = binding.in_orders([parameter.grad for parameter in binding.parameters])
+                found.append(greatest([each for each in gradients if each is not None]))
             else:
                 found.append(greatest([flat.gradient.on_device()]))
                 flat.gradient.done_reading()

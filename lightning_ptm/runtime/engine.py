@@ -191,34 +191,34 @@ class Engine:
             raise
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
-        drawn = self.blueprint
+        blueprint = self.blueprint
         self.stream = ComputeStream(self.backend)
-        check_layout(drawn.layout, self.communicator)
+        check_layout(blueprint.layout, self.communicator)
         self.allocator = Allocator(
-            page_size=drawn.layout.page_size,
+            page_size=blueprint.layout.page_size,
             backend=self.backend,
-            sizes=drawn.pool_bytes,
+            sizes=blueprint.pool_bytes,
             disk_paths=self.disk_paths,
             pin_host=True,
             poison=poison,
             file_ops=file_ops,
             events=self.events,
             progress=self.bars,
-            uses={tier: drawn.inventory.in_words(tier) for tier in drawn.budget},
+            uses={tier: blueprint.inventory.in_words(tier) for tier in blueprint.budget},
         )
         self._undo.callback(self.allocator.close)
-        pages = Pages(drawn, self.allocator, self._communicators, self.device)
-        self.stores = tuple(pages.store(index) for index in range(len(drawn.units)))
+        pages = Pages(blueprint, self.allocator, self._communicators, self.device)
+        self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
-            staging=drawn.staging_chunks,
-            staging_tier=drawn.placement.staging_tier,
+            staging=blueprint.staging_chunks,
+            staging_tier=blueprint.placement.staging_tier,
             events=self.events,
         )
         self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, drawn.holders, self.bars)
+        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, blueprint.holders, self.bars)
         self._first_values(given)
         self._module_buffers = None
         if not self.communicator.alone:
@@ -229,13 +229,13 @@ class Engine:
             for flat in flats:
                 if flat.gradient.route.waits is Waits.KEPT:
                     flat.gradient.reserve()
-        for row in drawn.inventory.of(What.STAGING):
+        for row in blueprint.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count)
-        self._save_buffers = pages.buffers_for_saves() if drawn.saves_behind else None
+        self._save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
         self.updates = self._update_scheduler(pages)
         self._undo.callback(self.updates.close)
         self._check_taken()
-        if drawn.lock_free is None:
+        if blueprint.lock_free is None:
             for unit, flats in enumerate(self.flats):
                 for flat in flats:
                     flat.gradient.before_change = partial(self.updates.finish, unit)
@@ -244,16 +244,18 @@ class Engine:
         states = {flat.store.layout.index: flat.states for flats in self.flats for flat in flats}
         self._read_ahead = [
             states[flat.index]
-            for flat in read_ahead(drawn.layout, drawn.placement)
-            if flat.unit not in drawn.by_need and (home := states[flat.index].home()) is not None and not home.updates
+            for flat in read_ahead(blueprint.layout, blueprint.placement)
+            if flat.unit not in blueprint.by_need
+            and (home := states[flat.index].home()) is not None
+            and not home.updates
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
-        teams = drawn.experts.teams if drawn.experts is not None else Teams()
+        teams = blueprint.experts.teams if blueprint.experts is not None else Teams()
         exchange, rank = self.communicator.exchange, self.communicator.rank
         self._agreement = Agreement(exchange, self._take_part, rank, teams, self._explained)
         self.reduction = Reduction(self.flats, self._agreement, lambda: self.executor.release_all())
-        planner = Planner(drawn, self._communicators.along(drawn.holders.alike), self.communicator.rank)
-        self.tracer = Tracer(drawn.units, self._non_model_bytes, self.backend)
+        planner = Planner(blueprint, self._communicators.along(blueprint.holders.alike), self.communicator.rank)
+        self.tracer = Tracer(blueprint.units, self._non_model_bytes, self.backend)
         self.executor = Executor(
             self.stores,
             self.tracer,
@@ -265,24 +267,24 @@ class Engine:
             self.reduction.reclaim,
             self.events,
             self._used_bytes,
-            drawn.by_need,
+            blueprint.by_need,
         )
         self._undo.callback(self.executor.abandon)
-        for mode, trace in ((Mode.TRAIN, drawn.trace), (Mode.FORWARD, forward_trace(drawn.layout))):
-            trace = drawn.planned(trace)
+        for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
+            trace = blueprint.planned(trace)
             if mode is Mode.FORWARD or self._optimizers:
                 self.executor.adopt(mode, planner.plan(mode, trace), trace)
-        self.offload = self._offload() if drawn.activations_to_host else None
+        self.offload = self._offload() if blueprint.activations_to_host else None
         if self.offload is not None:
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
             self._undo.callback(flat.gradient.let_go)
         self.hooks = Hooks(
-            drawn.units,
+            blueprint.units,
             self.stores,
             self.executor,
             self,
-            recomputed_units(len(drawn.units), recompute),
+            recomputed_units(len(blueprint.units), recompute),
             self.stream,
             self.offload,
         )
@@ -291,9 +293,9 @@ class Engine:
             [module for module in self.module.modules() if not self._always_readable(module)], self.readable
         )
         self._undo.callback(self._state_dicts.close)
-        if drawn.experts is not None:
+        if blueprint.experts is not None:
             group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.fetching.expect
-            self.expert_groups = ExpertGroups(drawn.experts, group, self._agreement, expect)
+            self.expert_groups = ExpertGroups(blueprint.experts, group, self._agreement, expect)
             self._undo.callback(self.expert_groups.close)
         self.updates.start()
 
@@ -309,11 +311,16 @@ class Engine:
                 )
 
     def _update_scheduler(self, pages: Pages) -> UpdateScheduler:
-        drawn = self.blueprint
-        if drawn.lock_free is None:
+        blueprint = self.blueprint
+        if blueprint.lock_free is None:
             in_thread = self.backend.apart and any(self.flats)
             return SynchronousUpdates(
-                self.stores, self.flats, self._optimizers, self.updater, drawn.gradient_room_bytes, in_thread=in_thread
+                self.stores,
+                self.flats,
+                self._optimizers,
+                self.updater,
+                blueprint.gradient_room_bytes,
+                in_thread=in_thread,
             )
         return LockFreeUpdates(
             self.stores,
@@ -321,12 +328,12 @@ class Engine:
             self._optimizers,
             self.updater,
             pages.spares(),
-            max_staleness=drawn.lock_free.max_staleness,
-            room=drawn.staging_chunks,
-            cores=drawn.lock_free.cores,
-            forecast=drawn.lock_free.forecast,
-            paced=drawn.lock_free.paced_steps > 1,
-            adds=torch.get_num_threads() >= drawn.lock_free.cores_in_all,
+            max_staleness=blueprint.lock_free.max_staleness,
+            room=blueprint.staging_chunks,
+            cores=blueprint.lock_free.cores,
+            forecast=blueprint.lock_free.forecast,
+            paced=blueprint.lock_free.paced_steps > 1,
+            adds=torch.get_num_threads() >= blueprint.lock_free.cores_in_all,
         )
 
     def _offload(self) -> offload.Offload:
@@ -340,8 +347,8 @@ class Engine:
         first = FirstValues(self.module, given)
         # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
         # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
-        drawn, ram = self.blueprint, self.blueprint.ram
-        allowed = drawn.budget[ram] - drawn.pool_bytes[ram]
+        blueprint, ram = self.blueprint, self.blueprint.ram
+        allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
         room = 2 * self.precise_bytes() < free_host_bytes() and self.precise_bytes() <= allowed
         first.buffers()
         with self.bars.bar("weights into pages", self.values.bytes_to_lay()) as seen:
@@ -351,7 +358,7 @@ class Engine:
                 self.values.take_over(
                     store,
                     given.parameters,
-                    keep_originals=not self._optimizers and any(drawn.copies) and (built or room),
+                    keep_originals=not self._optimizers and any(blueprint.copies) and (built or room),
                     keep_frozen=built,
                     seen=seen,
                 )
@@ -477,11 +484,10 @@ class Engine:
         if not self.flats[unit]:
             return
         if not self.stores[unit].resident and not self.executor.called(unit):
-            drawn = self.blueprint.units[unit]
+            uncalled = self.blueprint.units[unit]
             raise UsageError(
-                f"weights of {drawn.name} ({type(drawn.module).__name__}) were used without a call of that module, so they "
-                f"were not fetched; call the module, move that code into its forward, or choose other "
-                f"units=[...]"
+                f"weights of {uncalled.name} ({type(uncalled.module).__name__}) were used without a call of that module, so "
+                f"they were not fetched; call the module, move that code into its forward, or choose other units=[...]"
             )
         self.reduction.collect(unit)
         # One unit behind: its reduction overlaps this unit's backward.

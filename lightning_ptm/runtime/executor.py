@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from lightning_ptm.comm import Agreement, Request
+from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.fetching import Fetching
@@ -100,7 +100,7 @@ class _Stores:
         store.start_fetch(partial(self._agree, unit) if store.gathers and not agreed else None)
 
     def _agree(self, unit: int) -> None:
-        self._agreement.request(Request(Operation.GATHER, unit))
+        self._agreement.request(NeededCollective(Operation.GATHER, unit))
 
     def fetch_shards(self, unit: int) -> None:
         self._stores[unit].fetch_shards()

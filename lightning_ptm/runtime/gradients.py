@@ -352,11 +352,17 @@ class FlatGradient:
         where autograd adds to them, or where sums have a wider dtype, beside it."""
         if not self._sums:
             return
+        self._check_dense()
         for slot, parameter in enumerate(self.store.binding.parameters):
             if parameter.grad is not None:
                 sum_ = self._whole[slot]
                 self._whole[slot] = parameter.grad.to(self.route.dtype) if sum_ is None else sum_.add_(parameter.grad)
                 self._let_go_of_grad(parameter)
+
+    def _check_dense(self) -> None:
+        for slot, parameter in enumerate(self.store.binding.parameters):
+            if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
+                self.store.binding.check_dense(slot, parameter.grad)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
@@ -367,6 +373,7 @@ class FlatGradient:
         self.hide()
         if self.in_place:
             return
+        self._check_dense()
         here = self.here()
         present = here if present is None else present
         if not any(present):

@@ -47,29 +47,29 @@ class Occupied:
         return self.device_per_tick if tier is Tier.DEVICE else (self.fixed[tier],) * len(self.device_per_tick)
 
 
-def occupied(drawn: Blueprint, plan: Plan, trace: Trace, again: Collection[int] = ()) -> Occupied:
+def occupied(blueprint: Blueprint, plan: Plan, trace: Trace, again: Collection[int] = ()) -> Occupied:
     """What a run takes that follows `plan`.
 
     Args:
-        plan: made for `drawn.planned(trace)`.
+        plan: made for `blueprint.planned(trace)`.
         trace: one iteration, units that are in no plan included.
         again: of these, those whose layer is computed again in the backward.
     """
-    page = drawn.layout.page_size
+    page = blueprint.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
-    fixed = {tier: drawn.inventory.held_bytes(tier, *lifetimes) // page for tier in drawn.budget}
-    paper = Paper(drawn, fixed[Tier.DEVICE], again)
+    fixed = {tier: blueprint.inventory.held_bytes(tier, *lifetimes) // page for tier in blueprint.budget}
+    paper = Paper(blueprint, fixed[Tier.DEVICE], again)
     ticks = paper.run(plan, trace)
-    if drawn.layout.shared:
+    if blueprint.layout.shared:
         order = _order_of_first(trace)
         first = Trace(tuple(trace.ticks[at] for at in order))
-        found = Paper(drawn, fixed[Tier.DEVICE], again).run(plan, first, trace, steps=not drawn.reduced_at_step)
+        found = Paper(blueprint, fixed[Tier.DEVICE], again).run(plan, first, trace, steps=not blueprint.reduced_at_step)
         for at, pages in zip((*order, len(order)), found, strict=True):
             ticks[at] = max(ticks[at], pages)
     return Occupied(
         fixed={tier: size * page for tier, size in fixed.items()},
         device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
-        gradients_beside=_gradients_beside(drawn),
+        gradients_beside=_gradients_beside(blueprint),
         plan=paper.done(plan),
     )
 
@@ -80,15 +80,15 @@ def _order_of_first(trace: Trace) -> list[int]:
     return sorted(range(len(backward)), key=lambda at: (backward[at], backward[at] and trace.ticks[at].unit != 0))
 
 
-def _gradients_beside(drawn: Blueprint) -> int:
+def _gradients_beside(blueprint: Blueprint) -> int:
     """What waits in `.grad`: all of it until the step, or as much as may wait for updates behind the backward pass."""
     in_place: list[int] = []
-    for unit in range(len(drawn.units)):
-        flats = [flat for flat in drawn.layout.flats_of(unit) if drawn.traits[flat.index] is not None]
-        whole = [flat for flat in flats if drawn.route(flat).adds_up_in_grad]
+    for unit in range(len(blueprint.units)):
+        flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index] is not None]
+        whole = [flat for flat in flats if blueprint.route(flat).adds_up_in_grad]
         in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
     total = sum(in_place)
-    if drawn.placement.keeps_gradients or drawn.reduced_at_step:
+    if blueprint.placement.keeps_gradients or blueprint.reduced_at_step:
         return total
-    most = in_place[0] + max(drawn.gradient_room_bytes, 2 * max(in_place[1:], default=0))
+    most = in_place[0] + max(blueprint.gradient_room_bytes, 2 * max(in_place[1:], default=0))
     return min(total, most)

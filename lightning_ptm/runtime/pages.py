@@ -53,24 +53,24 @@ class Pages:
 
     def store(self, unit: int) -> UnitStore:
         """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
-        drawn = self._blueprint
-        by_name = {item.name: item.parameter for item in drawn.units[unit].parameters}
-        late = drawn.updates_late(unit, apart=self._allocator.backend.apart)
+        blueprint = self._blueprint
+        by_name = {item.name: item.parameter for item in blueprint.units[unit].parameters}
+        late = blueprint.updates_late(unit, apart=self._allocator.backend.apart)
         flats = []
-        for layout in drawn.layout.flats_of(unit):
-            dtype = drawn.dtypes[layout.index]
+        for layout in blueprint.layout.flats_of(unit):
+            dtype = blueprint.dtypes[layout.index]
             binding = FlatBinding(
                 layout,
                 [by_name[slot.spec.name] for slot in layout.slots],
                 dtype,
                 self._device,
-                is_copy=drawn.copies[layout.index]
+                is_copy=blueprint.copies[layout.index]
                 or layout.shared
-                or not drawn.placement.homes[unit].parameter.computes,
-                closes=drawn.copies[layout.index] or (late and layout.trainable),
+                or not blueprint.placement.homes[unit].parameter.computes,
+                closes=blueprint.copies[layout.index] or (late and layout.trainable),
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
-            communicator = self._communicators.along(drawn.holders.of_flat(layout).axes)
+            communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)
             flats.append(FlatStore(layout, binding, home, self._allocator, communicator))
         elsewhere = tuple(
             FlatBinding(
@@ -79,20 +79,20 @@ class Pages:
                 getattr(torch, layout.dtype),
                 self._device,
             )
-            for layout in drawn.layout.elsewhere.get(unit, ())
+            for layout in blueprint.layout.elsewhere.get(unit, ())
         )
-        return UnitStore(drawn.units[unit], tuple(flats), elsewhere, late)
+        return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats."""
-        drawn = self._blueprint
+        blueprint = self._blueprint
         updates = []
         for flat in store.flats:
-            traits = drawn.traits[flat.layout.index]
+            traits = blueprint.traits[flat.layout.index]
             if traits is None:
                 continue
             states = self._states(flat.layout, traits, flat.communicator.rank)
-            route, sharing = drawn.route(flat.layout), drawn.holders.of_flat(flat.layout)
+            route, sharing = blueprint.route(flat.layout), blueprint.holders.of_flat(flat.layout)
             gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout))
             updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
         return tuple(updates)

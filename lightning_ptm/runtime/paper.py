@@ -34,15 +34,15 @@ class Paper:
         again: of units that are in no plan, those whose layer is computed again in the backward.
     """
 
-    def __init__(self, drawn: Blueprint, fixed_pages: int, again: Collection[int] = ()) -> None:
+    def __init__(self, blueprint: Blueprint, fixed_pages: int, again: Collection[int] = ()) -> None:
         # Configuration.
-        self._drawn = drawn
-        self._layout = drawn.layout
-        self._room = max(0, drawn.pool_bytes[Tier.DEVICE] // drawn.layout.page_size - fixed_pages)
+        self._blueprint = blueprint
+        self._layout = blueprint.layout
+        self._room = max(0, blueprint.pool_bytes[Tier.DEVICE] // blueprint.layout.page_size - fixed_pages)
         self._again = again
-        self._by_need = frozenset(drawn.by_need)
-        self._layer_of = drawn.experts.layer_of if drawn.experts is not None else {}
-        self.fetching = Fetching(self, len(drawn.layout.units), drawn.by_need)
+        self._by_need = frozenset(blueprint.by_need)
+        self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
+        self.fetching = Fetching(self, len(blueprint.layout.units), blueprint.by_need)
         # State.
         self._ticks: tuple[Tick, ...] = ()
         self._trigger = 0
@@ -75,7 +75,7 @@ class Paper:
         """
         self._ticks = trace.ticks
         self._done.clear()
-        self.fetching.begin((plan, self._drawn.planned(planned or trace)), None, begins_again=False)
+        self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, begins_again=False)
         last = {unit: at for at, tick in enumerate(trace.ticks) if self._is_backward(at) for unit in tick.live}
         complete: dict[int, list[int]] = {}
         for unit in sorted(last, reverse=True):  # the root is the last
@@ -88,7 +88,7 @@ class Paper:
             self._trigger = at + 1
             for unit in complete.get(at, ()):
                 self.fetching.leases.let_go(unit)
-                if not self._drawn.reduced_at_step:
+                if not self._blueprint.reduced_at_step:
                     self._end_backward(unit)
             found.append(min(self._peak, self._room))
         self._begin(len(trace.ticks))
@@ -177,8 +177,8 @@ class Paper:
         """What was done in the last iteration: its plan and what follows gradients, and what was done for units that are in
         none, to the end."""
         places = [at for at, tick in enumerate(self._ticks) if tick.unit not in self._by_need]
-        planned = self._drawn.planned(Trace(self._ticks))
-        whole = plan.beside(gradient_tasks(self._layout, self._drawn.placement, planned))
+        planned = self._blueprint.planned(Trace(self._ticks))
+        whole = plan.beside(gradient_tasks(self._layout, self._blueprint.placement, planned))
         if not self._by_need:
             return whole
         for unit in sorted(self._by_need):
@@ -198,7 +198,7 @@ class Paper:
         layout, reduced = self._layout, self._layout.trainable_pages(unit)
         if not reduced:
             return
-        away = self._drawn.gradient_home(unit) is not Tier.DEVICE
+        away = self._blueprint.gradient_home(unit) is not Tier.DEVICE
         full, part = layout.full_gradient_pages(unit), reduced if layout.gathers(unit) else 0
         if layout.shared:
             pages = full + part + (reduced if self._passes(unit) else 0)
@@ -213,15 +213,15 @@ class Paper:
         if not part and away:
             self._leaving.append(unit)
         self._behind.append(unit)
-        if not self._drawn.outlive_backward and len(self._behind) > 1:
+        if not self._blueprint.outlive_backward and len(self._behind) > 1:
             self._update(self._behind.pop(0))
 
     def _update(self, unit: int) -> None:
         """A unit's reduction has ended, and its gradients go to the update: it is given up."""
-        drawn, layout = self._drawn, self._layout
+        blueprint, layout = self._blueprint, self._layout
         if layout.shared:
             waits = layout.trainable_pages(unit)
-            away = drawn.gradient_home(unit) is not Tier.DEVICE
+            away = blueprint.gradient_home(unit) is not Tier.DEVICE
             stays = waits if self._passes(unit) or (layout.gathers(unit) and away) else 0
             stays = min(stays, self._gradients.get(unit, 0))
             self._used -= self._gradients.get(unit, 0) - stays
@@ -232,13 +232,13 @@ class Paper:
         if unit in self._by_need:
             if layout.gathers(unit):
                 self._done.append(self._task(Operation.REDUCE, unit, Kind.GRADIENT))
-            if drawn.placement.homes[unit].gradient is not Tier.DEVICE:
+            if blueprint.placement.homes[unit].gradient is not Tier.DEVICE:
                 self._done.append(self._task(Operation.OFFLOAD, unit, Kind.GRADIENT))
             self._done.append(self._task(Operation.UPDATE, unit, Kind.MASTER))
 
     def _step(self) -> None:
         """What is reduced once a step is reduced now, and what was not updated behind the backward is."""
-        if self._drawn.reduced_at_step:
+        if self._blueprint.reduced_at_step:
             for unit in reversed(range(len(self._layout.units))):
                 self._end_backward(unit)
         for unit in self._behind:
@@ -246,8 +246,8 @@ class Paper:
 
     def _passes(self, unit: int) -> bool:
         """Whether gradients wait in pages that are taken when they come."""
-        flats = [flat for flat in self._layout.flats_of(unit) if self._drawn.traits[flat.index] is not None]
-        return any(self._drawn.route(flat).waits is Waits.PASSING for flat in flats)
+        flats = [flat for flat in self._layout.flats_of(unit) if self._blueprint.traits[flat.index] is not None]
+        return any(self._blueprint.route(flat).waits is Waits.PASSING for flat in flats)
 
     def _make_room(self, pages: int) -> None:
         """For gradients, as reduction.py does."""
@@ -280,7 +280,7 @@ class Paper:
         return self._layout.full_pages(unit) > 0 and (self._layout.gathers(unit) or self._away(unit))
 
     def _away(self, unit: int) -> bool:
-        return self._drawn.placement.homes[unit].parameter is not Tier.DEVICE
+        return self._blueprint.placement.homes[unit].parameter is not Tier.DEVICE
 
     def start_fetch(self, unit: int, *, agreed: bool) -> None:
         layout = self._layout

@@ -26,23 +26,23 @@ from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.terms import Tier
 
 
-def make_plan(drawn: Blueprint, mode: Mode, trace: Trace) -> Plan:
+def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:
     """The plan of one iteration, and the simulator's consent. Pure: ranks need not be there.
 
     Raises:
         CapacityError: more is live at once than the budgets hold.
     """
     try:
-        room = drawn.placement.gather_bytes - drawn.by_need_bytes
-        placement = dataclasses.replace(drawn.placement, gather_bytes=max(0, room))
-        plan = schedule(drawn.layout, placement, trace, drawn.budget)
+        room = blueprint.placement.gather_bytes - blueprint.by_need_bytes
+        placement = dataclasses.replace(blueprint.placement, gather_bytes=max(0, room))
+        plan = schedule(blueprint.layout, placement, trace, blueprint.budget)
     except CapacityError:
-        if not drawn.by_need:
+        if not blueprint.by_need:
             raise
         # Too little for both: what the plan keeps only to save a fetch gives way to what is needed now.
-        placement = drawn.placement
-        plan = schedule(drawn.layout, placement, trace, drawn.budget)
-    simulate(drawn.layout, placement, plan, trace, drawn.budget)
+        placement = blueprint.placement
+        plan = schedule(blueprint.layout, placement, trace, blueprint.budget)
+    simulate(blueprint.layout, placement, plan, trace, blueprint.budget)
     return plan
 
 

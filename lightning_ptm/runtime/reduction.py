@@ -7,6 +7,8 @@ I1: every reduction is agreed on by all ranks, in the same order; a rank without
 I2: what was left unreduced is reduced with the unit's next gradients, or at the latest when the step needs it.
 I3: a unit whose holders have all asked for its reduction gets no more gradients in this pass; for one that some only took
     part in, those may still come.
+I4: what ranks have added up over several passes is reduced as one sum for each, as DDP does it: while not all holders of such
+    a unit have come to its end in the last pass, its gradients stay where they are, and the step reduces them.
 """
 
 from __future__ import annotations
@@ -17,11 +19,17 @@ from functools import partial
 
 import torch
 
-from lightning_ptm.comm import Agreement, Request
+from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.terms import Operation
+
+_MISSING = 1
+"""Flag of a reduction: some parameter of the unit got no gradient here."""
+
+_LAST = 2
+"""Flag of a reduction: the step needs it, and no gradients come any more."""
 
 
 class Reduction:
@@ -44,12 +52,14 @@ class Reduction:
         self._give_units_up = give_units_up
 
         self._scattered: set[int] = set()
-        """Units of which some reduction of this step was not asked for by all their holders."""
+        """Units of which some reduction of this step was not asked for by all their holders, whether it was made or left."""
         self._may_postpone = any(flat.gradient.route.reduced_at_step for of_unit in flats for flat in of_unit)
         self._postponing = False
         self._postponed: list[int] = []
         """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks, but
         for experts."""
+        self._settling = False
+        """The step needs what is left: inside `collect_postponed`."""
         self._left: list[FlatUpdate] = []
         """Flats whose gradients were collected, and may hold device pages that they no longer need."""
 
@@ -80,7 +90,13 @@ class Reduction:
             self._left += flats
             return
         missing = not all(all(flat.gradient.here()) for flat in flats)
-        self._reduce(unit, self._agreement.request(Request(Operation.REDUCE, unit, int(missing))))
+        flag = _MISSING * missing | _LAST * self._settling
+        decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
+        if not self._left_to_the_step(decision):
+            self._reduce(decision)
+            return
+        for flat in flats:
+            flat.gradient.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """What is in a parameter's `.grad` is added to its pages now: what comes next is then added to both."""
@@ -100,12 +116,25 @@ class Reduction:
                 "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients wait to be reduced; end the "
                 "block before it"
             )
-        while self._postponed:
-            self.collect(self._postponed[0])
+        self._settling = True
+        try:
+            while self._postponed:
+                self.collect(self._postponed[0])
+        finally:
+            self._settling = False
 
     def take_part(self, decision: Decision) -> None:
         """Another rank reduces a unit whose backward has not ended here, or will not."""
-        self._reduce(decision.request.unit, decision)
+        if not self._left_to_the_step(decision):
+            self._reduce(decision)
+
+    def _left_to_the_step(self, decision: Decision) -> bool:
+        """Whether nobody reduces the unit now (I4). The same on all its holders."""
+        unit = decision.request.unit
+        if decision.unanimous or decision.flags & _LAST or unit not in self._postponed:
+            return False
+        self._scattered.add(unit)
+        return True
 
     def reclaim(self, wait: bool) -> bool:
         """Gives back device pages of gradients that have left (with `wait`: once they have); whether any came free."""
@@ -131,8 +160,9 @@ class Reduction:
         self._postponed = []
         self._scattered.clear()
 
-    def _reduce(self, unit: int, decision: Decision) -> None:
+    def _reduce(self, decision: Decision) -> None:
         """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
+        unit = decision.request.unit
         self._no_longer_postponed(unit)
         flats = self._flats[unit]
         if not flats:
@@ -140,7 +170,7 @@ class Reduction:
         present: list[list[bool]] | None = None
         if not decision.unanimous:
             self._scattered.add(unit)
-        if decision.flags or not decision.unanimous:
+        if decision.flags & _MISSING or not decision.unanimous:
             here = [each for flat in flats for each in flat.gradient.here()]
             most = max(flats, key=lambda flat: flat.store.layout.world_size)  # of parts, fewer ranks have each
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()

@@ -29,23 +29,23 @@ _TRANSIT_PAGES = 2
 """Values on their way to or from the disk have no less."""
 
 
-def take_stock(drawn: Blueprint) -> Inventory:
-    """All rows of a rank that follows `drawn`, whose own inventory is not asked."""
-    lock_free = drawn.lock_free
+def take_stock(blueprint: Blueprint) -> Inventory:
+    """All rows of a rank that follows `blueprint`, whose own inventory is not asked."""
+    lock_free = blueprint.lock_free
     rows = [
-        *_parameters(drawn),
+        *_parameters(blueprint),
         *(lock_free.gradients if lock_free is not None else ()),
-        *_states(drawn),
-        *_kept_gradients(drawn),
-        *_staging(drawn),
-        *(save_rows(drawn) if drawn.saves_behind else ()),
+        *_states(blueprint),
+        *_kept_gradients(blueprint),
+        *_staging(blueprint),
+        *(save_rows(blueprint) if blueprint.saves_behind else ()),
         *(lock_free.spares if lock_free is not None else ()),
-        *_later_gradients(drawn),
+        *_later_gradients(blueprint),
     ]
-    on_disk = any(size for tier, size in drawn.placement.at_home_bytes.items() if not tier.addressable)
-    transit = {drawn.ram: _transit_pages(drawn)} if on_disk else {}
-    counted = _counted_bytes(drawn, rows, transit)
-    return with_room(rows, drawn.layout.page_size, transit, _gathered_bytes(drawn), counted)
+    on_disk = any(size for tier, size in blueprint.placement.at_home_bytes.items() if not tier.addressable)
+    transit = {blueprint.ram: _transit_pages(blueprint)} if on_disk else {}
+    counted = _counted_bytes(blueprint, rows, transit)
+    return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
 
 
 class Flats(Protocol):
@@ -117,13 +117,13 @@ def _row(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object)
     return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]
 
 
-def _parameters(drawn: Blueprint) -> Iterator[Row]:
-    for flat in drawn.layout.flats:
+def _parameters(blueprint: Blueprint) -> Iterator[Row]:
+    for flat in blueprint.layout.flats:
         yield _row(
             What.PARAMETERS,
-            drawn.placement.homes[flat.unit].parameter,
+            blueprint.placement.homes[flat.unit].parameter,
             flat.shard_numel,
-            drawn.dtypes[flat.index],
+            blueprint.dtypes[flat.index],
             unit=flat.unit,
             flat=flat.index,
             name=f"flat {flat.index} parameters",
@@ -131,13 +131,13 @@ def _parameters(drawn: Blueprint) -> Iterator[Row]:
         )
 
 
-def _states(drawn: Blueprint) -> Iterator[Row]:
-    for flat in drawn.trained_flats():
-        for column in columns(drawn, flat.index):
+def _states(blueprint: Blueprint) -> Iterator[Row]:
+    for flat in blueprint.trained_flats():
+        for column in columns(blueprint, flat.index):
             if column.what in (What.MASTERS, What.STATES):
                 yield _row(
                     column.what,
-                    drawn.placement.homes[flat.unit].master,
+                    blueprint.placement.homes[flat.unit].master,
                     flat.shard_numel,
                     column.dtype,
                     unit=flat.unit,
@@ -155,9 +155,9 @@ _OF_GRADIENTS = {
 """What waits elsewhere has no pages of its own."""
 
 
-def gradient_row(drawn: Blueprint, flat: FlatLayout) -> Row:
+def gradient_row(blueprint: Blueprint, flat: FlatLayout) -> Row:
     """Pages of a flat's own gradient; what passes has its place among units in use, and no row in the table."""
-    route = drawn.route(flat)
+    route = blueprint.route(flat)
     if route.waits not in _OF_GRADIENTS:
         raise InternalError(f"the gradient of flat {flat.index} waits {route.waits.value}, and has no pages of its own")
     return _row(
@@ -173,27 +173,27 @@ def gradient_row(drawn: Blueprint, flat: FlatLayout) -> Row:
     )
 
 
-def _kept_gradients(drawn: Blueprint) -> Iterator[Row]:
+def _kept_gradients(blueprint: Blueprint) -> Iterator[Row]:
     """Those with homes for the whole run. What travels to lock-free updates has pages of no flat."""
-    for flat in drawn.trained_flats():
-        if drawn.route(flat).waits is Waits.KEPT:
-            yield gradient_row(drawn, flat)
+    for flat in blueprint.trained_flats():
+        if blueprint.route(flat).waits is Waits.KEPT:
+            yield gradient_row(blueprint, flat)
 
 
-def _later_gradients(drawn: Blueprint) -> Iterator[Row]:
+def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
     """Those that leave the device for the update: taken when the first comes, as units end in a backward pass, and kept."""
-    for flat in reversed(list(drawn.trained_flats())):
-        if drawn.route(flat).waits is Waits.FROM_FIRST:
-            yield gradient_row(drawn, flat)
+    for flat in reversed(list(blueprint.trained_flats())):
+        if blueprint.route(flat).waits is Waits.FROM_FIRST:
+            yield gradient_row(blueprint, flat)
 
 
-def _staging(drawn: Blueprint) -> Iterator[Row]:
+def _staging(blueprint: Blueprint) -> Iterator[Row]:
     """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
     most: Counter[tuple[Tier, torch.dtype]] = Counter()
-    for flat in drawn.trained_flats():
-        most |= _staged(drawn, flat)
+    for flat in blueprint.trained_flats():
+        most |= _staged(blueprint, flat)
     for (tier, dtype), count in most.items():
-        yield _staging_row(tier, dtype, count * drawn.staging_chunks, drawn.layout.page_size)
+        yield _staging_row(tier, dtype, count * blueprint.staging_chunks, blueprint.layout.page_size)
 
 
 def _staging_row(tier: Tier, dtype: torch.dtype, count: int, page_size: int) -> Row:
@@ -201,28 +201,28 @@ def _staging_row(tier: Tier, dtype: torch.dtype, count: int, page_size: int) -> 
     return _row(What.STAGING, tier, chunk_numel(page_size), dtype, count=count, name=name, shares_pages=True)
 
 
-def _staged(drawn: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch.dtype]]:
+def _staged(blueprint: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch.dtype]]:
     """Foretells `update.job.Progress.staged`, which is the rule by which a run goes: the updater takes no buffer that it does
     not need, and a test looks whether it takes more than these."""
-    homes, kept = drawn.placement.homes[flat.unit], columns(drawn, flat.index)
+    homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
     tiers = {
         What.MASTERS: homes.master,
         What.STATES: homes.master,
         What.PARAMETERS: homes.parameter,
         # A travelling one is in RAM, where it is used.
-        What.GRADIENTS: drawn.route(flat).own_pages,
+        What.GRADIENTS: blueprint.route(flat).own_pages,
     }
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
-    place = arithmetic_tier(homes.parameter if stateless else homes.master, drawn.placement.staging_tier)
+    place = arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
     return Counter((place, column.dtype) for column in kept if tiers[column.what] not in (None, place))
 
 
-def save_rows(drawn: Blueprint) -> Iterator[Row]:
+def save_rows(blueprint: Blueprint) -> Iterator[Row]:
     """Buffers through which a save brings what is on disk into memory: for the whole run where saves go on behind training,
     else while one is made."""
     longest: dict[torch.dtype, int] = {}
-    for flat in drawn.layout.flats:
-        homes, kept = drawn.placement.homes[flat.unit], columns(drawn, flat.index)
+    for flat in blueprint.layout.flats:
+        homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
         tiers = {What.MASTERS: homes.master, What.STATES: homes.master, What.PARAMETERS: homes.parameter}
         if any(column.what is What.MASTERS for column in kept):
             del tiers[What.PARAMETERS]  # a rounded copy
@@ -230,79 +230,79 @@ def save_rows(drawn: Blueprint) -> Iterator[Row]:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
                 longest[column.dtype] = max(longest.get(column.dtype, 0), flat.shard_numel)
     for dtype, numel in longest.items():
-        least = min(chunk_numel(drawn.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
-        yield _row(What.SAVES, drawn.ram, least, dtype, count=BUFFERS, name="values in transit")
+        least = min(chunk_numel(blueprint.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
+        yield _row(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")
 
 
-def _transit_pages(drawn: Blueprint) -> int:
+def _transit_pages(blueprint: Blueprint) -> int:
     """For what `pieces.Buffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
     there all the time."""
-    return max(_TRANSIT_PAGES, 0 if drawn.saves_behind else sum(1 for _ in save_rows(drawn)))
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_behind else sum(1 for _ in save_rows(blueprint)))
 
 
-def _gathered_bytes(drawn: Blueprint) -> int:
+def _gathered_bytes(blueprint: Blueprint) -> int:
     """Of the device, for gathered and fetched units and passing gradients."""
-    placement, layout = drawn.placement, drawn.layout
+    placement, layout = blueprint.placement, blueprint.layout
     # Gradients that stay in `.grad` are memory of torch's own: the pool makes room for them by being smaller. What the
     # plan keeps only to save a fetch may then find no room, and is fetched again.
-    outside = _outside_bytes(drawn)
+    outside = _outside_bytes(blueprint)
     least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
 
 
-def _counted_bytes(drawn: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
+def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
     """What the placement has counted for homes, each with what it costs at most in whatever order they share pages; and what
     is beside them."""
-    placement, page = drawn.placement, drawn.layout.page_size
+    placement, page = blueprint.placement, blueprint.layout.page_size
 
     def whole(size: int) -> int:
         return -(-size // page) * page
 
     counted = {tier: whole(size) for tier, size in placement.at_home_bytes.items()}
-    on_device = placement.at_home_bytes[Tier.DEVICE] - _in_place_home_bytes(drawn)
-    counted[Tier.DEVICE] = whole(on_device) + whole(_gathered_bytes(drawn))
+    on_device = placement.at_home_bytes[Tier.DEVICE] - _in_place_home_bytes(blueprint)
+    counted[Tier.DEVICE] = whole(on_device) + whole(_gathered_bytes(blueprint))
     if placement.streams:
-        counted[drawn.ram] += whole(placement.staging_bytes)
+        counted[blueprint.ram] += whole(placement.staging_bytes)
     for tier, pages in transit.items():
         counted[tier] += pages * page
-    for flat in drawn.trained_flats():
+    for flat in blueprint.trained_flats():
         homes = placement.homes[flat.unit]
-        if not drawn.unified and homes.gradient.computes and not homes.master.computes:
-            counted[drawn.ram] += max(whole(flat.gradient_bytes), page)
-    travel = drawn.lock_free.gradients if drawn.lock_free is not None else ()
+        if not blueprint.unified and homes.gradient.computes and not homes.master.computes:
+            counted[blueprint.ram] += max(whole(flat.gradient_bytes), page)
+    travel = blueprint.lock_free.gradients if blueprint.lock_free is not None else ()
     beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
-    counted[drawn.ram] += pages_of((*travel, *beside), page) * page
-    if drawn.lock_free is not None:  # their homes were counted one by one
-        counted[drawn.ram] -= sum(
-            flat.gradient_bytes for flat in drawn.trained_flats() if drawn.route(flat).waits is Waits.TRAVELLING
+    counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
+    if blueprint.lock_free is not None:  # their homes were counted one by one
+        counted[blueprint.ram] -= sum(
+            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.TRAVELLING
         )
     return counted
 
 
-def _in_place_home_bytes(drawn: Blueprint) -> int:
+def _in_place_home_bytes(blueprint: Blueprint) -> int:
     """Home bytes that the placement has set off for kept gradients which will stay in `.grad`."""
-    if not drawn.placement.keeps_gradients:
+    if not blueprint.placement.keeps_gradients:
         return 0
-    page = drawn.layout.page_size
+    page = blueprint.layout.page_size
     return sum(
         flat.shard_bytes // page * page
-        for flat in drawn.layout.flats
+        for flat in blueprint.layout.flats
         if flat.trainable
-        and drawn.placement.homes[flat.unit].gradient.computes
-        and not drawn.layout.shared
+        and blueprint.placement.homes[flat.unit].gradient.computes
+        and not blueprint.layout.shared
         and not flat.sums_gradients
     )
 
 
-def _outside_bytes(drawn: Blueprint) -> int:
+def _outside_bytes(blueprint: Blueprint) -> int:
     """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
-    if drawn.layout.shared or drawn.placement.keeps_gradients:
+    if blueprint.layout.shared or blueprint.placement.keeps_gradients:
         return 0
     per_unit = [
-        sum(flat.padded_bytes for flat in drawn.layout.flats_of(unit) if flat.trainable)
-        if drawn.gradient_home(unit).computes
+        sum(flat.padded_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
+        if blueprint.gradient_home(unit).computes
         else 0
-        for unit in range(len(drawn.units))
+        for unit in range(len(blueprint.units))
     ]
     return per_unit[0] + 2 * max(per_unit[1:], default=0)
 

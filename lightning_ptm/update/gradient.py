@@ -137,22 +137,12 @@ class ParameterGradients:
     """The parameters' own gradients, when one rank holds the flat whole (world size 1): no shard is made.
 
     Args:
-        gradients: for each parameter of the flat, in order, its `.grad` (any shape, elements in the order of the flat) or
-            None. A gradient that is not contiguous is copied here, once.
-
-    Raises:
-        UsageError: a gradient is sparse.
+        gradients: for each parameter of the flat, in order, its dense `.grad` (any shape, elements in the order of the flat)
+            or None. A gradient that is not contiguous is copied here, once.
     """
 
     def __init__(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        self._flat: list[torch.Tensor | None] = []
-        for index, gradient in enumerate(gradients):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"parameter {index} of the flat has a {gradient.layout} gradient; pages hold dense gradients: "
-                    "use sparse=False in its embedding"
-                )
-            self._flat.append(gradient.detach().reshape(-1) if gradient is not None else None)
+        self._flat = [None if gradient is None else gradient.detach().reshape(-1) for gradient in gradients]
         self._versions: list[int] | None = None
 
     def watch(self) -> None:

@@ -48,5 +48,5 @@ def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pyt
     assert seen.issued == on_paper(seen)
     # Everything computes where it is at home.
     assert {each.operation for each in seen.issued} == {Operation.COMPUTE}
-    assert len(seen.issued) == 4 * len(seen.drawn.trace.ticks)
+    assert len(seen.issued) == 4 * len(seen.blueprint.trace.ticks)
     del sys.modules["predictions"]

@@ -142,7 +142,7 @@ def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any],
         "trace",
     ):
         assert getattr(planned, name) == getattr(real, name), name
-    plans = [make_plan(drawn, Mode.TRAIN, drawn.trace) for drawn in (planned, real)]
+    plans = [make_plan(blueprint, Mode.TRAIN, blueprint.trace) for blueprint in (planned, real)]
     assert plans[0] == plans[1]
 
 

@@ -85,13 +85,13 @@ def moved(found: Prediction, link: Link) -> int:
 
 def test_a_rank_holds_its_part_of_the_experts_and_its_share_of_the_rest(tmp_path: Path) -> None:
     whole, _ = planned(tmp_path, {"expert_parallel_size": 1})
-    found, drawn = planned(tmp_path)
+    found, blueprint = planned(tmp_path)
     assert found.numel == whole.numel and found.ranks == 8
-    held = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
+    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
     assert len(held) == 2 * EXPERTS // 4
     # Two ranks hold each of them, and half of its bytes.
     of_experts = len(held) * EXPERT_NUMEL * 2 // 2
-    assert sum(flat.shard_bytes for unit in held for flat in drawn.layout.flats_of(unit)) == of_experts
+    assert sum(flat.shard_bytes for unit in held for flat in blueprint.layout.flats_of(unit)) == of_experts
     assert sum(found.homes["parameter"].values()) == pytest.approx(sum(whole.homes["parameter"].values()), rel=0.05)
     # Instead of every expert, a rank gathers and reduces its own, with one other.
     undivided = 2 * EXPERTS * EXPERT_NUMEL * 2 * 7 / 8
@@ -134,30 +134,32 @@ def tasks_of(plan: Plan, unit: int) -> list[Operation]:
     return [task.operation for task in plan.tasks if task.unit == unit and task.kind is not Kind.PARAMETER]
 
 
-def replayed(found: Prediction, drawn: Blueprint) -> Plan:
-    return occupied(drawn, found.plan, drawn.trace).plan
+def replayed(found: Prediction, blueprint: Blueprint) -> Plan:
+    return occupied(blueprint, found.plan, blueprint.trace).plan
 
 
 def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_path: Path) -> None:
     away = {"parameter_home": "host", "master_home": "host", "device_memory": "32MiB"}
-    found, drawn = planned(tmp_path, away | {"expert_parallel_size": 8})
-    assert all(tick.unit not in drawn.by_need for tick in drawn.planned(drawn.trace).ticks)
+    found, blueprint = planned(tmp_path, away | {"expert_parallel_size": 8})
+    assert all(tick.unit not in blueprint.by_need for tick in blueprint.planned(blueprint.trace).ticks)
     order = [Operation.FETCH, Operation.COMPUTE, Operation.COMPUTE]
     end = [Operation.RELEASE, Operation.OFFLOAD, Operation.UPDATE]
-    held = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
-    plan = replayed(found, drawn)
-    assert plan.tick_count == len(drawn.trace.ticks)
+    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
+    plan = replayed(found, blueprint)
+    assert plan.tick_count == len(blueprint.trace.ticks)
     for unit in held:
         assert sorted(tasks_of(plan, unit), key=str) == sorted(order + end, key=str)
     # What the run makes of a device that holds few: fetched again for the backward.
-    narrow, drawn = planned(tmp_path, away | {"expert_parallel_size": 2, "device_memory": "1MiB"}, nodes=1)
-    plan = replayed(narrow, drawn)
+    narrow, blueprint = planned(tmp_path, away | {"expert_parallel_size": 2, "device_memory": "1MiB"}, nodes=1)
+    plan = replayed(narrow, blueprint)
     again = [
-        tasks_of(plan, unit).count(Operation.GATHER) for unit in drawn.by_need if unit not in drawn.layout.elsewhere
+        tasks_of(plan, unit).count(Operation.GATHER)
+        for unit in blueprint.by_need
+        if unit not in blueprint.layout.elsewhere
     ]
     assert 2 in again
     assert max(narrow.page_ticks) <= 1 << 20
-    backward = [tick.phase for tick in drawn.trace.ticks].index(Phase.BACKWARD)
+    backward = [tick.phase for tick in blueprint.trace.ticks].index(Phase.BACKWARD)
     assert any(task.operation is Operation.RELEASE and task.trigger < backward for task in plan.tasks)
 
 

@@ -55,18 +55,6 @@ def test_stretches_do_not_touch_and_are_not_empty(box: Box) -> None:
     assert all(a.whole_start + a.numel < b.whole_start for a, b in pairwise(found))
 
 
-@given(boxes(), st.data())
-def test_a_range_of_the_whole_has_the_parts_elements_in_it(box: Box, data: st.DataObject) -> None:
-    total = math.prod(box.shape)
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-    part = part_of(box, numbered(box)).reshape(-1).tolist()
-    found = [
-        (each.start + at, each.whole_start + at) for each in box.within(start, stop - start) for at in range(each.numel)
-    ]
-    assert found == [(place, element) for place, element in enumerate(part) if start <= element < stop]
-
-
 @given(boxes())
 def test_a_part_is_a_column_of_the_table_of_runs(box: Box) -> None:
     whole = numbered(box)

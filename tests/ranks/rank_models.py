@@ -91,6 +91,13 @@ class MomentumTower(Tower):
     optimizer_options: ClassVar[dict[str, Any]] = {"lr": 0.1, "momentum": 0.9}
 
 
+class SkipsAnother(Tower):
+    """Each rank leaves out another block; the first one all have, and rank 0 comes to its end in the backward earlier."""
+
+    def order(self, rank: int, step: int) -> Iterable[int]:
+        return (0, 1 + rank % 2)
+
+
 class Uneven(Tower):
     """Sizes that divide by nothing, a parameter of one element and a scalar."""
 

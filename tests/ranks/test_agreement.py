@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, Request, Teams
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, NeededCollective, Teams
 from lightning_ptm.comm.agreement import Decision, Met, Row, Stuck, choose
 from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
@@ -25,18 +25,23 @@ PATIENCE_S = 20.0
 
 
 def test_all_ask_for_the_same() -> None:
-    rows = [Request(GATHER, 3, 1).row(), Request(GATHER, 3, 2).row()]
-    assert choose(rows) == Decision(Request(GATHER, 3, 3), unanimous=True, flags=3)
+    rows = [NeededCollective(GATHER, 3, 1).row(), NeededCollective(GATHER, 3, 2).row()]
+    assert choose(rows) == Decision(NeededCollective(GATHER, 3, 3), unanimous=True, flags=3)
 
 
 def test_a_gather_goes_before_a_reduce() -> None:
-    rows = [Request(REDUCE, 0, 1).row(), Boundary(9).row(), Request(GATHER, 5).row()]
-    assert choose(rows) == Decision(Request(GATHER, 5, 0), unanimous=False, flags=0)
+    rows = [NeededCollective(REDUCE, 0, 1).row(), Boundary(9).row(), NeededCollective(GATHER, 5).row()]
+    assert choose(rows) == Decision(NeededCollective(GATHER, 5, 0), unanimous=False, flags=0)
 
 
 def test_the_lowest_rank_goes_first() -> None:
-    rows = [Boundary(1).row(), Request(REDUCE, 7).row(), Request(REDUCE, 2, 1).row(), Request(REDUCE, 7, 1).row()]
-    assert choose(rows) == Decision(Request(REDUCE, 7, 1), unanimous=False, flags=1)
+    rows = [
+        Boundary(1).row(),
+        NeededCollective(REDUCE, 7).row(),
+        NeededCollective(REDUCE, 2, 1).row(),
+        NeededCollective(REDUCE, 7, 1).row(),
+    ]
+    assert choose(rows) == Decision(NeededCollective(REDUCE, 7, 1), unanimous=False, flags=1)
 
 
 def test_nobody_asks() -> None:
@@ -47,17 +52,24 @@ TWO_GROUPS = Teams(groups=((0, 1), (2, 3)), holders={5: (0, 2), 6: (1, 3)})
 
 
 def test_who_holds_a_unit_is_unanimous_without_the_others() -> None:
-    rows = [Request(REDUCE, 5).row(), Meeting(1, 1).row(), Request(REDUCE, 5).row(), Request(REDUCE, 6).row()]
-    assert choose(rows, TWO_GROUPS) == Decision(Request(REDUCE, 5), unanimous=True, flags=0)
-    rows[2] = Request(REDUCE, 6).row()
-    assert choose(rows, TWO_GROUPS) == Decision(Request(REDUCE, 5), unanimous=False, flags=0)
+    rows = [
+        NeededCollective(REDUCE, 5).row(),
+        Meeting(1, 1).row(),
+        NeededCollective(REDUCE, 5).row(),
+        NeededCollective(REDUCE, 6).row(),
+    ]
+    assert choose(rows, TWO_GROUPS) == Decision(NeededCollective(REDUCE, 5), unanimous=True, flags=0)
+    rows[2] = NeededCollective(REDUCE, 6).row()
+    assert choose(rows, TWO_GROUPS) == Decision(NeededCollective(REDUCE, 5), unanimous=False, flags=0)
 
 
 def test_a_group_meets_when_it_is_complete() -> None:
     met, early = Meeting(1, 7).row(), Meeting(0, 6).row()
-    assert choose([met, met, early, Request(REDUCE, 6).row()], TWO_GROUPS) == Met(frozenset({0, 1}))
+    assert choose([met, met, early, NeededCollective(REDUCE, 6).row()], TWO_GROUPS) == Met(frozenset({0, 1}))
     assert choose([met, met, met, met], TWO_GROUPS) == Met(frozenset(range(4)))
-    assert choose([met, met, early, Request(GATHER, 6).row()], TWO_GROUPS) == Decision(Request(GATHER, 6), False, 0)
+    assert choose([met, met, early, NeededCollective(GATHER, 6).row()], TWO_GROUPS) == Decision(
+        NeededCollective(GATHER, 6), False, 0
+    )
 
 
 @pytest.mark.parametrize("other", [Boundary(3).row(), Meeting(1, 8).row(), Meeting(2, 7).row()])
@@ -70,11 +82,13 @@ PAIR, OTHERS, ALL = Gathering(1, 2).row(), Gathering(2, 2).row(), Gathering(3, 4
 
 
 def test_ranks_gather_when_all_of_them_are_there() -> None:
-    early, end, gather = Boundary(3).row(), Boundary(TOGETHER, 8).row(), Request(GATHER, 5).row()
+    early, end, gather = Boundary(3).row(), Boundary(TOGETHER, 8).row(), NeededCollective(GATHER, 5).row()
     assert choose([PAIR, OTHERS, PAIR, OTHERS]) == Met(frozenset(range(4)))
-    assert choose([PAIR, early, PAIR, Request(REDUCE, 5).row()]) == Met(frozenset({0, 2}))
-    assert choose([PAIR, end, PAIR, gather]) == Decision(Request(GATHER, 5, 0), unanimous=False, flags=0)
-    assert choose([ALL, ALL, ALL, Request(REDUCE, 5).row()]) == Decision(Request(REDUCE, 5, 0), False, 0)
+    assert choose([PAIR, early, PAIR, NeededCollective(REDUCE, 5).row()]) == Met(frozenset({0, 2}))
+    assert choose([PAIR, end, PAIR, gather]) == Decision(NeededCollective(GATHER, 5, 0), unanimous=False, flags=0)
+    assert choose([ALL, ALL, ALL, NeededCollective(REDUCE, 5).row()]) == Decision(
+        NeededCollective(REDUCE, 5, 0), False, 0
+    )
     assert choose([ALL, ALL, ALL, ALL]) == Met(frozenset(range(4)))
 
 
@@ -90,7 +104,7 @@ def test_nobody_could_go_on(other: Row) -> None:
 
 rows_of_ranks = st.lists(
     st.one_of(
-        st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1)),
+        st.builds(NeededCollective, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1)),
         st.builds(Boundary, st.integers(0, 3), st.integers(0, 1)),
     ).map(lambda proposal: proposal.row()),
     min_size=1,
@@ -110,7 +124,7 @@ def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
     assert same
     assert decision.unanimous == (len(same) == len(rows))
     assert bool(decision.flags) == any(row[2] for row in same)
-    if any(row[0] == Request(GATHER, 0).row()[0] for row in rows):
+    if any(row[0] == NeededCollective(GATHER, 0).row()[0] for row in rows):
         assert decision.request.operation is GATHER
 
 
@@ -121,7 +135,7 @@ def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
 class Micro:
     """What one rank asks for in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
 
-    requests: tuple[Request | Meeting | Gathering, ...]
+    requests: tuple[NeededCollective | Meeting | Gathering, ...]
     skips: bool
     flag: int
 
@@ -160,7 +174,7 @@ class Rank:
 
     def __init__(self, rank: int, script: Sequence[Micro], table: Table, teams: Teams) -> None:
         self.events: list[Event] = []
-        self.granted: list[Request | Meeting | Gathering] = []
+        self.granted: list[NeededCollective | Meeting | Gathering] = []
         self.flags: list[int] = []
         self.error: BaseException | None = None
         self._script = script
@@ -211,7 +225,7 @@ def run_scripts(scripts: Sequence[Sequence[Micro]], teams: Teams = NOBODY_MEETS)
     return ranks
 
 
-requests = st.builds(Request, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1))
+requests = st.builds(NeededCollective, st.sampled_from([GATHER, REDUCE]), st.integers(0, 3), st.integers(0, 1))
 micros = st.builds(Micro, st.lists(requests, max_size=5).map(tuple), st.booleans(), st.integers(0, 3))
 
 
@@ -254,7 +268,7 @@ def scripts_with_meetings(draw: st.DrawFn) -> list[list[Micro]]:
         for _ in range(iterations):
             meetings = draw(st.integers(0, 3))
             for rank in group:
-                steps: list[Request | Meeting | Gathering] = []
+                steps: list[NeededCollective | Meeting | Gathering] = []
                 for meeting in range(meetings):
                     steps += draw(st.lists(requests, max_size=2))
                     steps.append(Meeting(meeting % 2, number + meeting))
@@ -279,7 +293,7 @@ def scripts_with_gatherings(draw: st.DrawFn) -> list[list[Micro]]:
     ranks, scripts = draw(st.integers(2, 4)), []
     members = st.sets(st.integers(0, ranks - 1), min_size=2).map(sorted)
     for _ in range(draw(st.integers(1, 2))):
-        steps: list[list[Request | Meeting | Gathering]] = [[] for _ in range(ranks)]
+        steps: list[list[NeededCollective | Meeting | Gathering]] = [[] for _ in range(ranks)]
         for group in draw(st.lists(members, max_size=5)):
             for rank in group:
                 steps[rank] += draw(st.lists(requests, max_size=2))
@@ -349,13 +363,24 @@ def test_what_one_rank_gives_up_all_give_up() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_with_the_same_script_are_unanimous(world_size: int) -> None:
-    script = [Micro((Request(GATHER, 1), Request(GATHER, 2), Request(REDUCE, 2), Request(REDUCE, 1)), False, 0)] * 2
+    script = [
+        Micro(
+            (
+                NeededCollective(GATHER, 1),
+                NeededCollective(GATHER, 2),
+                NeededCollective(REDUCE, 2),
+                NeededCollective(REDUCE, 1),
+            ),
+            False,
+            0,
+        )
+    ] * 2
     for rank in run_scripts([script] * world_size):
         assert all(event.own and event.unanimous for event in rank.events)
 
 
 def test_a_rank_that_skips_waits_at_the_next_boundary() -> None:
-    busy = [Micro((Request(GATHER, 1), Request(REDUCE, 1)), False, 0), Micro((), False, 0)]
+    busy = [Micro((NeededCollective(GATHER, 1), NeededCollective(REDUCE, 1)), False, 0), Micro((), False, 0)]
     idle = [Micro((), True, 0), Micro((), True, 0)]
     ranks = run_scripts([busy, idle])
     assert [event.what for event in ranks[1].events] == ["iteration 0", "gather 1 0", "reduce 1 0", "iteration 1"]

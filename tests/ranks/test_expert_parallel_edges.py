@@ -90,11 +90,11 @@ class Fill(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         engine = trainer.strategy.engine
-        drawn, executor = engine.blueprint, engine.executor
-        shared = next(unit.index for unit in drawn.units if unit.name == "dense")
+        blueprint, executor = engine.blueprint, engine.executor
+        shared = next(unit.index for unit in blueprint.units if unit.name == "dense")
         store = engine.stores[shared]
         executor.release_all()
-        experts = [unit for unit in drawn.by_need if unit not in drawn.layout.elsewhere]
+        experts = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
         if trainer.global_rank == 1:
             for unit in experts:
                 executor.require(unit)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_harness import run_ranks
-from rank_models import MomentumTower, Tower, Uneven
+from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
 from rank_training import (
     BATCH,
     TIERS,
@@ -79,7 +79,7 @@ def test_accumulation(world_size: int, precision: str, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("build", [Tower, Uneven])
+@pytest.mark.parametrize("build", [Tower, Uneven, SkipsAnother])
 def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, disk: Path) -> None:
     training = Training(build, precision, batches=6, accumulate=3, reduce_once=True)
     ours = outcomes(training, 2, disk, reduce_gradients="each_step")["ram"]

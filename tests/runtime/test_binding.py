@@ -142,6 +142,26 @@ def test_what_is_replaced_is_told_and_follows_edits() -> None:
         copies.replaced()
 
 
+def test_other_memory_of_a_released_parameter_is_told_with_what_to_do() -> None:
+    binding = made(is_copy=True)
+    binding.bind(full())
+    binding.unbind()
+    with torch.no_grad():
+        binding.parameters[0].set_(torch.zeros(3, 5))
+    told = r"p0 was given other memory \(Tensor.set_, .* while its values were in pages elsewhere.* copy values into it"
+    for ask in (binding.check, binding.replaced, lambda: binding.lend([torch.zeros(shape) for shape in SHAPES])):
+        with pytest.raises(UsageError, match=told):
+            ask()
+
+
+def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
+    binding = made()
+    sparse = torch.ones(4, 2).to_sparse()
+    told = r"the gradient of p3 is sparse \(sparse_coo\), and pages hold dense gradients; use sparse=False"
+    with pytest.raises(UsageError, match=told):
+        binding.in_orders([None, None, None, sparse])
+
+
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_writes_into_copies_are_found(is_copy: bool) -> None:
     binding = made(is_copy=is_copy)
@@ -151,7 +171,9 @@ def test_writes_into_copies_are_found(is_copy: bool) -> None:
     if not is_copy:
         binding.check()
         return
-    with pytest.raises(UsageError, match="p2"):
+    with pytest.raises(
+        UsageError, match=r"p2 was written to.* \(Embedding and EmbeddingBag with max_norm\), leave that out"
+    ):
         binding.check()
     assert binding.written == "p2"
     later = made(is_copy=True)

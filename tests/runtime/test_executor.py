@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_parts import Model, Parts, parts
 
-from lightning_ptm.comm import Request
+from lightning_ptm.comm import NeededCollective
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
@@ -40,7 +40,7 @@ class Run:
         """Gradients on the device, which `reclaim` gives back one by one."""
         self.traced: list[tuple[Mode, Trace]] = []
         self.made: Plan | None = None
-        self.agreed: list[Request] = []
+        self.agreed: list[NeededCollective] = []
         agreement: Any = self if made.communicator.world_size > 1 else None
         tracer = Tracer(made.units, lambda: 0, CpuBackend())
         self.executor = Executor(
@@ -57,7 +57,7 @@ class Run:
             by_need,
         )
 
-    def request(self, request: Request) -> None:
+    def request(self, request: NeededCollective) -> None:
         assert self.executor.used(request.unit)  # its pages are not given up while other ranks come
         self.agreed.append(request)
 
@@ -144,7 +144,7 @@ def test_a_plan_of_several_ranks_fetches_shards_and_agrees_on_gathers() -> None:
         assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "evict 1", "fetch 2"]]
         it.executor.end()
         assert it.parts.device_pages_free == 6
-        assert it.agreed == [Request(Operation.GATHER, 1), Request(Operation.GATHER, 2)]  # I2
+        assert it.agreed == [NeededCollective(Operation.GATHER, 1), NeededCollective(Operation.GATHER, 2)]  # I2
         assert it.parts.communicator.issued == ["gather 0", "gather 1"]
 
 
@@ -480,7 +480,7 @@ def test_taking_part_keeps_what_there_is_room_for(
         it.executor.take_part(1)
         assert it.parts.communicator.issued == ["gather 0"]
         assert (1 in it.finished, it.parts.stores[1].fetched) == (True, kept)
-        assert Request(Operation.GATHER, 1) not in it.agreed  # the others have, already
+        assert NeededCollective(Operation.GATHER, 1) not in it.agreed  # the others have, already
         if kept:
             it.executor.require(1)
             assert it.parts.communicator.issued == ["gather 0"]

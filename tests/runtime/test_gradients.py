@@ -141,6 +141,16 @@ def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_sparse_gradient_is_refused_by_its_parameters_name(disk: Path, place: str) -> None:
+    with one(place, disk) as it:
+        it.weight.grad = torch.ones(it.weight.shape).to_sparse()
+        with pytest.raises(UsageError, match=r"the gradient of weight is sparse .* use sparse=False in its embedding"):
+            it.gradient.collect()
+            it.gradient.source()
+        it.gradient.clear()
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_cleared_gradients_are_gone_and_the_next_ones_start_anew(disk: Path, place: str) -> None:
     with one(place, disk) as it:
         it.backward(1.0, 2.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_parts import NUMEL, Model, Parts, parts
 
-from lightning_ptm.comm import Request
+from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.gradients import FlatGradient
@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, made: Parts, home: Tier, absent: tuple[int, ...] = (), reduced_at_step: bool = False) -> None:
         self.parts = made
-        self.requests: list[Request] = []
+        self.requests: list[NeededCollective] = []
         self.answers: list[tuple[bool, int]] = []
         """(unanimous, flags of the other rank) of the next requests; without, all ranks ask alike."""
         self.given_up = 0
@@ -51,7 +51,7 @@ class Run:
         agreement: Any = self if several else None
         self.reduction = Reduction(self.flats, agreement, self.give_up)
 
-    def request(self, request: Request) -> Decision:
+    def request(self, request: NeededCollective) -> Decision:
         self.requests.append(request)
         unanimous, flags = self.answers.pop(0) if self.answers else (True, 0)
         return Decision(request, unanimous, flags | request.flag)
@@ -87,8 +87,8 @@ def of_two(pages: int = 12, absent: tuple[int, ...] = (), *, reduced_at_step: bo
         yield Run(made, Tier.HOST, absent, reduced_at_step)
 
 
-def asks(*units: int, missing: bool = False) -> list[Request]:
-    return [Request(Operation.REDUCE, unit, int(missing)) for unit in units]
+def asks(*units: int, missing: bool = False, last: bool = False) -> list[NeededCollective]:
+    return [NeededCollective(Operation.REDUCE, unit, missing + 2 * last) for unit in units]
 
 
 def test_alone_a_unit_is_collected_when_its_backward_ends() -> None:
@@ -171,10 +171,10 @@ def test_postponed_gradients_are_reduced_once_last_unit_first() -> None:
         assert it.requests == [] and it.in_grad(1) and it.in_grad(2)
         it.backward(1, 3.0)
         it.reduction.collect_postponed()
-        assert it.requests == asks(2, 1) and it.parts.communicator.issued == ["reduce 1", "reduce 0"]
+        assert it.requests == asks(2, 1, last=True) and it.parts.communicator.issued == ["reduce 1", "reduce 0"]
         assert (it.values(1), it.values(2)) == ([2.0], [0.5])
         it.reduction.collect_postponed()
-        assert it.requests == asks(2, 1)
+        assert it.requests == asks(2, 1, last=True)
 
 
 def test_what_each_pass_reduces_is_not_postponed() -> None:
@@ -194,7 +194,27 @@ def test_the_units_next_gradients_take_postponed_ones_along() -> None:
         it.reduction.collect(1)
         assert it.values(1) == [2.0]
         it.reduction.collect_postponed()
-        assert it.requests == [*asks(1), *asks(2, missing=True)]  # I2
+        assert it.requests == [*asks(1), *asks(2, missing=True, last=True)]  # I2
+
+
+def test_what_was_added_up_is_one_sum_where_ranks_do_not_end_a_unit_together() -> None:
+    with of_two(reduced_at_step=True) as it:
+        with it.reduction.postponed():
+            it.backward(1, 4.0)
+            it.reduction.collect(1)
+        it.reduction.take_part(Decision(asks(1)[0], unanimous=False, flags=0))  # the other one ends it first
+        it.backward(1, 2.0)
+        it.answers = [(False, 0)]
+        it.reduction.collect(1)
+        assert it.in_grad(1) and it.parts.communicator.issued == [] and not it.reduction.complete(1)  # I4
+        it.parts.communicator.their_values = torch.tensor([1, 1])
+        it.reduction.take_part(
+            Decision(asks(1, last=True)[0], unanimous=False, flags=2)
+        )  # its list begins with another
+        assert not it.in_grad(1) and it.values(1) == [3.0]
+        it.requests.clear()
+        it.reduction.collect_postponed()
+        assert it.requests == asks(2, missing=True, last=True)
 
 
 def test_a_failed_iteration_has_nothing_to_reduce() -> None:

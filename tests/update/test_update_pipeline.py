@@ -480,14 +480,6 @@ def test_sizes_that_cannot_work(settings: dict[str, int]) -> None:
         Updater(allocator, **settings)  # type: ignore[arg-type]
 
 
-def test_gradients_that_pages_cannot_hold(twins: list[Twin]) -> None:
-    twins.append(make_twin(adamw, make_allocator()))
-    sparse = gradients()
-    sparse[1] = torch.zeros(64, 130).to_sparse()
-    with pytest.raises(UsageError, match="sparse"):
-        twins[0].submit(sparse)
-
-
 def test_a_parameter_that_changed_its_shape(twins: list[Twin]) -> None:
     twins.append(make_twin(adamw, make_allocator()))
     other = gradients()

@@ -1,5 +1,5 @@
-"""`runtime.module_buffers` on two ranks that are threads: what is sent, and when nothing is. (Not named after the module:
-adversarial/ranks has a test of that name.) With training runs: adversarial/ranks/test_module_buffers.py."""
+"""`runtime.module_buffers` on two ranks that are threads: what is sent, and when nothing is. With training runs:
+adversarial/ranks/test_buffers_in_training.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import RankError
+from lightning_ptm.runtime import module_buffers
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
 
 RANKS = 2
@@ -72,6 +73,11 @@ class Model(nn.Module):
         self.inner.register_buffer("turned", torch.zeros(2, dtype=torch.complex64).conj())
         self.inner.register_buffer("empty", torch.zeros(0, 5))
         self.inner.register_buffer("none", None)
+        self.inner.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.inner.register_buffer("meta", torch.zeros(2, device="meta"))
+
+
+UNSENT = ("inner.own", "inner.sparse", "inner.meta")
 
 
 class Ranks:
@@ -99,7 +105,7 @@ class Ranks:
     def assert_alike(self) -> None:
         first, second = (dict(model.named_buffers()) for model in self.models)
         for name in first:
-            assert name == "inner.own" or torch.equal(first[name], second[name]), name
+            assert name in UNSENT or torch.equal(first[name], second[name]), name
 
 
 NORM_BYTES = 4 * 4 + 4 * 4 + 8
@@ -140,8 +146,21 @@ def test_a_change_is_seen_and_the_modules_buffers_are_rank_0s(how: str, who: int
     plain = Model()
     if who == 0:
         change(plain, 3.0)
-    assert all(torch.equal(found, dict(plain.named_buffers())[name]) for name, found in ranks.models[1].named_buffers())
+    expected, found = dict(plain.named_buffers()), dict(ranks.models[1].named_buffers())
+    assert all(torch.equal(found[name], value) for name, value in expected.items() if name not in UNSENT)
     assert ranks.changed() == [False, False]
+
+
+def test_what_is_on_a_gpu_is_always_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.follow()
+    # There is none here: one module's buffers are said to be on it.
+    owns = [model.norm._buffers.values() for model in ranks.models]
+    elsewhere = {id(buffer) for buffers in owns for buffer in buffers}
+    monkeypatch.setattr(module_buffers, "in_ram", lambda buffer: id(buffer) not in elsewhere)
+    for _ in range(2):
+        assert ranks.changed() == [True, True]
+        assert ranks.follow() == [NORM_BYTES]
 
 
 def test_what_is_put_back_has_not_changed() -> None:
