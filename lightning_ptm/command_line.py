@@ -1,8 +1,8 @@
-"""The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
+"""The Trainer's subcommands: `lightning-ptm fit --config gpt.yaml`.
 
-LightningCLI with five additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
-`configs/`, the config of a run may be written over the one of an earlier run in the same folder, `fit` ends by printing
-its losses and its checkpoint, and there are commands beside those of the Trainer (COMMANDS).
+LightningCLI with four additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
+`configs/`, the config of a run may be written over the one of an earlier run in the same folder, and `fit` ends by printing
+its losses and its checkpoint. Commands beside those of the Trainer are in commands/entries.py.
 
 What jsonargparse says differs between its versions; the oldest and the newest that pyproject.toml allows are tested.
 """
@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import lightning
 import torch
-from jsonargparse import Namespace, auto_cli
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -33,14 +32,9 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
-import lightning_ptm
-from lightning_ptm.commands.config_names import config_anywhere, config_first, resolve_config_names
-from lightning_ptm.commands.export import export
-from lightning_ptm.commands.generate import generate
-from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
-from lightning_ptm.commands.params import params
-from lightning_ptm.commands.plan import plan
-from lightning_ptm.commands.probe import probe
+from lightning_ptm.commands.config_names import resolve_config_names
+from lightning_ptm.commands.entries import COMMANDS
+from lightning_ptm.commands.top import parser_settings
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
@@ -58,20 +52,6 @@ LIBRARIES = frozenset(
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
 """Those that Lightning finds itself."""
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "export": export,
-    "generate": generate,
-    "inspect": inspect_checkpoint,
-    "params": params,
-    "plan": plan,
-    "probe": probe,
-}
-"""Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help.
-
-A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and has
-no default, as `NAME`.
-"""
 
 
 class _OwnError(BaseException):
@@ -259,7 +239,7 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
 
     `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
     """
-    settings.setdefault("parser_kwargs", {"epilog": _own_commands_help(), "version": _versions()})
+    settings.setdefault("parser_kwargs", parser_settings())
     settings.setdefault("parser_class", Parser)
     return PTMCommandLine(
         LightningModule,
@@ -270,36 +250,6 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
         args=args,
         **settings,
     )
-
-
-def _versions() -> str:
-    """What `--version` prints."""
-    return f"{lightning_ptm.__version__} (torch {torch.__version__}, lightning {lightning.__version__})"
-
-
-def _own_commands_help() -> str:
-    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
-    return f"There are also (each with its own --help): {' '.join(firsts)}"
-
-
-def _with_underscores(argument: str) -> str:
-    """`--shard-size=1GB` is `--shard_size=1GB`, which is how parameters are spelt."""
-    option, equals, value = argument.partition("=")
-    return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
-
-
-def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[str]:
-    """`--json` alone is `--json=true`."""
-    flags = {
-        f"--{name}"
-        for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-        if parameter.annotation is bool
-    }
-    following = [*arguments, "--"][1:]
-    return [
-        f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
-        for argument, after in zip(arguments, following, strict=True)
-    ]
 
 
 def _modules_of(error: BaseException) -> list[str]:
@@ -320,27 +270,16 @@ def _of_users_code(error: BaseException) -> bool:
     return False
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1.
+def run_trainer(args: list[str] | None) -> None:
+    """Runs a subcommand of LightningCLI with `args`, or the process's. An error of ours ends the process with status 1.
 
-    Of a subcommand's errors REFUSALS say all there is to say, unless they were made of an error in the user's code (an
-    optimizer that fails when it is tried); these and others come with their traceback.
+    REFUSALS say all there is to say, unless they were made of an error in the user's code (an optimizer that fails when it is
+    tried); these and others come with their traceback.
     """
-    arguments = list(sys.argv[1:] if args is None else args)
-    if not arguments or arguments[0] not in COMMANDS:
-        try:
-            command_line(None if args is None else arguments)
-        except (*REFUSALS, PageIOError) as error:
-            if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
-                raise
-            sys.exit(f"lightning-ptm {' '.join(arguments[:1])}: {error}")
-        return
-    name, *rest = arguments
     try:
-        parameter = inspect.signature(COMMANDS[name]).parameters.get("config_file")
-        if parameter is not None:
-            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
-        rest = _flags_set(list(map(_with_underscores, rest)), COMMANDS[name])
-        auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
-    except AngelPTMError as error:
-        sys.exit(f"lightning-ptm {name}: {error}")
+        command_line(args)
+    except (*REFUSALS, PageIOError) as error:
+        if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
+            raise
+        given = sys.argv[1:] if args is None else args
+        sys.exit(f"lightning-ptm {' '.join(given[:1])}: {error}")

@@ -30,7 +30,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.cli import main
-from lightning_ptm.command_line import COMMANDS
+from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.config import Settings
 from lightning_ptm.habits import HABITS
 

@@ -29,11 +29,12 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
-from lightning_ptm.trainer.elsewhere import refuse_elsewhere
+from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.ending import EndingStrategy
 from lightning_ptm.trainer.spent import refuse_spent, renew
 
 
+@asked_elsewhere
 @listing_settings
 class AngelPTMStrategy(EndingStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
@@ -204,18 +205,3 @@ class AngelPTMStrategy(EndingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def register() -> None:
-    """Makes the names known to `Trainer(strategy=...)`."""
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    names: dict[str, tuple[str, dict[str, Any]]] = {
-        "angel_ptm": ("pages over device, host and disk; the plan decides what lives where", {}),
-        "angel_ptm_host": ("angel_ptm with master states on the host", {"master_home": "host"}),
-        "angel_ptm_disk": ("angel_ptm with master states on disk", {"master_home": "disk"}),
-        "angel_ptm_lock_free": ("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
-    }
-    for name, (description, settings) in names.items():
-        StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)
-    refuse_elsewhere(AngelPTMStrategy, names)
