@@ -31,6 +31,7 @@ from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.resuming import Resuming
 from lightning_ptm.trainer.spent import refuse_spent, renew
 
 
@@ -64,11 +65,15 @@ class AngelPTMStrategy(EndingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._resuming: Resuming | None = None
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setting_up = True
+        trainer = self._module.trainer
+        if self.settings.resume == "auto" and Resuming.concerns(trainer):
+            self._resuming = Resuming(trainer, self._setting_up_together, self.broadcast)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,8 @@ class AngelPTMStrategy(EndingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._resuming is not None:
+            self._resuming.keep_name_of_last()
         self._close_engine()
         self._signals = None
         if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
@@ -112,6 +119,12 @@ class AngelPTMStrategy(EndingStrategy):
             self._watches.loads_of(optimizer, self._follow_loaded_state)
         self._tell_where_states_are()
         self.barrier()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._resuming is not None:
+            self._resuming.let_go()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -184,6 +197,9 @@ class AngelPTMStrategy(EndingStrategy):
     @override
     def teardown(self) -> None:
         self._setting_up, self._restored = False, None
+        if self._resuming is not None:
+            self._resuming.undo()
+            self._resuming = None
         self._close_engine()
         if self.lightning_module is not None:
             trainer = self.lightning_module._trainer
