@@ -38,7 +38,7 @@ from common import Bar, argument_parser, publish, show_table
 from lightning.pytorch import Callback, Trainer
 
 import lightning_ptm.callbacks as callbacks
-from lightning_ptm.cli import PTMCommandLine, command_line
+from lightning_ptm.command_line import PTMCommandLine, command_line
 
 LIMIT = 0.01
 STEPS_OF_A_RUN = 300

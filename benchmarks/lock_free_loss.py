@@ -36,7 +36,7 @@ from slow_disk import SlowDisks
 sys.path.insert(0, str(ROOT))
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.cli import command_line
+from lightning_ptm.command_line import command_line
 from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.update import HyperParameters, Transform, buffering, job
 from lightning_ptm.update.buffers import Contribution

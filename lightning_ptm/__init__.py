@@ -1,27 +1,37 @@
-"""Train models larger than the GPU and larger than RAM with PyTorch Lightning: `Trainer(strategy="angel_ptm")`."""
+"""Train models larger than the GPU and larger than RAM with PyTorch Lightning: `Trainer(strategy="angel_ptm")`.
 
-from lightning_ptm.config import Settings
-from lightning_ptm.errors import (
-    AngelPTMError,
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    InternalError,
-    PageIOError,
-    RankError,
-    UsageError,
-)
-from lightning_ptm.events import Event, EventKind
-from lightning_ptm.planning.trace import TensorUse, Tick, Trace
-from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
-from lightning_ptm.runtime.lockfree import UpdateAudit
-from lightning_ptm.runtime.statistics import Statistics
-from lightning_ptm.trainer.precision import AngelPTMPrecision
-from lightning_ptm.trainer.strategy import AngelPTMStrategy, register
+Imports neither torch nor Lightning before a name of it is used, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_ptm.trainer.registered import register
+
+if TYPE_CHECKING:
+    from lightning_ptm.config import Settings
+    from lightning_ptm.errors import (
+        AngelPTMError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        InternalError,
+        PageIOError,
+        RankError,
+        UsageError,
+    )
+    from lightning_ptm.events import Event, EventKind
+    from lightning_ptm.planning.trace import TensorUse, Tick, Trace
+    from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
+    from lightning_ptm.runtime.lockfree import UpdateAudit
+    from lightning_ptm.runtime.statistics import Statistics
+    from lightning_ptm.trainer.precision import AngelPTMPrecision
+    from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 __version__ = "0.1.0"
-
-register()
 
 __all__ = [
     "AngelPTMError",
@@ -48,3 +58,50 @@ __all__ = [
     "UsageError",
     "__version__",
 ]
+
+_HOMES = {
+    "config": ("Settings",),
+    "errors": (
+        "AngelPTMError",
+        "CapacityError",
+        "CheckpointError",
+        "ConfigError",
+        "InternalError",
+        "PageIOError",
+        "RankError",
+        "UsageError",
+    ),
+    "events": ("Event", "EventKind"),
+    "planning.trace": ("TensorUse", "Tick", "Trace"),
+    "runtime.inspection": ("PageUse", "PlannedBytes", "StateBytes", "TierRoom"),
+    "runtime.lockfree": ("UpdateAudit",),
+    "runtime.statistics": ("Statistics",),
+    "trainer.precision": ("AngelPTMPrecision",),
+    "trainer.strategy": ("AngelPTMStrategy",),
+}
+"""The public names by the modules that they come from: what type checkers read above."""
+
+_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name or a module of this package, imported at its first use."""
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value  # from now on it is found without this function
+        return value
+    module = f"{__name__}.{name}"
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register()

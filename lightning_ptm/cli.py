@@ -1,285 +1,46 @@
-"""The command line: `lightning-ptm fit --config gpt.yaml`, and `python main.py ...` from a checkout.
+"""The console script: `lightning-ptm`, and `python main.py` from a checkout.
 
-LightningCLI with five additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
-`configs/`, the config of a run may be written over the one of an earlier run in the same folder, `fit` ends by printing
-its losses and its checkpoint, and there are commands beside those of the Trainer (COMMANDS).
-
-What jsonargparse says differs between its versions; the oldest and the newest that pyproject.toml allows are tested.
+Imports neither torch nor Lightning for what does not need them: help of the commands that are not Lightning's, and the
+version. The Trainer's subcommands are LightningCLI's (command_line.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
 import inspect
-import os
-import re
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
 
-import lightning
-import torch
-from jsonargparse import Namespace, auto_cli
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_only
-
-import lightning_ptm
-from lightning_ptm.commands.config_names import config_anywhere, config_first, resolve_config_names
-from lightning_ptm.commands.export import export
-from lightning_ptm.commands.generate import generate
-from lightning_ptm.commands.inspect import inspect as inspect_checkpoint
-from lightning_ptm.commands.params import params
-from lightning_ptm.commands.plan import plan
-from lightning_ptm.commands.probe import probe
-from lightning_ptm.config import Settings
-from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
-from lightning_ptm.habits import unknown_setting
-from lightning_ptm.trainer.strategy import AngelPTMStrategy
-
-REFUSALS = (ConfigError, CapacityError, CheckpointError)
-"""Errors that are about what was given, not about where in the code it was found. So is a PageIOError of no page:
-the disk has no room for the files."""
-
-LIBRARIES = frozenset(
-    {"jsonargparse", "lightning", "lightning_ptm", "lightning_utilities", "safetensors", "torch", "yaml"}
-)
-"""Modules, beside Python's own, that are not the user's code: what they raise is about what they were given."""
-
-_NAMED_CHECKPOINTS = ("best", "last", "hpc")
-"""Those that Lightning finds itself."""
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "export": export,
-    "generate": generate,
-    "inspect": inspect_checkpoint,
-    "params": params,
-    "plan": plan,
-    "probe": probe,
-}
-"""Commands that are not LightningCLI's; the parameters and the docstring of a function are its command line and help.
-
-A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and has
-no default, as `NAME`.
-"""
+from lightning_ptm.commands import top
+from lightning_ptm.commands.config_names import config_anywhere, config_first
+from lightning_ptm.commands.entries import COMMANDS
+from lightning_ptm.errors import AngelPTMError
 
 
-class _OwnError(BaseException):
-    """What the constructor of a model or of data has raised, on its way through jsonargparse, which takes an `Exception` for
-    a value that some type did not want and, before 4.49, forgets it."""
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    if arguments and arguments[0] in COMMANDS:
+        _run(*arguments)
+    elif top.answers(arguments):
+        top.answer(arguments)
+    else:
+        from lightning_ptm.command_line import run_trainer
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-
-class Parser(LightningArgumentParser):
-    """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it."""
-
-    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Adds one whose errors pass as they are (`_OwnError`)."""
-
-        @functools.wraps(instantiator)  # whose signature is asked for
-        def passing(*given: Any, **named: Any) -> Any:
-            try:
-                return instantiator(*given, **named)
-            except Exception as error:
-                raise _OwnError(error) from error
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # jsonargparse's, to Lightning: that calls it
-            super().add_instantiator(passing, *args, **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Ends the process with status 2 and the mistake on standard error."""
-        if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG"):
-            super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        name = parser.prog.replace(" [options]", "")
-        options = [option for action in parser._actions for option in action.option_strings]
-        sys.stderr.write(f"{name}: {_in_short(message, options)} (see {name} --help)\n")
-        self.exit(2)
+        run_trainer(None if args is None else arguments)
 
 
-_REFUSED_NAME = re.compile(
-    r"Problem with given class_path '([\w.]+)':\s+(?:Option '([\w.]+)' is not accepted|"
-    r"Validation failed: Key '([\w.]+)' is not expected)"
-)
-_REFUSED_VALUE = re.compile(r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(Expected .*)")
-_UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
-_UNKNOWN_OPTION = re.compile(r"[Uu]nrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
+def _run(name: str, *given: str) -> None:
+    from jsonargparse import auto_cli
 
-
-def _in_short(message: str, options: Sequence[str]) -> str:
-    """A misspelt name with the nearest that exists, a value of another type, without the types that were tried; what is
-    neither as it is.
-
-    Args:
-        message: jsonargparse's. options: of the command line, as `--name`.
-    """
-    if (found := _REFUSED_NAME.search(message)) is not None:
-        path, name = found[1], found[2] or found[3]
-        return f"{path} has no setting {name!r}{_instead(path, name)}"
-    if (found := _REFUSED_VALUE.search(message)) is not None:
-        path, name, problem = found.groups()
-        return f"{path}: {name}: {problem.rstrip('.')}"
-    commands = [*LightningCLI.subcommands(), *COMMANDS]
-    if (found := _UNKNOWN_COMMAND.search(message)) is not None:
-        near = _nearest(found[1], commands) or f"; the commands are {', '.join(commands)}"
-        return f"there is no command {found[1]!r}{near}"
-    if message.startswith('expected "subcommand"'):
-        return f"give a command: {', '.join(commands)}"
-    if (found := _UNKNOWN_OPTION.search(message)) is not None:
-        return f"there is no option {found[1]!r}{_nearest(found[1], options)}"
-    return message
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _instead(path: str, name: str) -> str:
-    """What to give in place of a setting that the class of this path does not have, as far as that is known."""
-    module, _, class_name = path.rpartition(".")
-    found = getattr(sys.modules.get(module), class_name, None)
-    known = [] if found is None else list(inspect.signature(found).parameters)
-    if found is AngelPTMStrategy:
-        return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
-    return _nearest(name, known)
-
-
-class PTMCommandLine(LightningCLI):
-    """Any LightningModule (`--model`) and LightningDataModule (`--data`), with the subcommands of the Trainer."""
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses `args`, or the process's arguments, after looking up bare names of config files."""
-        if args is not None and not isinstance(args, list):
-            super().parse_arguments(parser, args)
-            return
-        try:
-            arguments = resolve_config_names(sys.argv[1:] if args is None else args)
-        except ConfigError as error:
-            parser.error(str(error))
-        self.config = parser.parse_args(arguments)
-
-    def _parse_ckpt_path(self) -> None:
-        """What the command line and the configs say of the model counts, not what it was when the checkpoint was saved."""
-        subcommand = self.config.get("subcommand")
-        if subcommand and not self.config[subcommand].get("model"):
-            super()._parse_ckpt_path()
-
-    def instantiate_classes(self) -> None:
-        """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error.
-
-        Raises:
-            ConfigError: a setting of the model or of the data that cannot work.
-        """
-        strategy = self._get(self.config, "trainer.strategy")
-        names = {field.name for field in dataclasses.fields(Settings)}
-        known = ["auto", *StrategyRegistry.available_strategies()]
-        if isinstance(strategy, str) and strategy not in known:
-            self.parser.error(f"there is no strategy {strategy!r}{_nearest(strategy, known)}")
-        if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
-            given = vars(strategy.get("init_args") or Namespace())
-            try:
-                Settings(**{name: value for name, value in given.items() if name in names})
-            except ConfigError as error:
-                # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
-                self.parser.error(str(error))
-        for problem in (_no_accelerator(self._get(self.config, "trainer.accelerator")), self._no_checkpoint()):
-            if problem:
-                self.parser.error(problem)
-        try:
-            super().instantiate_classes()
-        except _OwnError as passed:
-            raise passed.error from passed.error.__cause__
-        except (MisconfigurationException, ValueError) as error:
-            modules = _modules_of(error)
-            if modules[-1] != "lightning" or set(modules) - sys.stdlib_module_names - LIBRARIES:
-                raise
-            self.parser.error(" ".join(str(error).split()))  # what Lightning says of the Trainer's arguments
-
-    def _no_checkpoint(self) -> str:
-        """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
-        given = self._get(self.config, "ckpt_path")
-        if not isinstance(given, str) or given in _NAMED_CHECKPOINTS or ":" in given or Path(given).exists():
-            return ""
-        there = sorted(path.name for path in Path(given).parent.glob("*.ckpt"))
-        known = f"; there are {', '.join(there[-3:])}" if there else ""
-        return f"--ckpt_path: there is no checkpoint {given}{known}"
-
-    @rank_zero_only
-    def after_fit(self) -> None:
-        """Prints the last losses with every digit of float32, what they are to be compared with, and the checkpoint."""
-        self._print_losses()
-        saves = self.trainer.checkpoint_callback
-        if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
-            print(f"checkpoint: {saves.best_model_path}")
-
-    def _print_losses(self) -> None:
-        metrics = self.trainer.callback_metrics
-        text = self.datamodule if isinstance(self.datamodule, TextBytes) else None
-        unit = f" {text.loss_unit}" if text is not None else ""
-        if "train_loss" in metrics:
-            print(f"training loss of the last batch: {float(metrics['train_loss']):.9g}{unit}")
-        if "val_loss" not in metrics:
-            print(f"no validation in {self.trainer.global_step} steps; see trainer.val_check_interval")
-            return
-        unigram = f"; unigram model of the same text: {text.unigram_loss:.4f}{unit}" if text is not None else ""
-        print(f"validation loss: {float(metrics['val_loss']):.9g}{unit}{unigram}")
-
-
-def _no_accelerator(given: object) -> str:
-    """Why a run cannot have the accelerator that was given by name; empty if it can, or Lightning says it well enough."""
-    names = {"gpu": ("cuda", "mps")}.get(str(given), (str(given),))
-    if not isinstance(given, str) or any(name not in AcceleratorRegistry for name in names):
-        return ""
-    if any(AcceleratorRegistry[name]["accelerator"].is_available() for name in names):
-        return ""
-    seen = (
-        "is built without CUDA" if torch.version.cuda is None else "sees no GPU (is there a driver? `nvidia-smi` tells)"
-    )
-    why = f"torch {torch.__version__} {seen}" if "cuda" in names else "this machine has none"
-    return f"--trainer.accelerator={given}: {why}; leave it out to take what there is, or give cpu"
-
-
-def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
-    """Parses `args` (the process's arguments by default) and runs the subcommand.
-
-    `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
-    """
-    settings.setdefault("parser_kwargs", {"epilog": _own_commands_help(), "version": _versions()})
-    settings.setdefault("parser_class", Parser)
-    return PTMCommandLine(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_kwargs={"overwrite": True},
-        args=args,
-        **settings,
-    )
-
-
-def _versions() -> str:
-    """What `--version` prints."""
-    return f"{lightning_ptm.__version__} (torch {torch.__version__}, lightning {lightning.__version__})"
-
-
-def _own_commands_help() -> str:
-    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
-    return f"There are also (each with its own --help): {' '.join(firsts)}"
+    command, rest = COMMANDS[name], list(given)
+    try:
+        parameter = inspect.signature(command).parameters.get("config_file")
+        if parameter is not None:
+            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
+        rest = _flags_set(list(map(_with_underscores, rest)), command)
+        auto_cli(command, args=rest, prog=f"lightning-ptm {name}")
+    except AngelPTMError as error:
+        sys.exit(f"lightning-ptm {name}: {error}")
 
 
 def _with_underscores(argument: str) -> str:
@@ -300,47 +61,3 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
         f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
         for argument, after in zip(arguments, following, strict=True)
     ]
-
-
-def _modules_of(error: BaseException) -> list[str]:
-    """The top-level modules whose code `error` went through, from where it was caught to where it was raised."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
-
-
-def _of_users_code(error: BaseException) -> bool:
-    """Whether a refusal was made of an error that code of the user's had a part in: then the place is worth showing."""
-    cause = error.__cause__
-    while cause is not None:
-        if not isinstance(cause, (AngelPTMError, OSError)):
-            modules = set(_modules_of(cause)) - sys.stdlib_module_names - LIBRARIES
-            if modules:
-                return True
-        cause = cause.__cause__
-    return False
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1.
-
-    Of a subcommand's errors REFUSALS say all there is to say, unless they were made of an error in the user's code (an
-    optimizer that fails when it is tried); these and others come with their traceback.
-    """
-    arguments = list(sys.argv[1:] if args is None else args)
-    if not arguments or arguments[0] not in COMMANDS:
-        try:
-            command_line(None if args is None else arguments)
-        except (*REFUSALS, PageIOError) as error:
-            if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
-                raise
-            sys.exit(f"lightning-ptm {' '.join(arguments[:1])}: {error}")
-        return
-    name, *rest = arguments
-    try:
-        parameter = inspect.signature(COMMANDS[name]).parameters.get("config_file")
-        if parameter is not None:
-            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
-        rest = _flags_set(list(map(_with_underscores, rest)), COMMANDS[name])
-        auto_cli(COMMANDS[name], args=rest, prog=f"lightning-ptm {name}")
-    except AngelPTMError as error:
-        sys.exit(f"lightning-ptm {name}: {error}")

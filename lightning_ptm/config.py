@@ -116,6 +116,9 @@ class Settings:
             first. Copies take at most an eighth of the free RAM; updates wait when it is used up.
         failed_save: What becomes of the run when a checkpoint cannot be written: `stop` it with the error, or `go_on` with
             a warning. Earlier checkpoints are kept either way.
+        resume: `auto`: a fit that is not given a checkpoint goes on from the newest complete one, full or sharded, in the
+            folders of the Trainer's checkpoint callbacks, and begins anew where there is none; so a run that was killed is
+            started again as it was started. `never`: only from one that it is given.
         weights: Pretrained weights to start from, in place of the module's first values: a safetensors file, a folder with
             `model.safetensors` or with shards and `model.safetensors.index.json`, or a sharded checkpoint. They go from
             the files straight into pages, at the start of the first run with a module; a checkpoint that is given to that
@@ -153,6 +156,7 @@ class Settings:
     state_dict_type: Literal["full", "sharded"] = "full"
     async_save: bool = False
     failed_save: Literal["stop", "go_on"] = "stop"
+    resume: Literal["never", "auto"] = "never"
     weights: str | Path | None = None
     weights_map: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     weights_new: Sequence[str] = ()
@@ -307,7 +311,7 @@ class Settings:
 
 _WORDS = {
     name: get_args(get_type_hints(Settings)[name])
-    for name in ("state_dict_type", "failed_save", "reduce_gradients", "half_products", "freed_memory")
+    for name in ("state_dict_type", "failed_save", "reduce_gradients", "half_products", "freed_memory", "resume")
 }
 """What these settings may be."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, ConfigError, PageIOError
-from lightning_ptm.cli import command_line
+from lightning_ptm.command_line import command_line
 from lightning_ptm.memory import FileOps
 
 

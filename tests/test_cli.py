@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_ptm.cli import command_line, main
+from lightning_ptm.cli import main
+from lightning_ptm.command_line import command_line
 from lightning_ptm.commands.config_names import CONFIG_FOLDERS, resolve_config_names
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.cli import PTMCommandLine, command_line
+from lightning_ptm.command_line import PTMCommandLine, command_line
 from lightning_ptm.data import TextBytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -29,7 +29,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptm.cli import COMMANDS, main
+from lightning_ptm.cli import main
+from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.config import Settings
 from lightning_ptm.habits import HABITS
 
@@ -286,7 +287,7 @@ def test_a_setting_that_does_not_exist_is_found_in_yaml(folder: Path, capsys: py
 
 @pytest.mark.slow
 def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank of two dies, once; the run goes on from the last checkpoint."""
+    """One rank of two dies, once; the run goes on from the newest checkpoint."""
     (script,) = (block for block in blocks_of(DOCS / "launching.md") if block.mark == "file")
     dies = "        if self.global_step == 5 and self.global_rank == 1 and first:\n            os._exit(9)\n"
     first = 'import os\n\nfirst = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"\n'
@@ -300,5 +301,7 @@ def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pyt
     }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Restoring states from the checkpoint path" in done.stderr
+    assert done.stderr.count("resume='auto' begins anew") == 1
+    assert f"Restoring states from the checkpoint path at {folder / 'checkpoints'}" in done.stderr
+    assert len(list((folder / "checkpoints").iterdir())) == 1  # what was gone on from is gone, too
     assert "rank 0 has done 8 steps" in done.stdout and "rank 1 has done 8 steps" in done.stdout

@@ -20,17 +20,17 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import models
-from lightning_ptm.commands.configured import builder, read_config
+from lightning_ptm.commands.configured import builder
 from lightning_ptm.config import Settings
 from lightning_ptm.data.text import TEXT_END, decode, encode
 from lightning_ptm.errors import AngelPTMError, CheckpointError, ConfigError, some
 from lightning_ptm.models import GPT, Sampling
 from lightning_ptm.storage.source import Source
+from lightning_ptm.trainer.registered import NAMES
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 BYTES = 256
@@ -41,56 +41,21 @@ STDIN = "-"
 """In an error's text, of each kind."""
 
 
-def generate(
-    ckpt: Path | None = None,
-    prompt: str = STDIN,
-    config_file: str | None = None,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    precision: str | None = None,
-    accelerator: str | None = None,
-    strategy: dict[str, Any] | None = None,
-    weights_only: bool = True,
-) -> None:
-    """Continues a text with a trained GPT, also one that is larger than RAM.
-
-    Prints what follows the prompt, byte by byte as it comes, and on standard error how long it took. Each byte costs a
-    forward over all that the model reads (keys and values are not kept) and, of a model that is larger than RAM, a read of
-    all weights that RAM does not hold: `--strategy.disk_path` and `--strategy.host_memory` say where they go. Of a text
-    that is longer than the model's context the last part is read. It ends early where the model ends it, as the files
-    that it was trained on end.
-
-    Args:
-        ckpt: a checkpoint of the model: a full one (a file) or a sharded one (a folder).
-        prompt: the text to continue; `-`, the default, reads it from standard input. An empty one begins a new text.
-        config_file: the config file of the run that saved it, also as --config. It says what the checkpoint does not: the
-            model, where no hyper-parameters were saved, precision, and settings of the strategy.
-        max_new_tokens: bytes to add, at most.
-        temperature: logits are divided by it before a byte is drawn; 0 takes the likeliest, without a draw.
-        top_k: draw from the so many likeliest bytes; by default from all.
-        seed: of the draws; the same seed gives the same text.
-        precision: the Trainer's; by default the config's, else bf16-mixed.
-        accelerator: the Trainer's; by default the config's, else auto.
-        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, host_memory: 2GiB}'.
-        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
-    """
-    if ckpt is None:
-        raise ConfigError("generate needs --ckpt: the file or the folder of a checkpoint")
-    sampling = Sampling(max_new_tokens, temperature, top_k, seed, stop=TEXT_END)
-    document = {} if config_file is None else read_config(Path(config_file))
-    source = Source(ckpt, weights_only=weights_only)
-    model = built_for(source, document, config_file)
+def read_prompt(prompt: str, model: GPT) -> Tensor:
+    """The tokens of a prompt, those of standard input for STDIN; says so if the model reads only the last of them."""
     tokens = encode(_standard_input() if prompt == STDIN else prompt)
     if len(tokens) > model.sequence_length:
         _say(
             f"the prompt has {len(tokens)} bytes and the model reads {model.sequence_length}: only the last "
             f"{model.sequence_length} count"
         )
-    if not len(tokens):
-        tokens = encode(bytes([TEXT_END]))
-    trainer = _trainer(document, precision, accelerator, strategy or {})
+    return tokens if len(tokens) else encode(bytes([TEXT_END]))
+
+
+def continue_text(
+    trainer: Trainer, model: GPT, tokens: Tensor, sampling: Sampling, ckpt: Path, *, weights_only: bool
+) -> None:
+    """Prints what follows `tokens`, and on standard error how long it took."""
     printed = _Printed()
     model.sampling, model.told = sampling, printed
     with _quiet(), _while_read():
@@ -184,7 +149,7 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{what} {some(names)}" if names else ""
 
 
-def _trainer(
+def trainer_for(
     document: Mapping[str, Any], precision: str | None, accelerator: str | None, changed: Mapping[str, Any]
 ) -> Trainer:
     """One rank, and nothing beside the text."""
@@ -215,9 +180,7 @@ def _trainer(
 def _settings(strategy: object) -> dict[str, Any]:
     """Those of a config's strategy, if it is ours."""
     if isinstance(strategy, str):
-        registered = StrategyRegistry.get(strategy, None) or {}
-        ours = registered.get("strategy") is AngelPTMStrategy
-        return dict(registered.get("init_params") or {}) if ours else {}
+        return dict(NAMES[strategy].settings) if strategy in NAMES else {}
     if isinstance(strategy, Mapping) and str(strategy.get("class_path", "")).endswith(AngelPTMStrategy.__name__):
         names = {field.name for field in dataclasses.fields(Settings)}
         return {name: value for name, value in (strategy.get("init_args") or {}).items() if name in names}

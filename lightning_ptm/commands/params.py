@@ -60,15 +60,6 @@ class Count:
     largest_unit_numel: int
 
 
-def params(config_file: str) -> None:
-    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
-
-    Args:
-        config_file: A config file of `fit`; a bare name is looked up among the installed ones.
-    """
-    print(render(Path(config_file).name, count(config_file)))
-
-
 def count(config: str | Path) -> Count:
     """Counts the model of a config file. Takes seconds and no memory for parameters, whatever their number.
 

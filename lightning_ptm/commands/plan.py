@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptm.commands.configured import read_config
-from lightning_ptm.commands.picture import draw_plan
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
-from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
-from lightning_ptm.commands.timeline import check_timeline, write_timeline
 from lightning_ptm.config import Settings, parse_bytes
-from lightning_ptm.drawing import check_target, save
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
@@ -43,64 +40,16 @@ _DEVICE_SHARES = 16
 """`device_memory` is looked for among so many equal parts of a device's memory."""
 
 
-def plan(
-    config_file: str,
-    hardware: str | None = None,
-    nodes: int = 1,
-    batch_size: str | int | None = None,
-    strategy: dict[str, Any] | None = None,
-    device_memory: str | None = None,
-    largest: str | None = None,
-    json: bool = False,
-    timeline: Path | None = None,
-    plot: Path | None = None,
-) -> None:
-    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
-
-    Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
-    lightning_ptm/forecasting/counting.py for what is counted. Callbacks of the config are not asked whether they read
-    gradients.
-
-    Args:
-        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
-        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
-            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
-        nodes: machines of this kind.
-        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
-        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
-        device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
-            samples/s, `least` for the most room for activations.
-        largest: an argument of the config's model, such as `layers`: finds its largest value that fits.
-        json: print numbers for machines instead.
-        timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
-        plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
-    """
-    if plot is not None:
-        check_target(plot, "plot")
-    if timeline is not None:
-        check_timeline(timeline)
-    record: list[Activity] | None = [] if timeline is not None or plot is not None else None
-    # A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time.
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        found, blueprint = forecast(
-            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
-        )
+        yield
     finally:
         if collects:
             gc.enable()
-    print(as_json(found) if json else render(found))
-    if plot is not None:
-        save(draw_plan(found, blueprint, record or []), plot)
-        if not json:
-            print(f"picture: {plot}")
-    if not found.fits:
-        raise CapacityError(found.reason)
-    if timeline is not None and record is not None:
-        write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
-        if not json:
-            print(f"timeline of a step: {timeline}")
 
 
 def forecast(

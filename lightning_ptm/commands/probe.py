@@ -59,28 +59,17 @@ class DiskTrial:
     write_bytes_per_s: float
 
 
-def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
-    """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
-
-    Run it while nothing else does. Collectives are measured between the ranks that torchrun launches, as in
-    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
-
-    Args:
-        disk: folder for the disk tier, or a list of several; without one the machine counts as one without a disk.
-        quick: smaller trials: a second instead of some, and less exact.
-    """
-    paths = [disk] if isinstance(disk, str) else disk or []
-    folders, effort = tuple(map(Path, paths)), QUICK if quick else FULL
+def launched_measure(paths: Sequence[Path], *, quick: bool) -> str | None:
+    """What `probe` prints, with these folders for the disk tier; None on launched ranks but rank 0. Raises as `measure`."""
+    effort = QUICK if quick else FULL
     launch = launched()
     if launch is None:
-        print(_watched(folders, effort))
-        return
+        return _watched(paths, effort)
     with Ranks(launch) as ranks:
-        if launch.rank != 0:
-            ranks.follow()
-            return
-        text = _watched(folders, effort, ranks)
-    print(text)
+        if launch.rank == 0:
+            return _watched(paths, effort, ranks)
+        ranks.follow()
+    return None
 
 
 def quick_measure(paths: Sequence[Path]) -> str:

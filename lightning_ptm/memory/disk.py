@@ -3,7 +3,8 @@
 Page f lives in file f mod n at page f div n, so neighbours lie on different disks and a run of pages uses all of them.
 
 I1: every byte is there before training starts (posix_fallocate): a full disk is an error at the start, not at step 900.
-I2: no name points at a file once it is open, so a crash leaves nothing behind and two jobs may share a path.
+I2: no name points at a file, so a kill leaves nothing behind and two jobs may share a path. Where the file system makes none
+    without a name (O_TMPFILE), it is taken away as soon as the file is open.
 I3: every transfer is of whole blocks, and checked for its length; the kernel's partial progress is continued only from
     a block border (O_DIRECT refuses others).
 """
@@ -184,29 +185,39 @@ class DiskRegion:
 
     def _open(self, path: Path) -> int:
         check_folders([path])
-        name = os.fspath(path / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}.pages")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file_system = _file_system(path)
         if file_system in MEMORY_FILE_SYSTEMS:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and nothing is gained")
         try:
             try:
-                file = self._ops.open(name, flags | os.O_DIRECT, 0o600)
+                return self._create(path, os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                with contextlib.suppress(FileNotFoundError):  # open may create the name before it refuses O_DIRECT
-                    os.unlink(name)
-                file = self._ops.open(name, flags, 0o600)
+                file = self._create(path, 0)
                 if file_system not in MEMORY_FILE_SYSTEMS:
                     _warn(path, "has no O_DIRECT: pages go through the system's cache, which takes RAM and time")
+                return file
         except OSError as error:
             raise ConfigError(
                 f"disk_path {path} cannot be written ({error.strerror}); give a folder that this user may write to"
             ) from error
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)  # I2
-        return file
+
+    def _create(self, path: Path, direct: int) -> int:
+        """A file without a name (I2), opened with `direct`: O_DIRECT or 0."""
+        flags = os.O_RDWR | os.O_CLOEXEC | direct
+        try:
+            return self._ops.open(os.fspath(path), flags | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            # EINVAL: the file system has no O_TMPFILE, or no O_DIRECT; EISDIR: a kernel that has none.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+        name = os.fspath(path / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}.pages")
+        try:
+            return self._ops.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # open may create the name before it refuses O_DIRECT
+                os.unlink(name)
 
     def _reserve(self, path: Path, file: int, needed_bytes: int, seen: Seen) -> None:
         if needed_bytes == 0:

@@ -7,15 +7,14 @@ knows our names and our class, and what they lead to is a sentence. Modules that
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.trainer.after_import import after_import
+
+Class = TypeVar("Class", bound=type)
 
 _TWIN = (
     "this Trainer is of the package pytorch_lightning, and {name} works with that of lightning, which is the same code under "
@@ -36,26 +35,24 @@ _FRONT_ENDS = {
 """Modules with a registry of strategies that are not ours: its name there, and what to say."""
 
 
-def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
-    """Makes the front ends that are not ours, also those that are imported later, answer with a sentence.
-
-    Args:
-        strategy: our class, which then passes as one of theirs, so that they come as far as asking it something.
-        names: that it is registered by.
-    """
+def refuse_elsewhere(names: Iterable[str]) -> None:
+    """Makes the front ends that are not ours, also those that are imported later, answer these names with a sentence."""
     chosen = tuple(names)
 
     def introduce(module: ModuleType) -> None:
         registry, sentence = _FRONT_ENDS[module.__name__]
-        module.Strategy.register(strategy)
         for name in chosen:
             getattr(module, registry).register(name, _refusal(sentence, name), description="", override=True)
 
     for name in _FRONT_ENDS:
-        if name in sys.modules:
-            introduce(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, introduce))
+        after_import(name, introduce)
+
+
+def asked_elsewhere(strategy: Class) -> Class:
+    """A decorator: the class passes as a strategy of other front ends, so that they come as far as asking it something."""
+    for name in _FRONT_ENDS:
+        after_import(name, lambda module: module.Strategy.register(strategy))
+    return strategy
 
 
 def check_front_end(thing: object, name: str) -> None:
@@ -82,36 +79,3 @@ def _refusal(sentence: str, name: str) -> Callable[..., NoReturn]:
         raise ConfigError(sentence.format(name=name))
 
     return refuse
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls `act` with a module when it has been imported, once."""
-
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._act = act
-        self._asking = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec that others find, its loader calling `act` behind."""
-        if fullname != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asking = False
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_act(module: ModuleType) -> None:
-            execute(module)
-            if self in sys.meta_path:  # others may only have looked whether it is there
-                sys.meta_path.remove(self)
-                self._act(module)
-
-        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec

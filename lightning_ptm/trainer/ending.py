@@ -132,7 +132,16 @@ class EndingStrategy(BuildingStrategy):
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
         ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
-        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_steps", "_restored")
+        of_the_run = (
+            "_signals",
+            "_engine",
+            "_communicator",
+            "_interruption",
+            "_watches",
+            "_steps",
+            "_restored",
+            "_resuming",
+        )
         return {
             **state,
             **dict.fromkeys(of_the_run),

@@ -29,11 +29,13 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
-from lightning_ptm.trainer.elsewhere import refuse_elsewhere
+from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.resuming import Resuming
 from lightning_ptm.trainer.spent import refuse_spent, renew
 
 
+@asked_elsewhere
 @listing_settings
 class AngelPTMStrategy(EndingStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
@@ -63,11 +65,15 @@ class AngelPTMStrategy(EndingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._resuming: Resuming | None = None
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setting_up = True
+        trainer = self._module.trainer
+        if self.settings.resume == "auto" and Resuming.concerns(trainer):
+            self._resuming = Resuming(trainer, self._setting_up_together, self.broadcast)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -76,6 +82,8 @@ class AngelPTMStrategy(EndingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._resuming is not None:
+            self._resuming.keep_name_of_last()
         self._close_engine()
         self._signals = None
         if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
@@ -111,6 +119,12 @@ class AngelPTMStrategy(EndingStrategy):
             self._watches.loads_of(optimizer, self._follow_loaded_state)
         self._tell_where_states_are()
         self.barrier()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._resuming is not None:
+            self._resuming.let_go()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -183,6 +197,9 @@ class AngelPTMStrategy(EndingStrategy):
     @override
     def teardown(self) -> None:
         self._setting_up, self._restored = False, None
+        if self._resuming is not None:
+            self._resuming.undo()
+            self._resuming = None
         self._close_engine()
         if self.lightning_module is not None:
             trainer = self.lightning_module._trainer
@@ -204,18 +221,3 @@ class AngelPTMStrategy(EndingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def register() -> None:
-    """Makes the names known to `Trainer(strategy=...)`."""
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    names: dict[str, tuple[str, dict[str, Any]]] = {
-        "angel_ptm": ("pages over device, host and disk; the plan decides what lives where", {}),
-        "angel_ptm_host": ("angel_ptm with master states on the host", {"master_home": "host"}),
-        "angel_ptm_disk": ("angel_ptm with master states on disk", {"master_home": "disk"}),
-        "angel_ptm_lock_free": ("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
-    }
-    for name, (description, settings) in names.items():
-        StrategyRegistry.register(name, AngelPTMStrategy, description=description, override=True, **settings)
-    refuse_elsewhere(AngelPTMStrategy, names)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import lightning.fabric
 import lightning.pytorch
+import lightning.pytorch.cli
 import pytest
 from lightning.pytorch import strategies
 
-import lightning_ptm
 from lightning_ptm import AngelPTMStrategy, ConfigError
-from lightning_ptm.trainer.elsewhere import _AfterImport
+from lightning_ptm.trainer.after_import import _AfterImport
+from lightning_ptm.trainer.registered import register
 
 pl = pytest.importorskip("pytorch_lightning")
 fabric = pytest.importorskip("lightning_fabric")
@@ -84,6 +85,6 @@ def test_what_is_not_installed_is_missing_as_ever(monkeypatch: pytest.MonkeyPatc
 
 def test_registering_twice_changes_nothing() -> None:
     watching = list(sys.meta_path)
-    lightning_ptm.trainer.strategy.register()
+    register()
     assert sys.meta_path == watching
     assert strategies.StrategyRegistry.get("angel_ptm_disk").settings.master_home == "disk"

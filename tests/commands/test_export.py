@@ -226,7 +226,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, make_sharded: Any) 
     full_file(tmp_path / "full", tensors)
     script = f"""
         from pathlib import Path
-        from lightning_ptm.commands.export import export
+        from lightning_ptm.commands.entries import export
+        from lightning_ptm.storage import huggingface, source  # what the command imports when it is called
 
         def memory(name):
             lines = Path("/proc/self/status").read_text().splitlines()

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
+from lightning_ptm.commands import generate as continuation
 from lightning_ptm.data.text import decode, encode
 from lightning_ptm.models import GPT, Sampling
 
@@ -299,3 +300,8 @@ def test_a_reader_that_has_seen_enough_ends_it(saved: Saved, monkeypatch: pytest
     with monkeypatch.context() as patched, os.fdopen(writes, "w") as out:
         patched.setattr(sys, "stdout", out)
         main(["generate", "--accelerator=cpu", f"--ckpt={saved.full}", "--prompt=x", "--max-new-tokens=1000000"])
+
+
+def test_a_config_may_name_the_strategy_alone() -> None:
+    assert continuation._settings("angel_ptm_disk") == {"master_home": "disk"}
+    assert continuation._settings("ddp") == continuation._settings(None) == {}

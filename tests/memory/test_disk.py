@@ -154,6 +154,37 @@ def test_file_system_without_direct_io_is_allowed_with_one_warning(tmp_path: Pat
     disk.close()
 
 
+class NamesSeen(ScriptedFiles):
+    """What is in the folder when a file has just been opened: what a kill at that moment would leave."""
+
+    def __init__(self, folder: Path, refused: int = 0) -> None:
+        super().__init__()
+        self.folder = folder
+        self.refused = refused
+        self.names: list[list[str]] = []
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        if self.refused and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(self.refused, "no files without a name")
+        file = super().open(path, flags, mode)
+        self.names.append(os.listdir(self.folder))
+        return file
+
+
+def test_a_kill_at_any_moment_leaves_no_file(tmp_path: Path) -> None:
+    files = NamesSeen(tmp_path)
+    region(tmp_path, files=files).close()
+    assert files.names == [[]]
+
+
+@pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.EISDIR])
+def test_a_file_system_that_has_only_files_with_names_will_do(refused: int, tmp_path: Path) -> None:
+    files = NamesSeen(tmp_path, refused)
+    disk = region(tmp_path, files=files)
+    assert len(files.names[-1]) == 1 and os.listdir(tmp_path) == []
+    disk.close()
+
+
 def test_ordinary_disk_gives_no_warning(tmp_path: Path) -> None:
     if _file_system(tmp_path) == "tmpfs":
         pytest.skip("the temporary folder is on tmpfs")

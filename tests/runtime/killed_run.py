@@ -1,8 +1,10 @@
 """Runs that are there to be killed: imports everything once, then forks a run for each line that it reads.
 
-A line is `FOLDER KIND STEPS`: a run that goes on from `FOLDER/kept/last` if there is one, saves after every step as KIND says
-("full", "sharded", "async") and ends after so many steps. The run says "saved N" when the checkpoint of step N is in place as
-far as it knows, and "ended" when it has ended. Before that, the number of the process is said.
+A line is `FOLDER KIND STEPS`: a run that goes on from the newest checkpoint in `FOLDER/kept` if there is one, saves after
+every step as KIND says ("full", "sharded", "async") and ends after so many steps. A KIND that ends with "+auto" leaves it to
+`resume="auto"` which one that is; otherwise it is found here, by the step in its name. The run says "saved N" when the
+checkpoint of step N is in place as far as it knows, and "ended" when it has ended. Before that, the number of the process is
+said.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 
 STEPS_PER_EPOCH = 5
+AUTO = "+auto"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"master_home": "disk"},
     "sharded": {"master_home": "disk", "state_dict_type": "sharded"},
@@ -61,9 +64,11 @@ def run(folder: Path, kind: str, steps: int) -> None:
     torch.set_num_threads(1)
     kept = folder / "kept"
     keep = SaysSaved(kept, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2)
-    newest = max(kept.glob("step=*.ckpt"), key=step_of, default=None)
+    format_, auto = kind.removesuffix(AUTO), kind.endswith(AUTO)
+    newest = None if auto else max(kept.glob("step=*.ckpt"), key=step_of, default=None)
+    settings = {"resume": "auto" if auto else "never", **SETTINGS[format_]}
     trainer = L.Trainer(
-        strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **SETTINGS[kind]),
+        strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **settings),
         accelerator="cpu",
         precision="32-true",
         devices=1,

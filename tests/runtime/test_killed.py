@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,8 +100,9 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
     for _ in range(kills):
         process = runs.start(folder, kind, steps)
         # After some steps or before the first one, and then at any moment of the next.
-        said = [runs.line() for _ in range(chance.randint(0, 3))] if kind != "async" else []
-        while kind == "async" and not list((folder / "kept").glob(f"{PARTIAL}*")) and "ended" not in said:
+        behind = kind.startswith("async")
+        said = [runs.line() for _ in range(chance.randint(0, 3))] if not behind else []
+        while behind and not list((folder / "kept").glob(f"{PARTIAL}*")) and "ended" not in said:
             time.sleep(0.001)  # until a save is in progress
         time.sleep(chance.random() * 0.05)
         os.kill(process, signal.SIGKILL)
@@ -130,6 +132,35 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
 @pytest.mark.parametrize("kind", ["full", "sharded", "async"])
 def test_killed_now_and_then(runs: Runs, kind: str, tmp_path: Path) -> None:
     kill_again_and_again(runs, tmp_path, kind, kills=3, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
+    runs: Runs, kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    process = runs.start(tmp_path, f"{kind}+auto", 40)
+    said = [runs.line() for _ in range(4)]
+    time.sleep(random.random() * 0.05)  # any moment: of a step, of a save
+    os.kill(process, signal.SIGKILL)
+    said += runs.until_gone()
+    assert "ended" not in said
+    by_hand = tmp_path / "by_hand"
+    (by_hand / "disk").mkdir(parents=True)
+    shutil.copytree(tmp_path / "kept", by_hand / "kept")
+    for folder, which in ((tmp_path, f"{kind}+auto"), (by_hand, kind)):
+        runs.start(folder, which, 12)
+        assert runs.until_gone()[-1] == "ended"
+    ours, theirs = torch.load(tmp_path / "weights.pt"), torch.load(by_hand / "weights.pt")
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert sorted(map(step_of, (tmp_path / "kept").glob("*.ckpt")))[-2:] == [11, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["full+auto", "sharded+auto", "async+auto"])
+def test_killed_thirty_times_and_resumed_by_itself(runs: Runs, kind: str, tmp_path: Path) -> None:
+    kill_again_and_again(runs, tmp_path, kind, kills=30, seed=3)
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from plain_loop import make_trainer
 from safetensors.torch import save_file
 
-from lightning_ptm.commands import export
+from lightning_ptm import progress
+from lightning_ptm.commands import entries
 from lightning_ptm.progress import Progress
 from lightning_ptm.storage.writer import SaveOps
 
@@ -182,9 +183,9 @@ def test_what_is_written_behind_training_is_shown_when_it_is_waited_for(strategy
 
 def test_export_shows_its_bytes(strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"state_dict": {"a": torch.ones(3 << 20)}}, tmp_path / "full.ckpt")
-    monkeypatch.setattr(export, "Progress", lambda: AT_ONCE)
+    monkeypatch.setattr(progress, "Progress", lambda: AT_ONCE)
     with on_terminal() as terminal:
-        export.export(tmp_path / "full.ckpt", tmp_path / "out")
+        entries.export(tmp_path / "full.ckpt", tmp_path / "out")
     looks = terminal.bars()["export"]
     assert shows_bytes_and_rate(looks) and looks[-1]["total"] == "12.6MB"
 

@@ -1,0 +1,257 @@
+"""The commands of `lightning-ptm` that are not Lightning's: what each takes, its help, and what it prints.
+
+The parameters and the docstring of a function are its command line and help. So this file imports neither torch nor
+Lightning, and a function what it needs when it is called: help comes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, ConfigError, some
+
+if TYPE_CHECKING:
+    from lightning_ptm.forecasting.rates import Activity
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_size: str = "5GB",
+    strip: str | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Write a checkpoint's weights as safetensors files that `from_pretrained` loads.
+
+    A tensor with several names (tied weights) is written once, under the first of them. Memory does not grow with the
+    model, checksums are compared on the way, and the folder appears all at once.
+
+    Args:
+        checkpoint: a sharded checkpoint (a folder), or a full one (a file).
+        out: the folder to write, new or empty.
+        dtype: fp32, bf16 or fp16, for floating point tensors; by default as they were saved.
+        shard_size: larger models are written in files of at most this size, with an index.
+        strip: take only what is below this name, and leave the name out: `model` where the LightningModule keeps the
+            Hugging Face model as self.model.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    from lightning_ptm.progress import Progress
+    from lightning_ptm.storage import huggingface
+    from lightning_ptm.storage.source import Source
+
+    wanted = None if dtype is None else huggingface.parse_dtype(dtype)
+    source = Source(checkpoint, weights_only=weights_only)
+    plan = huggingface.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
+    with Progress().bar("export", plan.size_bytes) as seen:
+        infinite = huggingface.write(source, plan, out, seen=seen)
+    for name, kept in plan.dropped.items():
+        print(f"tied: {name} is {kept}, and written under that name only")
+    if plan.left_out:
+        print(f"left out, not below {strip}: {some(plan.left_out)}")
+    if plan.others:
+        print(f"left out, no tensors: {some(plan.others)}")
+    if not source.has_checksums:
+        print("the checkpoint was saved without checksums, so damage to it would not have been found")
+    for name, count in infinite.items():
+        print(f"warning: {count} values of {name} are beyond {dtype} and became infinite; bf16 and fp32 reach further")
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in plan.entries})
+    files = len(plan.shards)
+    print(
+        f"{out}: {len(plan.entries)} tensors, {format_bytes(plan.size_bytes)} in {files} file{'s' * (files > 1)}, "
+        f"{', '.join(dtypes)}"
+    )
+
+
+def generate(
+    ckpt: Path | None = None,
+    prompt: str = "-",
+    config_file: str | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    precision: str | None = None,
+    accelerator: str | None = None,
+    strategy: dict[str, Any] | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Continues a text with a trained GPT, also one that is larger than RAM.
+
+    Prints what follows the prompt, byte by byte as it comes, and on standard error how long it took. Each byte costs a
+    forward over all that the model reads (keys and values are not kept) and, of a model that is larger than RAM, a read of
+    all weights that RAM does not hold: `--strategy.disk_path` and `--strategy.host_memory` say where they go. Of a text
+    that is longer than the model's context the last part is read. It ends early where the model ends it, as the files
+    that it was trained on end.
+
+    Args:
+        ckpt: a checkpoint of the model: a full one (a file) or a sharded one (a folder).
+        prompt: the text to continue; `-`, the default, reads it from standard input. An empty one begins a new text.
+        config_file: the config file of the run that saved it, also as --config. It says what the checkpoint does not: the
+            model, where no hyper-parameters were saved, precision, and settings of the strategy.
+        max_new_tokens: bytes to add, at most.
+        temperature: logits are divided by it before a byte is drawn; 0 takes the likeliest, without a draw.
+        top_k: draw from the so many likeliest bytes; by default from all.
+        seed: of the draws; the same seed gives the same text.
+        precision: the Trainer's; by default the config's, else bf16-mixed.
+        accelerator: the Trainer's; by default the config's, else auto.
+        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, host_memory: 2GiB}'.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    from lightning_ptm.commands.configured import read_config
+    from lightning_ptm.commands.generate import built_for, continue_text, read_prompt, trainer_for
+    from lightning_ptm.data.text import TEXT_END
+    from lightning_ptm.models.sampling import Sampling
+    from lightning_ptm.storage.source import Source
+
+    if ckpt is None:
+        raise ConfigError("generate needs --ckpt: the file or the folder of a checkpoint")
+    sampling = Sampling(max_new_tokens, temperature, top_k, seed, stop=TEXT_END)
+    document = {} if config_file is None else read_config(Path(config_file))
+    source = Source(ckpt, weights_only=weights_only)
+    model = built_for(source, document, config_file)
+    tokens = read_prompt(prompt, model)
+    trainer = trainer_for(document, precision, accelerator, strategy or {})
+    continue_text(trainer, model, tokens, sampling, ckpt, weights_only=weights_only)
+
+
+def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
+    """Print what is in a checkpoint, and compare its bytes with their checksums.
+
+    Ends with status 1 where they differ, or where there is no checkpoint that can be read.
+
+    Args:
+        checkpoint: a sharded checkpoint (a folder), or a full one (a file).
+        verify: read all of it to compare checksums; false reads names and sizes only.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    from lightning_ptm.progress import Progress
+    from lightning_ptm.storage.contents import describe
+    from lightning_ptm.storage.source import Source
+
+    source = Source(checkpoint, weights_only=weights_only)
+    print(describe(source))
+    print()
+    if not verify:
+        print("not verified")
+    elif not source.has_checksums:
+        print("it opens, and cannot be verified further: it was saved without checksums")
+    else:
+        with Progress().bar("verify", source.size_bytes) as seen:
+            source.check(seen)
+        files = 1 + len(source.files)
+        size = f"{format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}"
+        if source.sealed:
+            print(f"verified: {size}, all as written by one save")
+        elif source.index is not None:
+            print(
+                f"verified: {size}, elements as written; format version {source.index.version} has no checksum of names and "
+                f"of what belongs together: load the checkpoint and save it again to have one"
+            )
+        else:
+            print(f"verified: {size}, elements and Lightning's dictionary as written")
+
+
+def params(config_file: str) -> None:
+    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
+
+    Args:
+        config_file: A config file of `fit`; a bare name is looked up among the installed ones.
+    """
+    from lightning_ptm.commands.params import count, render
+
+    print(render(Path(config_file).name, count(config_file)))
+
+
+def plan(
+    config_file: str,
+    hardware: str | None = None,
+    nodes: int = 1,
+    batch_size: str | int | None = None,
+    strategy: dict[str, Any] | None = None,
+    device_memory: str | None = None,
+    largest: str | None = None,
+    json: bool = False,
+    timeline: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
+
+    Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
+    lightning_ptm/forecasting/counting.py for what is counted. Callbacks of the config are not asked whether they read
+    gradients.
+
+    Args:
+        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
+        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
+            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
+        nodes: machines of this kind.
+        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
+        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
+        device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
+            samples/s, `least` for the most room for activations.
+        largest: an argument of the config's model, such as `layers`: finds its largest value that fits.
+        json: print numbers for machines instead.
+        timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
+        plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
+    """
+    from lightning_ptm.commands.picture import draw_plan
+    from lightning_ptm.commands.plan import forecast, without_collections
+    from lightning_ptm.commands.report import as_json, render
+    from lightning_ptm.commands.timeline import check_timeline, write_timeline
+    from lightning_ptm.drawing import check_target, save
+
+    if plot is not None:
+        check_target(plot, "plot")
+    if timeline is not None:
+        check_timeline(timeline)
+    record: list[Activity] | None = [] if timeline is not None or plot is not None else None
+    with without_collections():
+        found, blueprint = forecast(
+            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
+        )
+    print(as_json(found) if json else render(found))
+    if plot is not None:
+        save(draw_plan(found, blueprint, record or []), plot)
+        if not json:
+            print(f"picture: {plot}")
+    if not found.fits:
+        raise CapacityError(found.reason)
+    if timeline is not None and record is not None:
+        write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
+        if not json:
+            print(f"timeline of a step: {timeline}")
+
+
+def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
+    """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
+
+    Run it while nothing else does. Collectives are measured between the ranks that torchrun launches, as in
+    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
+
+    Args:
+        disk: folder for the disk tier, or a list of several; without one the machine counts as one without a disk.
+        quick: smaller trials: a second instead of some, and less exact.
+    """
+    from lightning_ptm.commands.probe import launched_measure
+
+    paths = [disk] if isinstance(disk, str) else disk or []
+    text = launched_measure(tuple(map(Path, paths)), quick=quick)
+    if text is not None:
+        print(text)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export,
+    "generate": generate,
+    "inspect": inspect,
+    "params": params,
+    "plan": plan,
+    "probe": probe,
+}
+"""A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and
+has no default, as `NAME`."""

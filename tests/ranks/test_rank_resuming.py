@@ -1,0 +1,73 @@
+"""`resume="auto"` on several ranks: all go on from the one that rank 0 has found, whatever each of them would find itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_harness import run_ranks
+from rank_models import Tower
+from rank_training import Training, loader, make_strategy, make_trainer, tokens
+
+from lightning_ptm import CheckpointError
+from lightning_ptm.checkpoints import newest
+
+TRAINING = Training(Tower, "32-true", batches=2)
+
+
+class Began(L.Callback):
+    """At which step."""
+
+    at = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.at = trainer.global_step
+
+
+def go_on(world_size: int, folder: Path, kept: Path, kind: str, epochs: int) -> int:
+    torch.manual_seed(0)
+    module, began = TRAINING.build(), Began()
+    strategy = make_strategy(folder, state_dict_type=kind, resume="auto")
+    keep = ModelCheckpoint(kept, filename="{step}", save_last="link")
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep, began], "max_epochs": epochs}
+    trainer = make_trainer(TRAINING, strategy, world_size, **options)
+    trainer.fit(module, loader(tokens(TRAINING, world_size), world_size))
+    return began.at
+
+
+def twice(world_size: int, folder: Path, root: Path) -> tuple[int, int, str]:
+    """Begins, goes on; then what one rank cannot look for ends the run on all."""
+    began = go_on(world_size, folder, root / "kept", "sharded", 1)
+    rank = int(torch.distributed.get_rank())
+    look = newest._in
+
+    def finds(place: Path) -> Any:
+        assert rank == 0, "only rank 0 looks"
+        return look(place)
+
+    newest._in = finds
+    resumed = go_on(world_size, folder, root / "kept", "sharded", 2)
+
+    def fails(place: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    newest._in = fails
+    try:
+        go_on(world_size, folder, root / "kept", "sharded", 3)
+    except (PermissionError, CheckpointError) as error:
+        return began, resumed, str(error)
+    return began, resumed, ""
+
+
+@pytest.mark.timeout(200)
+def test_ranks_go_on_together_and_another_number_of_them_does(disk: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(twice, 2, 2, disk, tmp_path)
+    assert [each[:2] for each in outcomes] == [(0, 2), (0, 2)]
+    assert all("Permission denied" in each[2] for each in outcomes)
+    assert go_on(1, disk, tmp_path / "kept", "full", 3) == 4  # fewer, and the other format from then on
+    assert run_ranks(go_on, 3, 3, disk, tmp_path / "kept", "sharded", 4) == [6, 6, 6]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["last.ckpt", "step=8.ckpt"]
