@@ -294,10 +294,21 @@ class CudaBackend:
         """For the contexts of all devices, and through that of the current one: a thread of its own comes to `make_current`
         first, or it makes a context on the machine's first device."""
         status = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
-        _check(status, f"page-lock {size_bytes} bytes")
+        self._check(status, f"page-lock {size_bytes} bytes")
 
     def unlock_pages(self, address: int) -> None:
-        _check(torch.cuda.cudart().cudaHostUnregister(address), "unlock host memory")
+        self._check(torch.cuda.cudart().cudaHostUnregister(address), "unlock host memory")
+
+    def _check(self, status: object, doing: str) -> None:
+        if int(status) == 0:  # type: ignore[call-overload]
+            return
+        # The runtime keeps the error for whoever asks next, which is the launch of any kernel. This one asks, and clears it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)
+        raise ConfigError(
+            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
+            "(ulimit -l)"
+        )
 
     def device_region(self, size_bytes: int) -> Region:
         return DeviceRegion(size_bytes, self.device)
@@ -362,11 +373,3 @@ def backend_here(index: int | None = None) -> Backend:
 def in_ram(tensor: torch.Tensor) -> bool:
     """Whether the host can read a tensor without asking a device for it."""
     return tensor.device.type == CpuBackend.name
-
-
-def _check(status: object, doing: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise ConfigError(
-            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
-            "(ulimit -l)"
-        )

@@ -213,6 +213,8 @@ class Engine:
             self.allocator,
             staging=blueprint.staging_chunks,
             staging_tier=blueprint.placement.staging_tier,
+            # Lock-free versions and gradients change hands without a wait, in the order of the one stream that all have.
+            stream=self.backend.stream() if blueprint.lock_free is None else None,
             events=self.events,
         )
         self._undo.callback(self.updater.close)

@@ -48,7 +48,9 @@ class Updater:
         staging: chunks that may hold staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
         staging_tier: where flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
-        stream: of the arithmetic; None: the current stream of whoever pumps.
+        stream: of the arithmetic, and of the copies for it; nobody else's. It is behind what was queued when the updater
+            began to run in a thread, each job behind what was queued when it was submitted, and `finish` and `drain` have the
+            current stream wait for it. None: the current stream of whoever pumps.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -204,6 +206,7 @@ class Updater:
                 while self._pipeline.busy:
                     self._go_on(None, self._pipeline.wait)
         self._stream.join()
+        self._backend.mark().synchronize()  # whoever reads the pages next may do so in another thread, on another stream
 
     def busy(self) -> bool:
         """Whether any job is unfinished or any write in flight. Not meaningful while a thread does the work."""
@@ -221,6 +224,7 @@ class Updater:
         if self._thread is not None:
             raise UsageError("the updater already runs in a thread; stop it before starting another")
         self._stopping.clear()
+        self._stream.follow()
         thread = threading.Thread(target=self._work, args=(cores,), name="lightning_ptm update", daemon=True)
         thread.start()
         self._thread = thread  # now that it is one: `stop` joins it
@@ -293,8 +297,8 @@ class Updater:
     def _work(self, cores: int | None) -> None:
         if cores is not None:
             use_cores(cores)
+        self._backend.make_current()  # before a stream is entered, which would go back to the machine's first device
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
-            self._backend.make_current()
             while not self._stopping.is_set():
                 while not self._commands.empty():
                     self._commands.get()()

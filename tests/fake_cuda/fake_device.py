@@ -29,7 +29,7 @@ def _load() -> Any:
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     for name in ("fc_used", "fc_peak", "fc_capacity", "fc_locked"):
         getattr(loaded, name).restype = ctypes.c_size_t
-    for name in ("fc_races", "fc_accesses", "fc_deferred", "fc_waits"):
+    for name in ("fc_races", "fc_accesses", "fc_deferred", "fc_waits", "fc_devices_used"):
         getattr(loaded, name).restype = ctypes.c_long
     for name in ("fc_clock_host", "fc_clock_device"):
         getattr(loaded, name).restype = ctypes.c_double

@@ -60,6 +60,7 @@ def train(
     *,
     model: type[Model] = Model,
     accumulate: int = 1,
+    devices: int | list[int] = 1,
     **settings: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
@@ -68,7 +69,7 @@ def train(
     data = torch.randint(0, 256, (32 * accumulate, 65), generator=torch.Generator().manual_seed(1))
     trainer = Trainer(
         accelerator="gpu",
-        devices=1,
+        devices=devices,
         strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
         precision=precision,  # type: ignore[arg-type]
         max_steps=4,

@@ -14,6 +14,7 @@ from test_cuda import SMALL, Model, train
 from torch import Tensor
 
 from lightning_ptm.runtime import offload
+from lightning_ptm.update.arithmetic import Arithmetic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,3 +133,22 @@ def test_a_loss_scale_waits_for_the_device_once_a_step(where: str) -> None:
     train("16-mixed", accumulate=1 if where == "in place" else 2)
     steps = [wait for wait in fake.host_waits(before) if "(unscale)" in wait.where or "(all_finite)" in wait.where]
     assert len(steps) == 4
+
+
+def test_updates_on_the_device_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would wait for all of the backward pass that the host has queued by then."""
+    seen: set[int] = set()
+    update = Arithmetic.update
+
+    def noted(self: Arithmetic, *args: Any, **kwargs: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        seen.add(torch.cuda.current_stream().cuda_stream)
+        update(self, *args, **kwargs)
+
+    monkeypatch.setattr(Arithmetic, "update", noted)
+    plain, weights = train()
+    assert len(seen) == 1
+    assert torch.cuda.current_stream().cuda_stream not in seen
+    again, after = train(update_in_backward=False)
+    assert torch.equal(plain, again)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))

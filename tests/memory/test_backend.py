@@ -284,3 +284,14 @@ def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeyp
     last.mark().synchronize()
     last.mark(timed=True).synchronize()
     assert [how["blocking"] for how in made] == [True, True]
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_page_locking_that_fails_leaves_no_error_behind(last: CudaBackend) -> None:
+    """The runtime would tell of it at the next launch of whoever launches a kernel."""
+    region = last.host_region(PAGE, pin=True)
+    with pytest.raises(ConfigError, match=f"CUDA could not page-lock {PAGE} bytes"):
+        last.lock_pages(region.tensor.data_ptr(), PAGE)
+    assert torch.ones(3, device=last.device).mul(2).sum().item() == 6
+    region.close()

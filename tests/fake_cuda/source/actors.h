@@ -108,9 +108,14 @@ static int actor(int device, int64_t id) {
   return actor_numbers()[key] = actors().size() - 1;
 }
 static VectorClock& host() { return actors()[0]->clock; }
+static uint64_t g_devices_used = 0;  // a bit for each that has a context: memory, work, or page-locking through it
+static void uses_device(int device) { g_devices_used |= (uint64_t)1 << device; }
 static uint32_t tick(int e) {
   auto& c = actors()[e]->clock;
-  if (e) c.join(host());
+  if (e) {
+    uses_device(actors()[e]->device);
+    c.join(host());
+  }
   uint32_t n = c.get(e) + 1;
   c.set(e, n);
   return n;

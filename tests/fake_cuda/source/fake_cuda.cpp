@@ -13,16 +13,18 @@ void fc_start() {
 }
 int fc_host_register(uintptr_t p, size_t n) {
   fake_cuda::Lock l(fake_cuda::mutex());
+  fake_cuda::uses_device(fake_cuda::t_device);
   auto& m = fake_cuda::locked();
   auto it = m.lower_bound(p);
-  if ((it != m.end() && it->first < p + n) || fake_cuda::is_locked((void*)p)) return 712;  // already registered
+  if ((it != m.end() && it->first < p + n) || fake_cuda::is_locked((void*)p))
+    return fake_cuda::g_last_error = 712;  // already registered
   m[p] = p + n;
   return 0;
 }
 int fc_host_unregister(uintptr_t p) {
   fake_cuda::Lock l(fake_cuda::mutex());
   auto it = fake_cuda::locked().find(p);
-  if (it == fake_cuda::locked().end()) return 713;
+  if (it == fake_cuda::locked().end()) return fake_cuda::g_last_error = 713;
   fake_cuda::check_release("unlocked (cudaHostUnregister) while the device uses it", it->first, it->second,
                            fake_cuda::host(), 0, {});
   fake_cuda::forget(it->first, it->second);
@@ -43,6 +45,7 @@ int fc_devices() { return fake_cuda::device_count(); }
 long fc_races() { return fake_cuda::race_count; }
 long fc_accesses() { return fake_cuda::access_count; }
 long fc_deferred() { return fake_cuda::deferred_count; }
+unsigned long fc_devices_used() { return fake_cuda::g_devices_used; }
 long fc_waits() { return fake_cuda::host_waits().size(); }
 unsigned long fc_wait_thread(long i) { return fake_cuda::host_waits()[i].thread; }
 const char* fc_wait_what(long i) { return fake_cuda::names()[fake_cuda::host_waits()[i].what].c_str(); }

@@ -224,6 +224,9 @@ static void multiply_wide(const c10::OperatorHandle& op, torch::jit::Stack* stac
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const OpInfo& info = op_info(schema);
+  int error = 0;
+  if (!info.skip) std::swap(error, g_last_error);
+  TORCH_CHECK(!error, "CUDA error: ", error, " (of an earlier call)");
   int st = info.skip ? 0 : stack_id();
   Lock l(mutex());
   size_t n = schema.arguments().size(), base = stack->size() - n;

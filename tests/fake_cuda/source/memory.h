@@ -47,6 +47,7 @@ static void device_free(void* p);
 static void* device_malloc(size_t n, int device) {
   if (!n) return nullptr;
   Lock l(mutex());
+  uses_device(device);
   arena();
   size_t size = (n + 511) / 512 * 512;
   if (g_used + size > capacity())
@@ -118,6 +119,7 @@ static std::map<uintptr_t, uintptr_t>& locked() {
   static auto* m = new std::map<uintptr_t, uintptr_t>;
   return *m;
 }
+static int g_last_error = 0;  // of a call that failed; the next launch of a kernel tells of it, and so forgets it
 static bool is_locked(const void* p) {
   auto& m = locked();
   auto it = m.upper_bound((uintptr_t)p);
