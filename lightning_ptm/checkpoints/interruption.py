@@ -55,7 +55,7 @@ class Interruption:
     @property
     def torn(self) -> bool:
         """Whether what the run leaves behind is of two steps."""
-        return self.unsaved == TORN or (self._engine.failed and self._engine.in_mid_step)
+        return self.unsaved == TORN or (self._engine.rendezvous.failed and self._engine.in_mid_step)
 
     def settle(self) -> None:
         """Find out whether there is a state that all ranks have; where there is none, this rank hangs up, so that nobody

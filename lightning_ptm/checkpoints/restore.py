@@ -31,7 +31,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     Raises:
         What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
     """
-    if engine.failed and not engine.communicator.alone:
+    if engine.rendezvous.failed and not engine.communicator.alone:
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
@@ -50,7 +50,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
         )
     if not room:
         try:
-            if not engine.failed:
+            if not engine.rendezvous.failed:
                 engine.drain("weights at the end")
         finally:
             engine.values.let_go()
@@ -68,7 +68,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
             )
     except Exception as error:
         engine.values.let_go()
-        if not engine.failed:
+        if not engine.rendezvous.failed:
             raise  # the first to hear of the last step's update: nobody else would report it
         log.warning("the weights could not be given back to the module: %s", error)
         return False
@@ -85,7 +85,7 @@ def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], kept: Coll
         Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed,
         or they are of parts of parameters, of which rank 0 has some alone.
     """
-    if (engine.failed and not engine.communicator.alone) or engine.blueprint.holders.in_parts:
+    if (engine.rendezvous.failed and not engine.communicator.alone) or engine.blueprint.holders.in_parts:
         return False
     needed = engine.optimizer_state_bytes(on_disk=False)
     # Ranks that hold different experts may keep them in different tiers.

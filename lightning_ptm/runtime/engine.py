@@ -10,12 +10,9 @@ the rows of the inventory and for nothing else, in every tier.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicators, Gathering, Teams, together
+from lightning_ptm.comm import Communicators, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
@@ -54,6 +51,7 @@ from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner, check_layout
 from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
+from lightning_ptm.runtime.rendezvous import ANY_TOGETHER, STEP_ENDS, Rendezvous, Together
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.state_dicts import StateDicts
@@ -61,12 +59,8 @@ from lightning_ptm.runtime.stock import save_rows, taken_dtype
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
-from lightning_ptm.runtime.whereabouts import whereabouts
 from lightning_ptm.terms import Operation, Phase, Tier
 from lightning_ptm.update import LossScale, OptimizerTraits, Updater, total_norm
-
-_STEP_ENDS = 1 << 20
-"""Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
 
 _TRACES = 1
 """Flag of a boundary: the iteration is to be traced."""
@@ -74,40 +68,6 @@ _TRACES = 1
 _CHANGED_BUFFERS = 256
 """Flag of a boundary: buffers of modules may not be rank 0's any more."""
 
-
-class Together(enum.IntEnum):
-    """What ranks do all at once; a flag of the boundary at which they wait for each other."""
-
-    COLLECTIVE = 2
-    TRAINING_STEP = 4
-    BY_HAND = 8
-    END_OF_EVALUATION = 16
-    TRAINING_BATCH = 32
-    END_OF_EPOCH = 64
-    END_OF_RUN = 128
-
-    def __str__(self) -> str:
-        return _DOING[self]
-
-
-_DOING = {
-    Together.COLLECTIVE: "is in a collective (a barrier, a reduction)",
-    Together.TRAINING_STEP: "begins a training step",
-    Together.BY_HAND: "reads, edits or saves weights",
-    Together.END_OF_EVALUATION: "has ended its evaluation",
-    Together.TRAINING_BATCH: "goes on to another training batch",
-    Together.END_OF_EPOCH: "has ended its training epoch",
-    Together.END_OF_RUN: "has come to the end of the run",
-}
-_ANY_TOGETHER = sum(Together)
-_AS_MANY_BATCHES = (
-    "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
-    "fewest)"
-)
-_ON_ALL_RANKS = (
-    "save_checkpoint and gathered need all ranks: call them on each of them, and look at the rank inside (files are written "
-    "by rank 0 alone)"
-)
 
 _REASON_CHARACTERS = 500
 """Of an error's text, what other ranks are told."""
@@ -157,16 +117,15 @@ class Engine:
         self.disk_paths = tuple(disk_paths)
         self.bars = progress or Progress(shown=False)
         self._optimizers = tuple(optimizers)
+        teams = blueprint.experts.teams if blueprint.experts is not None else Teams()
+        self.rendezvous = Rendezvous(self.communicator, self._take_part, teams)
         self._closed = False
         self._iteration = 0
-        self._since = 0
-        """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
         self._backwards = 0
         self._inside = False
         self._manual = False
         self._of_the_loss = False
         self._behind: list[int] = []
-        self.failed = False
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
         self.expert_groups: ExpertGroups | None = None
@@ -252,16 +211,13 @@ class Engine:
             and not home.updates
         ]
         self.clipping = Clipping(self.communicator, self.updates, self._optimizers)
-        teams = blueprint.experts.teams if blueprint.experts is not None else Teams()
-        exchange, rank = self.communicator.exchange, self.communicator.rank
-        self._agreement = Agreement(exchange, self._take_part, rank, teams, self._explained)
-        self.reduction = Reduction(self.flats, self._agreement, lambda: self.executor.release_all())
+        self.reduction = Reduction(self.flats, self.rendezvous.agreement, lambda: self.executor.release_all())
         planner = Planner(blueprint, self._communicators.along(blueprint.holders.alike), self.communicator.rank)
         self.tracer = Tracer(blueprint.units, self._non_model_bytes, self.backend)
         self.executor = Executor(
             self.stores,
             self.tracer,
-            self._agreement,
+            self.rendezvous.agreement,
             self.updates.pending,
             self.updates.finish,
             planner.replan,
@@ -297,7 +253,7 @@ class Engine:
         self._undo.callback(self._state_dicts.close)
         if blueprint.experts is not None:
             group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.fetching.expect
-            self.expert_groups = ExpertGroups(blueprint.experts, group, self._agreement, expect)
+            self.expert_groups = ExpertGroups(blueprint.experts, group, self.rendezvous.agreement, expect)
             self._undo.callback(self.expert_groups.close)
         self.updates.start()
 
@@ -384,7 +340,7 @@ class Engine:
         self._check_open()
         self.stream.begin()
         self._iteration += 1
-        self._since += 1
+        self.rendezvous.iteration_begins()
         self._backwards = 0
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for store in self.stores:
@@ -403,10 +359,10 @@ class Engine:
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            seen, together = self._come_together(Together.TRAINING_STEP, flags=flags), True
+            seen, together = self.rendezvous.come_together(Together.TRAINING_STEP, flags=flags), True
         else:
-            seen = self._reach(0, flags)
-            together = not seen & _ANY_TOGETHER  # else some ranks have no such batch any more
+            seen = self.rendezvous.reach(0, flags)
+            together = not seen & ANY_TOGETHER  # else some ranks have no such batch any more
         if self._module_buffers is not None:
             if together and seen & _CHANGED_BUFFERS:
                 self._module_buffers.follow_rank_0()
@@ -430,7 +386,7 @@ class Engine:
             self._inside = False
             self.executor.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
-            self._reach(_STEP_ENDS)
+            self.rendezvous.reach(STEP_ENDS)
             self.executor.end()
 
     def _forward_root(self) -> None:
@@ -512,7 +468,7 @@ class Engine:
         self.executor.rest()
         self._backwards += 1
         self.updates.graph_ended()
-        self._reach(self._backwards)
+        self.rendezvous.reach(self._backwards)
         while self._behind:
             self._update_ready(self._behind.pop(0))
         if not self.updates.armed:
@@ -536,86 +492,6 @@ class Engine:
         else:
             self.reduction.take_part(decision)
 
-    def meet(self, what: Together, deed: str = "") -> None:
-        """Before what all ranks do together: others may still gather units, in this iteration (ranks with different experts
-        have different plans), in batches that this rank has not, or for a forward of one rank alone.
-
-        Args:
-            deed: what exactly follows; the same on all ranks.
-        """
-        if not self.failed:
-            self._come_together(what, deed)
-
-    def gather_for(self, gathering: Gathering) -> None:
-        """Before a collective that is none of ours, on its ranks: as `meet`, but they may be some of all, and the others
-        anywhere.
-
-        Raises:
-            RankError: not all of them can come any more.
-        """
-        if self.failed:
-            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
-        seen = self._agreement.gather(dataclasses.replace(gathering, flag=Together.COLLECTIVE))
-        if seen is not None:
-            self._check_nobody_else(seen, Together.COLLECTIVE, str(Together.COLLECTIVE))
-            self._agreement.give_up(
-                f"rank {self.communicator.rank} {Together.COLLECTIVE} and another rank in another one, or of other ranks, so "
-                f"they would wait for each other for ever; issue the same ones in the same order on all ranks"
-            )
-        if gathering.size == self.communicator.world_size:
-            self._since = 0
-
-    def _come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
-        """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
-
-        Raises:
-            RankError: other ranks have come for something else.
-        """
-        number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
-        seen = self._agreement.reach(Boundary(TOGETHER + number, what | flags))
-        self._since = 0
-        self._check_nobody_else(seen, what, str(what))
-        if seen & DIFFERENT:
-            self._agreement.give_up(
-                f"rank {self.communicator.rank} {what} in another way than another rank; {_ON_ALL_RANKS}"
-            )
-        return seen
-
-    def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
-        others = [each for each in Together if seen & each & ~mine]
-        if not others:
-            return
-        told = f"rank {self.communicator.rank} {doing} and another rank {others[0]}"
-        if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
-            reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
-        elif seen & Together.BY_HAND:
-            reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
-        else:
-            reason = (
-                f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, "
-                f"as often, and {_AS_MANY_BATCHES}"
-            )
-        self._agreement.give_up(reason)
-
-    def _explained(self, reason: str) -> str:
-        """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
-        collective follows."""
-        ranks = range(self.communicator.world_size)
-        ours = (reason, whereabouts())
-        told = [
-            self.communicator.broadcast_object(ours if rank == self.communicator.rank else None, rank) for rank in ranks
-        ]
-        reason = reason or next((each for each, _ in told if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place) in enumerate(told))
-        text = f"{reason} [{places}]"
-        self.failed = True
-        self.communicator.fail(text)
-        return text
-
-    def _reach(self, position: int, flags: int = 0) -> int:
-        """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
-        return self._agreement.reach(Boundary(self._since * 2 * _STEP_ENDS + position, flags))
-
     # -- optimizer step -----------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
@@ -633,7 +509,7 @@ class Engine:
             False where there must be none, since they hold inf or NaN: they are skipped.
         """
         self._check_open()
-        self._collect_postponed(_STEP_ENDS)
+        self._collect_postponed(STEP_ENDS)
         index = self.updates.index_of(optimizer)
         self._follow(index)
         self.clipping.unscale(index, scale)
@@ -662,7 +538,7 @@ class Engine:
         self._check_open()
         index = self.updates.index_of(optimizer)
         self._check_rearranged(optimizer, index)
-        self._collect_postponed(_STEP_ENDS)
+        self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self.clipping.take(index)
         self.updates.step(index, transform)
@@ -704,10 +580,10 @@ class Engine:
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
-        self._check_nobody_else(self._reach(position), 0, "is in an optimizer step")
+        self.rendezvous.reach_step(position)
         self.reduction.collect_postponed()
         if self.blueprint.holders.apart:
-            self._reach(position)  # others may have more units to reduce: what follows may be collective
+            self.rendezvous.reach(position)  # others may have more units to reduce: what follows may be collective
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -736,13 +612,13 @@ class Engine:
 
     @on_compute_stream
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
-        self._collect_postponed(_STEP_ENDS - 1)
+        self._collect_postponed(STEP_ENDS - 1)
         self._follow(self.updates.index_of(optimizer))
         self.clipping.by_norm(self.updates.index_of(optimizer), max_norm, scale)
 
     @on_compute_stream
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
-        self._collect_postponed(_STEP_ENDS - 1)
+        self._collect_postponed(STEP_ENDS - 1)
         self._follow(self.updates.index_of(optimizer))
         self.clipping.by_value(self.updates.index_of(optimizer), clip_value, scale)
 
@@ -757,7 +633,7 @@ class Engine:
         if self.steps_itself(optimizer):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             return total_norm([torch.linalg.vector_norm(each, norm_type) for each in gradients], norm_type)
-        self._collect_postponed(_STEP_ENDS - 2)
+        self._collect_postponed(STEP_ENDS - 2)
         self._follow(self.updates.index_of(optimizer))
         return self.clipping.norm(self.updates.index_of(optimizer), norm_type, scale)
 
@@ -774,7 +650,7 @@ class Engine:
         for store in self.stores:
             for flat in store.flats:
                 flat.await_reads()
-        self._come_together(Together.BY_HAND, deed)
+        self.rendezvous.come_together(Together.BY_HAND, deed)
 
     def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
@@ -798,24 +674,23 @@ class Engine:
     @contextmanager
     def together(self) -> Iterator[None]:
         """What the block raises on one rank raises on all of them. Collective, at the end of the block."""
-        with together(self.communicator, partial(self.meet, Together.BY_HAND, "results")):
+        with together(self.communicator, partial(self.rendezvous.meet, Together.BY_HAND, "results")):
             yield
 
     def told(self, value: Any, source: int = 0) -> Any:
         """A value of one rank, on all of them. Collective."""
-        self.meet(Together.BY_HAND, f"value of rank {source}")
+        self.rendezvous.meet(Together.BY_HAND, f"value of rank {source}")
         return self.communicator.broadcast_object(value, source)
 
     def all_ranks(self, agree: bool) -> bool:
         """Whether all ranks say yes. Collective."""
-        self.meet(Together.BY_HAND, "question")
+        self.rendezvous.meet(Together.BY_HAND, "question")
         refused = torch.tensor([0 if agree else 1], dtype=torch.int64)
         return not self.communicator.all_reduce(refused, maximum=True).item()
 
     def fail(self, error: BaseException) -> None:
         """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
-        self.failed = True
-        self.communicator.fail(f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])
+        self.rendezvous.fail(f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])
         self.abandon()
 
     @contextmanager
@@ -838,7 +713,7 @@ class Engine:
                 f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
             )
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
-        with self.values.gathered(wanted, write=write, may_write=lambda: not self.failed), ending:
+        with self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed), ending:
             yield
 
     @contextmanager
@@ -848,9 +723,9 @@ class Engine:
             yield
         except BaseException:
             with suppress(RankError):  # the error of the block is the cause
-                self.meet(Together.BY_HAND, deed)
+                self.rendezvous.meet(Together.BY_HAND, deed)
             raise
-        self.meet(Together.BY_HAND, deed)
+        self.rendezvous.meet(Together.BY_HAND, deed)
 
     def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}

@@ -19,8 +19,9 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
-from lightning_ptm.runtime.engine import Engine, Together
+from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
+from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit
 from lightning_ptm.trainer.building import BuildingStrategy
 from lightning_ptm.trainer.paged_states import unguard
@@ -98,10 +99,10 @@ class EndingStrategy(BuildingStrategy):
             replaced: optimizers whose states are not.
             told_later: gets why the last checkpoint was not written.
         """
-        if engine.failed:
+        if engine.rendezvous.failed:
             self._saves.farewell()
         else:
-            engine.meet(Together.END_OF_RUN)
+            engine.rendezvous.meet(Together.END_OF_RUN)
             try:
                 self._saves.finish()
             except CheckpointError as error:  # the weights are the user's all the same

@@ -18,7 +18,7 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Listener
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.engine import Engine, Together
+from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import (
     PageUse,
@@ -32,6 +32,7 @@ from lightning_ptm.runtime.inspection import (
     states_at_home,
 )
 from lightning_ptm.runtime.parts import Boxes, declared
+from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import Statistics, collect
 from lightning_ptm.trainer.connected import ConnectedStrategy
 
@@ -89,16 +90,16 @@ class RunningStrategy(ConnectedStrategy):
     def _is_alone(self) -> bool:
         # Callbacks ask for collectives, too, when the run was cut short on this rank.
         self._settle()
-        failed = self._engine is not None and self._engine.failed
+        failed = self._engine is not None and self._engine.rendezvous.failed
         return failed or bool(self._unsaved) or super()._is_alone()
 
     def _meet(self, what: Together) -> None:
         if not self._is_alone():
-            self.engine.meet(what)
+            self.engine.rendezvous.meet(what)
 
     def _gather_for(self, gathering: Gathering) -> None:
         self._settle()
-        self.engine.gather_for(gathering)
+        self.engine.rendezvous.gather_for(gathering)
 
     def statistics(self) -> Statistics:
         """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""

@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.engine import Engine, Together
+from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.recompute import compiled_around
+from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
 from lightning_ptm.trainer.paged_states import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision

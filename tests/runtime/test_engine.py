@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
-from lightning_ptm.comm.agreement import TOGETHER, Row
+from lightning_ptm.comm.agreement import Row
 from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.inventory import Lifetime, What
 from lightning_ptm.planning.inventory import Row as InventoryRow
 from lightning_ptm.runtime import engine as module_under_test
 from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.engine import Engine, Together
+from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.terms import Tier
 
@@ -404,84 +404,23 @@ def test_pages_are_taken_for_the_rows_of_the_inventory_alone(disk: Path, tier: T
 
 
 class Other(Twin):
-    """The other rank does as this one does, until `at` says where it is."""
+    """The other rank does as this one does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: Row | None = None
         self.failures: list[str] = []
-        self.rounds: list[Row] = []
 
     def exchange(self, row: Row) -> list[Row]:
-        self.rounds.append(row)
-        return [row, row if self.at is None else self.at]
+        return [row, row]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         pass
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value if source == 0 else ("", "is elsewhere")
+        return value
 
     def fail(self, reason: str) -> None:
         self.failures.append(reason)
-
-
-def together_at(what: int) -> Row:
-    """A boundary of all ranks, with these flags."""
-    return (0, TOGETHER + 1, what)
-
-
-MEETINGS = {
-    "another number of batches": (
-        Together.END_OF_EPOCH,
-        Together.TRAINING_STEP,
-        "rank 0 has ended its training epoch and another rank begins a training step: they got different "
-        r"numbers of training batches; give all of them as many",
-    ),
-    "and the other way round": (
-        Together.TRAINING_BATCH,
-        Together.END_OF_EPOCH,
-        "rank 0 goes on to another training batch and another rank has ended its training epoch: they got different",
-    ),
-    "a save of one rank": (
-        Together.TRAINING_STEP,
-        Together.BY_HAND,
-        "another rank reads, edits or saves weights, so they would wait .* save_checkpoint and gathered need all ranks",
-    ),
-    "a collective of one rank": (
-        Together.END_OF_RUN,
-        Together.COLLECTIVE,
-        "rank 0 has come to the end of the run and another rank is in a collective .* call collectives and step optimizers",
-    ),
-    "the same in another way": (
-        Together.BY_HAND,
-        Together.BY_HAND,
-        "rank 0 reads, edits or saves weights in another way than another rank; save_checkpoint and gathered need",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MEETINGS)
-def test_ranks_that_come_together_for_different_things_all_stop(case: str) -> None:
-    ours, theirs, says = MEETINGS[case]
-    other = Other()
-    with run(communicator=other) as it:
-        other.at = together_at(theirs)
-        with pytest.raises(RankError, match=says) as caught:
-            it.engine.meet(ours)
-        assert "[rank 0 " in str(caught.value) and "rank 1 is elsewhere]" in str(caught.value)
-        assert it.engine.failed and other.failures == [str(caught.value)]
-        before = len(other.rounds)
-        it.engine.meet(ours)  # nothing collective any more
-        assert len(other.rounds) == before
-
-
-def test_ranks_that_come_together_for_the_same_thing_go_on() -> None:
-    other = Other()
-    with run(communicator=other) as it:
-        for what in Together:
-            it.engine.meet(what, "deed")
-        assert len({row[1] for row in other.rounds}) <= 2 and not it.engine.failed
 
 
 def test_a_unit_is_updated_one_behind_its_reduction_and_the_last_at_the_end() -> None:
@@ -504,6 +443,6 @@ def test_a_failed_run_tells_the_others_once_and_issues_nothing_more() -> None:
     with run(communicator=other) as it:
         it.engine.fail(ValueError("x" * 1000))
         (told,) = other.failures
-        assert told.startswith("ValueError: xxx") and len(told) == 500 and it.engine.failed
+        assert told.startswith("ValueError: xxx") and len(told) == 500 and it.engine.rendezvous.failed
         with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):
-            it.engine.gather_for(None)  # type: ignore[arg-type]
+            it.engine.rendezvous.gather_for(None)  # type: ignore[arg-type]

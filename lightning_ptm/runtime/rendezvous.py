@@ -1,0 +1,175 @@
+"""Where the ranks of a run wait for each other, and what all of them are told where they cannot meet.
+
+Owns at which point of its iterations this rank is, and whether the run has failed. In which order collectives go is
+comm/agreement.py's; what is computed at these points, the engine's.
+
+I1: ranks that come together for different things all raise, with what each did and where it is in the user's code. I2: of a
+run that has failed, nothing waits for other ranks any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from hashlib import blake2b
+
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams
+from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.errors import RankError
+from lightning_ptm.runtime.whereabouts import whereabouts
+
+STEP_ENDS = 1 << 20
+"""Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
+
+
+class Together(enum.IntEnum):
+    """What ranks do all at once; a flag of the boundary at which they wait for each other."""
+
+    COLLECTIVE = 2
+    TRAINING_STEP = 4
+    BY_HAND = 8
+    END_OF_EVALUATION = 16
+    TRAINING_BATCH = 32
+    END_OF_EPOCH = 64
+    END_OF_RUN = 128
+
+    def __str__(self) -> str:
+        return _DOING[self]
+
+
+_DOING = {
+    Together.COLLECTIVE: "is in a collective (a barrier, a reduction)",
+    Together.TRAINING_STEP: "begins a training step",
+    Together.BY_HAND: "reads, edits or saves weights",
+    Together.END_OF_EVALUATION: "has ended its evaluation",
+    Together.TRAINING_BATCH: "goes on to another training batch",
+    Together.END_OF_EPOCH: "has ended its training epoch",
+    Together.END_OF_RUN: "has come to the end of the run",
+}
+ANY_TOGETHER = sum(Together)
+"""All flags of these."""
+
+_AS_MANY_BATCHES = (
+    "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
+    "fewest)"
+)
+_ON_ALL_RANKS = (
+    "save_checkpoint and gathered need all ranks: call them on each of them, and look at the rank inside (files are written "
+    "by rank 0 alone)"
+)
+
+
+class Rendezvous:
+    """The meeting points of one rank.
+
+    Args:
+        communicator: of all ranks.
+        participate: takes part in a collective that other ranks need and this one does not.
+        teams: which ranks have a part in what, where not all have.
+    """
+
+    def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: Teams) -> None:
+        self._communicator = communicator
+        self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
+        self.failed = False
+        """Nothing collective happens here any more; set by `fail`."""
+        self._since = 0
+        """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
+
+    def iteration_begins(self) -> None:
+        """One of this rank's."""
+        self._since += 1
+
+    def fail(self, reason: str) -> None:
+        """The run has failed here: the others are told."""
+        self.failed = True
+        self._communicator.fail(reason)
+
+    def meet(self, what: Together, deed: str = "") -> None:
+        """Before what all ranks do together: others may still gather units, in this iteration (ranks with different experts
+        have different plans), in batches that this rank has not, or for a forward of one rank alone.
+
+        Args:
+            deed: what exactly follows; the same on all ranks.
+        """
+        if not self.failed:
+            self.come_together(what, deed)
+
+    def gather_for(self, gathering: Gathering) -> None:
+        """Before a collective that is none of ours, on its ranks: as `meet`, but they may be some of all, and the others
+        anywhere.
+
+        Raises:
+            RankError: not all of them can come any more.
+        """
+        if self.failed:
+            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
+        seen = self.agreement.gather(dataclasses.replace(gathering, flag=Together.COLLECTIVE))
+        if seen is not None:
+            self._check_nobody_else(seen, Together.COLLECTIVE, str(Together.COLLECTIVE))
+            self.agreement.give_up(
+                f"rank {self._communicator.rank} {Together.COLLECTIVE} and another rank in another one, or of other ranks, "
+                f"so they would wait for each other for ever; issue the same ones in the same order on all ranks"
+            )
+        if gathering.size == self._communicator.world_size:
+            self._since = 0
+
+    def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
+        """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
+
+        Raises:
+            RankError: other ranks have come for something else.
+        """
+        number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
+        seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
+        self._since = 0
+        self._check_nobody_else(seen, what, str(what))
+        if seen & DIFFERENT:
+            self.agreement.give_up(
+                f"rank {self._communicator.rank} {what} in another way than another rank; {_ON_ALL_RANKS}"
+            )
+        return seen
+
+    def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
+        others = [each for each in Together if seen & each & ~mine]
+        if not others:
+            return
+        told = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
+        if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
+            reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
+        elif seen & Together.BY_HAND:
+            reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
+        else:
+            reason = (
+                f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, "
+                f"as often, and {_AS_MANY_BATCHES}"
+            )
+        self.agreement.give_up(reason)
+
+    def _explained(self, reason: str) -> str:
+        """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
+        collective follows."""
+        ranks = range(self._communicator.world_size)
+        ours = (reason, whereabouts())
+        told = [
+            self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
+            for rank in ranks
+        ]
+        reason = reason or next((each for each, _ in told if each), "a rank has given up")
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place) in enumerate(told))
+        text = f"{reason} [{places}]"
+        self.fail(text)
+        return text
+
+    def reach(self, position: int, flags: int = 0) -> int:
+        """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
+        return self.agreement.reach(Boundary(self._since * 2 * STEP_ENDS + position, flags))
+
+    def reach_step(self, position: int) -> None:
+        """As `reach`, in an optimizer step.
+
+        Raises:
+            RankError: other ranks have come together for something else.
+        """
+        self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")

@@ -1,0 +1,147 @@
+"""Meeting points of one of two ranks: what happens where the other one is there, elsewhere, or at something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ptm.comm import Gathering, Teams
+from lightning_ptm.comm.agreement import TOGETHER, Decision, NeededCollective, Row
+from lightning_ptm.errors import RankError
+from lightning_ptm.runtime.rendezvous import Rendezvous, Together
+from lightning_ptm.terms import Operation
+
+
+class Other:
+    """The communicator of the first of two ranks. The other one brings the same to each round, but for what `brings` says."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.brings: list[Row] = []
+        """To the next rounds."""
+        self.rounds: list[Row] = []
+        self.failures: list[str] = []
+
+    def exchange(self, row: Row) -> list[Row]:
+        self.rounds.append(row)
+        return [row, self.brings.pop(0) if self.brings else row]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value if source == 0 else ("", "is elsewhere")
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+class Rank:
+    """Its meeting points, and the collectives of others that it took part in."""
+
+    def __init__(self) -> None:
+        self.other = Other()
+        self.took_part: list[Decision] = []
+        communicator: Any = self.other
+        self.rendezvous = Rendezvous(communicator, self.took_part.append, Teams())
+
+
+def together_at(what: int) -> Row:
+    """A boundary of all ranks, with these flags."""
+    return (0, TOGETHER + 1, what)
+
+
+MEETINGS = {
+    "another number of batches": (
+        Together.END_OF_EPOCH,
+        Together.TRAINING_STEP,
+        "rank 0 has ended its training epoch and another rank begins a training step: they got different "
+        r"numbers of training batches; give all of them as many",
+    ),
+    "and the other way round": (
+        Together.TRAINING_BATCH,
+        Together.END_OF_EPOCH,
+        "rank 0 goes on to another training batch and another rank has ended its training epoch: they got different",
+    ),
+    "a save of one rank": (
+        Together.TRAINING_STEP,
+        Together.BY_HAND,
+        "another rank reads, edits or saves weights, so they would wait .* save_checkpoint and gathered need all ranks",
+    ),
+    "a collective of one rank": (
+        Together.END_OF_RUN,
+        Together.COLLECTIVE,
+        "rank 0 has come to the end of the run and another rank is in a collective .* call collectives and step optimizers",
+    ),
+    "the same in another way": (
+        Together.BY_HAND,
+        Together.BY_HAND,
+        "rank 0 reads, edits or saves weights in another way than another rank; save_checkpoint and gathered need",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEETINGS)
+def test_ranks_that_come_together_for_different_things_all_stop(case: str) -> None:
+    ours, theirs, says = MEETINGS[case]
+    it = Rank()
+    it.other.brings = [together_at(theirs)]
+    with pytest.raises(RankError, match=says) as caught:
+        it.rendezvous.meet(ours)
+    assert "[rank 0 " in str(caught.value) and "rank 1 is elsewhere]" in str(caught.value)  # I1
+    assert it.rendezvous.failed and it.other.failures == [str(caught.value)]
+    before = len(it.other.rounds)
+    it.rendezvous.meet(ours)  # I2
+    assert len(it.other.rounds) == before
+
+
+def test_ranks_that_come_together_for_the_same_thing_go_on_with_the_flags_of_both() -> None:
+    it = Rank()
+    for what in Together:
+        it.rendezvous.meet(what, "deed")
+    assert not it.rendezvous.failed and len({row[1] for row in it.other.rounds}) == 1
+    it.other.brings = [(0, it.other.rounds[0][1], Together.TRAINING_STEP | 256)]
+    assert it.rendezvous.come_together(Together.TRAINING_STEP, "deed", flags=1) == Together.TRAINING_STEP | 257
+
+
+def test_a_rank_waits_at_a_point_for_one_that_is_before_it_and_takes_part_in_what_that_needs() -> None:
+    it = Rank()
+    it.rendezvous.iteration_begins()
+    it.rendezvous.reach(3)
+    place = it.other.rounds[0][1]
+    it.other.brings = [NeededCollective(Operation.GATHER, 7).row(), (0, place - 1, 0)]
+    it.rendezvous.reach(3)
+    assert [each.request.unit for each in it.took_part] == [7] and len(it.other.rounds) == 4
+
+
+def test_points_are_ordered_by_iterations_since_ranks_were_together() -> None:
+    it = Rank()
+    for _ in range(2):
+        it.rendezvous.iteration_begins()
+        it.rendezvous.reach(5)
+    it.rendezvous.meet(Together.BY_HAND)
+    it.rendezvous.iteration_begins()
+    it.rendezvous.reach(5)
+    first, second, _, again = (row[1] for row in it.other.rounds)
+    assert first < second and again == first < TOGETHER
+
+
+def test_an_optimizer_step_beside_something_else_stops_all() -> None:
+    it = Rank()
+    it.rendezvous.reach_step(5)
+    it.other.brings = [together_at(Together.END_OF_RUN)]
+    with pytest.raises(
+        RankError, match="rank 0 is in an optimizer step and another rank has come to the end of the run"
+    ):
+        it.rendezvous.reach_step(5)
+
+
+def test_collectives_that_are_not_ours_meet_or_stop_all() -> None:
+    it = Rank()
+    it.rendezvous.gather_for(Gathering(1, 2))
+    it.other.brings = [Gathering(2, 2, Together.COLLECTIVE).row()]
+    with pytest.raises(
+        RankError, match=r"rank 0 is in a collective .* and another rank in another one, or of other ranks, so"
+    ):
+        it.rendezvous.gather_for(Gathering(1, 2))
+    with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):
+        it.rendezvous.gather_for(Gathering(1, 2))  # I2
