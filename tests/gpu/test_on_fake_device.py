@@ -6,58 +6,42 @@ ordered fails the test it is in. The fake itself is tested on what it has to fin
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-import torch
+from fake_process import ORDERS, need_fake_device, on_fake
 
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "fake_cuda"))
-from fake_build import library, why_not  # noqa: E402
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-REASON = "there is a real one" if torch.cuda.is_available() else why_not()
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    if REASON is not None:
-        assert "LIGHTNING_PTM_TESTS_NEED_FAKE_CUDA" not in os.environ, REASON
-        pytest.skip(REASON)
-    library()
+    need_fake_device()
 
 
-def on_fake(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python process that finds the fake device's modules."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS / "fake_cuda"), **variables}
-    for name in [name for name in environment if name.startswith(("PYTEST_", "COV_"))]:
-        del environment[name]
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=580
-    )
-
-
-ORDERS = {"late": {"FAKE_CUDA_DEFER": "1"}, "random": {"FAKE_CUDA_DEFER": "rand", "FAKE_CUDA_SEED": "1"}}
 PARTS = {
     "memory": ("tests/memory", 40),
     "update": ("tests/update", 3),
     "runs": ("tests/gpu/test_cuda.py", 7),
 }
 """Folders with tests of the marker, and how many there are at least."""
+QUICK = [("memory", "late")]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "order"),
+    [
+        pytest.param(part, order, marks=() if (part, order) in QUICK else pytest.mark.slow)
+        for part in PARTS
+        for order in ORDERS
+    ],
+)
 def test_no_test_has_a_race(part: str, order: str) -> None:
     folder, least = PARTS[part]
     flags = ["-q", "-m", "gpu", "--show-capture=no"]
     for plugin in ("fake_cuda_plugin", "no:cacheprovider", "no:xdist"):
         flags += ["-p", plugin]
-    done = on_fake("-m", "pytest", *flags, folder, **ORDERS[order])
+    done = on_fake("-m", "pytest", *flags, folder, limit_s=580, **ORDERS[order])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     assert ", 0 races" in done.stdout
     passed = int(done.stdout.split(" passed")[0].split()[-1])
@@ -128,28 +112,33 @@ def test_what_nothing_has_ordered_is_found() -> None:
     assert "copy H2D" in told and "freed while another stream uses it" in told
 
 
-def test_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
-    found, _ = found_in({"missing": _copy("pass") + "assert right"}, FAKE_CUDA_DEFER="0")
-    assert found["missing"]
-
-
-def test_the_host_cannot_read_the_device() -> None:
-    read = "import ctypes, fake_device, torch; ctypes.string_at(torch.ones(4).data_ptr(), 4); print('read'); "
-    done = on_fake("-c", read + read.replace("ones(4)", "ones(4, device='cuda')"))
-    assert done.returncode == -11 and done.stdout == "read\n"  # SIGSEGV
-
-
-def test_the_device_has_the_bytes_that_it_says() -> None:
-    program = """
-        assert torch.cuda.mem_get_info() == (1 << 20, 1 << 20)
-        half = torch.empty(1 << 19, dtype=torch.uint8, device="cuda")
-        try:
-            torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-        except torch.OutOfMemoryError as error:
-            assert "out of memory" in str(error)
-        else:
-            raise AssertionError("more than there is")
-        del half
+READ = """
+    import ctypes, os
+    def how_a_read_of_it_ends(tensor):
+        child = os.fork()
+        if child == 0:
+            ctypes.string_at(tensor.data_ptr(), 4)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert how_a_read_of_it_ends(torch.ones(4)) == 0
+    assert how_a_read_of_it_ends(torch.ones(4, device="cuda")) == -11  # SIGSEGV
+"""
+BYTES = """
+    assert torch.cuda.mem_get_info() == (1 << 20, 1 << 20)
+    half = torch.empty(1 << 19, dtype=torch.uint8, device="cuda")
+    try:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    """
-    assert found_in({"bytes": program}, FAKE_CUDA_BYTES=str(1 << 20))[0] == {"bytes": 0}
+    except torch.OutOfMemoryError as error:
+        assert "out of memory" in str(error)
+    else:
+        raise AssertionError("more than there is")
+    del half
+    torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_the_host_cannot_read_the_device_and_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
+    """And the device has the bytes that it says. One process: its start takes seconds."""
+    programs = {"bytes": BYTES, "read": READ, "missing": _copy("pass") + "assert right"}
+    found, _ = found_in(programs, FAKE_CUDA_BYTES=str(1 << 20), FAKE_CUDA_DEFER="0")
+    assert found.pop("missing") and set(found.values()) == {0}
