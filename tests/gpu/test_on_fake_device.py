@@ -99,13 +99,65 @@ PRODUCTS = """
 """
 
 
-def test_what_nothing_has_ordered_is_found() -> None:
-    """Waits, and memory that another stream still uses."""
+KERNELS = """
+    on = lambda key: set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    assert "aten::native_layer_norm" in on("CPU")
+    composed = on("CPU") & (on("CompositeExplicitAutograd") | on("CompositeImplicitAutograd")) - on("CUDA")
+    assert not composed, f"torch composes these of others instead of asking the fallback: {composed}"
+"""
+NUMBERS = """
+    import contextlib
+    from torch import nn
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from lightning_ptm.trainer.half_products import wide_products
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(97, 64), nn.Linear(64, 97)
+            self.first, self.second, self.third = nn.LayerNorm(64), nn.LayerNorm(64), nn.GroupNorm(4, 64)
+            self.qkv, self.out, self.up, self.down = (nn.Linear(64, 64 * n) for n in (3, 1, 1, 1))
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            query, key, value = self.qkv(self.first(x)).unflatten(2, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            x = x + self.down(functional.gelu(self.up(self.second(x))))
+            return self.head(functional.silu(self.third(x.flatten(0, 1)))).float()
+
+    def train(device, dtype):
+        torch.manual_seed(0)
+        net = Net().to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        tokens = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(3):
+            with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
+                loss = functional.cross_entropy(net(tokens[:, :-1]), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach().cpu(), *(weight.detach().cpu() for weight in net.parameters())]
+
+    torch.set_num_threads(1)
+    with sdpa_kernel(SDPBackend.MATH):
+        for dtype in (torch.float32, torch.bfloat16):
+            with wide_products() if dtype is torch.bfloat16 else contextlib.nullcontext():
+                expected = train("cpu", dtype)
+            assert all(map(torch.equal, train("cuda", dtype), expected)), dtype
+"""
+
+
+def test_what_nothing_has_ordered_is_found_and_numbers_are_those_of_a_cpu() -> None:
+    """Waits, and memory that another stream still uses; where both take attention's math kernel. One process."""
     programs = {wait: _copy(wait) + "assert right" for wait in WAITS}
     programs["a wait is missing"] = _copy("pass") + "assert not right"
     programs["kept"] = FREED.format(keep="device.record_stream(side)")
     programs["freed"] = FREED.format(keep="")
     programs["products of 16-bit numbers are rounded once"] = PRODUCTS
+    programs["the CPU's kernels"] = KERNELS
+    programs["numbers"] = NUMBERS
     found, told = found_in(programs, FAKE_CUDA_DEFER="1")
     assert list(found) == list(programs)
     assert {name for name, count in found.items() if count} == {"a wait is missing", "freed"}
