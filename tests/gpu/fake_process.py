@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,30 @@ def environment_of_fake(**variables: str) -> dict[str, str]:
 
 def on_fake(*command: str, limit_s: float = 280, **variables: str) -> subprocess.CompletedProcess[str]:
     """A Python process on the fake device, which `command` has to import (`import fake_device`, or the plugin)."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environment_of_fake(**variables),
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
+    return ranks_on_fake(*command, limit_s=limit_s, **variables)[0]
+
+
+def ranks_on_fake(
+    *command: str, limit_s: float, world_size: int = 1, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """So many of these, each a rank with a device of its own; several find each other as those of torchrun do.
+
+    Raises:
+        TimeoutExpired: one still ran after `limit_s`; none does any more.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GROUP_RANK": "0"}
+    meeting |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "tests"}
+    environments = [environment_of_fake(FAKE_CUDA_DEVICES=str(world_size), **variables) for _ in range(world_size)]
+    for rank, environment in enumerate(environments if world_size > 1 else ()):
+        environment.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+    with ThreadPoolExecutor(world_size) as pool:
+
+        def run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+            whole = [sys.executable, *command]
+            return subprocess.run(
+                whole, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=limit_s
+            )
+
+        return list(pool.map(run, environments))

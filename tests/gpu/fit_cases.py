@@ -24,22 +24,19 @@ SAVES: dict[str, dict[str, Any]] = {
 }
 """Of a checkpoint in the middle, from which another run goes on."""
 MODELS = ("dense", "experts")
+MODELS_OF_RANKS = (*MODELS, "divided")
+"""`divided`: ranks have some of the experts each."""
 RECOMPUTED = ("none", "all", "every 2nd")
 ACTIVATIONS = ("keep", "host")
 CLIPS = {"free": None, "clipped": 0.1}
 ACCUMULATED = {"each": 1, "by two": 2}
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
-AXES = (
-    tuple(HOMES),
-    tuple(UPDATES),
-    tuple(SAVES),
-    MODELS,
-    RECOMPUTED,
-    ACTIVATIONS,
-    tuple(CLIPS),
-    tuple(ACCUMULATED),
-    PRECISIONS,
-)
+
+
+def _axes(models: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """What a case chooses from, in this order."""
+    clips, accumulated = tuple(CLIPS), tuple(ACCUMULATED)
+    return (tuple(HOMES), tuple(UPDATES), tuple(SAVES), models, RECOMPUTED, ACTIVATIONS, clips, accumulated, PRECISIONS)
 
 
 def settings_of(case: Case) -> dict[str, Any]:
@@ -59,5 +56,7 @@ def can_be(case: Case) -> bool:
     return case[1] != "lock-free" or case[0] in ("host", "masters on disk")
 
 
-CASES = few(list(filter(can_be, itertools.product(*AXES))))
-"""The first have the most pairs of choices."""
+CASES = few(list(filter(can_be, itertools.product(*_axes(MODELS)))))
+"""Of one rank; the first have the most pairs of choices."""
+CASES_OF_RANKS = few(list(filter(can_be, itertools.product(*_axes(MODELS_OF_RANKS)))))
+"""Of two."""

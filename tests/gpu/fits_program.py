@@ -1,8 +1,9 @@
 """Whole fits on the fake device, in a process that has no other: `python fits_program.py FOLDER NUMBER...`, with numbers
-of `fit_cases.CASES`. For each it prints a line, `case NUMBER: ok` or `case NUMBER: failed`, the latter with a traceback.
+of `fit_cases.CASES`; as one rank of several, which torchrun's variables tell, of `CASES_OF_RANKS`. For each it prints a line,
+`case NUMBER: ok` or `case NUMBER: failed`, the latter with a traceback.
 
 I1: losses and weights of a case are, bit for bit, those of the same training with everything on the device, nothing
-    recomputed, activations kept and updates synchronous; of 32-true those are a plain Trainer's on one GPU.
+    recomputed, activations kept and updates synchronous; of 32-true on one rank those are a plain Trainer's.
 I2: a run that goes on from a case's checkpoint ends with the same losses and weights.
 I3: no access is without order.
 """
@@ -10,6 +11,7 @@ I3: no access is without order.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 import warnings
@@ -20,7 +22,7 @@ from typing import Any
 import fake_device  # before torch
 import lightning as L
 import torch
-from fit_cases import ACCUMULATED, CASES, CLIPS, HOMES, SAVES, settings_of
+from fit_cases import ACCUMULATED, CASES, CASES_OF_RANKS, CLIPS, HOMES, SAVES, settings_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -28,6 +30,11 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.runtime import offload
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+ALL = CASES if WORLD_SIZE == 1 else CASES_OF_RANKS
+if WORLD_SIZE > 1:
+    import fake_nccl  # noqa: F401 in place of NCCL
 
 VOCABULARY, WIDTH, LENGTH = 97, 64, 16
 EPOCHS, BATCHES, ROWS = 2, 4, 4
@@ -74,15 +81,16 @@ class Experts(nn.Module):
         return x + out + 0.01 * routing.balance_loss.to(x.dtype)
 
 
-BLOCKS: dict[str, list[type[nn.Module]]] = {"dense": [Dense, Dense, Dense], "experts": [Dense, Experts, Experts]}
-UNITS: dict[str, dict[str, Any]] = {"dense": {}, "experts": {"units": ["Dense", "MixtureOfExperts", "Expert"]}}
+EXPERTS = {"units": ["Dense", "MixtureOfExperts", "Expert"]}
+UNITS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS, "divided": {**EXPERTS, "expert_parallel_size": 2}}
+"""Settings of the strategy by model."""
 
 
 class Net(L.LightningModule):
     def __init__(self, model: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(make() for make in BLOCKS[model])
+        self.blocks = nn.ModuleList([Dense(), *(Dense() if model == "dense" else Experts() for _ in range(2))])
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[Tensor] = []
         self.sent_bytes = 0
@@ -125,10 +133,12 @@ def train(training: Training, strategy: Any, resume: Path | None = None, *callba
     gc.collect()  # the pool of the fit before may still be there
     torch.manual_seed(0)
     module = Net(model)
-    rows = torch.randint(0, VOCABULARY, (BATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(
+        0, VOCABULARY, (WORLD_SIZE * BATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
     trainer = L.Trainer(
         accelerator="gpu",
-        devices=1,
+        devices=WORLD_SIZE,
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
         max_epochs=EPOCHS,
@@ -160,17 +170,17 @@ def expected(training: Training) -> Net:
     """I1's other side."""
     ours = train(training, AngelPTMStrategy(page_size="64KiB", **HOMES["device"], **UNITS[training[0]]))
     assert all(weight.isfinite().all() for weight in ours.parameters())
-    if training[-1] == "32-true":
+    if training[-1] == "32-true" and WORLD_SIZE == 1:
         same(ours, train(training, "auto"), EPOCHS)
     return ours
 
 
 def check(number: int, folder: Path) -> None:
-    case = CASES[number]
+    case = ALL[number]
     saves, model, clip, accumulate, precision = case[2], case[3], *case[6:]
     training = (model, clip, accumulate, precision)
     disk, path = folder / "disk", folder / "half.ckpt"
-    disk.mkdir(parents=True)
+    disk.mkdir(parents=True, exist_ok=True)  # another rank may have
     before = fake_device.lib.fc_races()
 
     settings = settings_of(case)
@@ -198,7 +208,7 @@ def main(folder: Path, numbers: list[int]) -> None:
             check(number, folder / str(number))
             print(f"case {number}: ok", flush=True)
         except Exception:
-            print(f"case {number}: failed\n{', '.join(CASES[number])}\n{traceback.format_exc()}", flush=True)
+            print(f"case {number}: failed\n{', '.join(ALL[number])}\n{traceback.format_exc()}", flush=True)
 
 
 if __name__ == "__main__":
