@@ -121,6 +121,15 @@ def _updated(update: FlatUpdate) -> _Updated:
     )
 
 
+def _in_ram(known: _Updated) -> _Updated:
+    """For other ranks: what is told of a tensor on a device names that device, and theirs is another one."""
+    scalars = [
+        each and {name: value.cpu() if isinstance(value, Tensor) else value for name, value in each.items()}
+        for each in known.scalars
+    ]
+    return dataclasses.replace(known, scalars=scalars)
+
+
 def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in scalars.items()}
 
@@ -313,7 +322,7 @@ class Values:
                 known = None if update is None else _updated(update)
                 source = self._source(store)
                 if source is not None:
-                    known = self._communicator.broadcast_object(known, source)
+                    known = self._communicator.broadcast_object(None if known is None else _in_ram(known), source)
                 assert known is not None
                 yield store, binding, update, known
 

@@ -1,7 +1,7 @@
 """Every way in which settings meet: a run trains, saves, is resumed, and ends with whole weights, with the same numbers
 wherever model states live.
 
-A case is a choice of each of `AXES`; `few` takes cases in which every two choices that go together meet. What is compared:
+A case is a choice of each of `AXES`; `few` (covering.py) takes some of them. What is compared:
 losses and weights with the same training in RAM (for 32-true with a plain Trainer, too, or DDP on several ranks), and the
 resumed run with the one that was not cut short. On several ranks each rank sees batches of its own.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from covering import Case
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -45,7 +45,6 @@ SAVES: dict[str, dict[str, Any]] = {
 }
 AXES = (tuple(MEMORY), HOMES, HOMES, tuple(UPDATES), tuple(OPTIMIZERS), PRECISIONS, tuple(SAVES))
 """Tiers, parameter_home, master_home, updates, optimizers, precision, saves."""
-Case = tuple[str, ...]
 
 
 def world_size() -> int:
@@ -160,25 +159,6 @@ def check(case: Case, folder: Path) -> None:
     same(whole, expected(optimizer, precision), 2)
     same(train(strategy(), optimizer, precision, path), whole, 1)
     assert not list(disk.iterdir())
-
-
-def pairs(case: Case) -> set[Any]:
-    """Every two of its choices."""
-    return set(itertools.combinations(enumerate(case), 2))
-
-
-def few(cases: Sequence[Case], seed: int = 0) -> list[Case]:
-    """Few of these in which every two choices meet that meet in any: greedily, the best of some drawn ones each time."""
-    draw = random.Random(seed)
-    missing = set().union(*map(pairs, cases))
-    chosen: list[Case] = []
-    while missing:
-        wanted = min(missing)
-        candidates = [case for case in draw.sample(cases, 300) if wanted in pairs(case)]
-        candidates = candidates or [case for case in cases if wanted in pairs(case)]
-        chosen.append(max(candidates, key=lambda case: len(pairs(case) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
 
 
 ALL = list(filter(can_be, itertools.product(*AXES)))

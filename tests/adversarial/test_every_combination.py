@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import ALL, HOMES, SAVES, Case, can_be, check, few
+from combinations import ALL, HOMES, SAVES, can_be, check
+from covering import Case, few
 
 from lightning_ptm.errors import ConfigError
 

@@ -6,58 +6,42 @@ ordered fails the test it is in. The fake itself is tested on what it has to fin
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-import torch
+from fake_process import ORDERS, need_fake_device, on_fake
 
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "fake_cuda"))
-from fake_build import library, why_not  # noqa: E402
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-REASON = "there is a real one" if torch.cuda.is_available() else why_not()
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    if REASON is not None:
-        assert "LIGHTNING_PTM_TESTS_NEED_FAKE_CUDA" not in os.environ, REASON
-        pytest.skip(REASON)
-    library()
+    need_fake_device()
 
 
-def on_fake(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python process that finds the fake device's modules."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS / "fake_cuda"), **variables}
-    for name in [name for name in environment if name.startswith(("PYTEST_", "COV_"))]:
-        del environment[name]
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=580
-    )
-
-
-ORDERS = {"late": {"FAKE_CUDA_DEFER": "1"}, "random": {"FAKE_CUDA_DEFER": "rand", "FAKE_CUDA_SEED": "1"}}
 PARTS = {
     "memory": ("tests/memory", 40),
     "update": ("tests/update", 3),
     "runs": ("tests/gpu/test_cuda.py", 7),
 }
 """Folders with tests of the marker, and how many there are at least."""
+QUICK = [("memory", "late")]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "order"),
+    [
+        pytest.param(part, order, marks=() if (part, order) in QUICK else pytest.mark.slow)
+        for part in PARTS
+        for order in ORDERS
+    ],
+)
 def test_no_test_has_a_race(part: str, order: str) -> None:
     folder, least = PARTS[part]
     flags = ["-q", "-m", "gpu", "--show-capture=no"]
     for plugin in ("fake_cuda_plugin", "no:cacheprovider", "no:xdist"):
         flags += ["-p", plugin]
-    done = on_fake("-m", "pytest", *flags, folder, **ORDERS[order])
+    done = on_fake("-m", "pytest", *flags, folder, limit_s=580, **ORDERS[order])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     assert ", 0 races" in done.stdout
     passed = int(done.stdout.split(" passed")[0].split()[-1])
@@ -115,41 +99,98 @@ PRODUCTS = """
 """
 
 
-def test_what_nothing_has_ordered_is_found() -> None:
-    """Waits, and memory that another stream still uses."""
+KERNELS = """
+    on = lambda key: set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    assert "aten::native_layer_norm" in on("CPU")
+    composed = on("CPU") & (on("CompositeExplicitAutograd") | on("CompositeImplicitAutograd")) - on("CUDA")
+    assert not composed, f"torch composes these of others instead of asking the fallback: {composed}"
+"""
+NUMBERS = """
+    import contextlib
+    from torch import nn
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from lightning_ptm.trainer.half_products import wide_products
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(97, 64), nn.Linear(64, 97)
+            self.first, self.second, self.third = nn.LayerNorm(64), nn.LayerNorm(64), nn.GroupNorm(4, 64)
+            self.qkv, self.out, self.up, self.down = (nn.Linear(64, 64 * n) for n in (3, 1, 1, 1))
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            query, key, value = self.qkv(self.first(x)).unflatten(2, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            x = x + self.down(functional.gelu(self.up(self.second(x))))
+            return self.head(functional.silu(self.third(x.flatten(0, 1)))).float()
+
+    def train(device, dtype):
+        torch.manual_seed(0)
+        net = Net().to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        tokens = torch.randint(0, 97, (4, 17), generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(3):
+            with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
+                loss = functional.cross_entropy(net(tokens[:, :-1]), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach().cpu(), *(weight.detach().cpu() for weight in net.parameters())]
+
+    torch.set_num_threads(1)
+    with sdpa_kernel(SDPBackend.MATH):
+        for dtype in (torch.float32, torch.bfloat16):
+            with wide_products() if dtype is torch.bfloat16 else contextlib.nullcontext():
+                expected = train("cpu", dtype)
+            assert all(map(torch.equal, train("cuda", dtype), expected)), dtype
+"""
+
+
+def test_what_nothing_has_ordered_is_found_and_numbers_are_those_of_a_cpu() -> None:
+    """Waits, and memory that another stream still uses; where both take attention's math kernel. One process."""
     programs = {wait: _copy(wait) + "assert right" for wait in WAITS}
     programs["a wait is missing"] = _copy("pass") + "assert not right"
     programs["kept"] = FREED.format(keep="device.record_stream(side)")
     programs["freed"] = FREED.format(keep="")
     programs["products of 16-bit numbers are rounded once"] = PRODUCTS
+    programs["the CPU's kernels"] = KERNELS
+    programs["numbers"] = NUMBERS
     found, told = found_in(programs, FAKE_CUDA_DEFER="1")
     assert list(found) == list(programs)
     assert {name for name, count in found.items() if count} == {"a wait is missing", "freed"}
     assert "copy H2D" in told and "freed while another stream uses it" in told
 
 
-def test_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
-    found, _ = found_in({"missing": _copy("pass") + "assert right"}, FAKE_CUDA_DEFER="0")
-    assert found["missing"]
-
-
-def test_the_host_cannot_read_the_device() -> None:
-    read = "import ctypes, fake_device, torch; ctypes.string_at(torch.ones(4).data_ptr(), 4); print('read'); "
-    done = on_fake("-c", read + read.replace("ones(4)", "ones(4, device='cuda')"))
-    assert done.returncode == -11 and done.stdout == "read\n"  # SIGSEGV
-
-
-def test_the_device_has_the_bytes_that_it_says() -> None:
-    program = """
-        assert torch.cuda.mem_get_info() == (1 << 20, 1 << 20)
-        half = torch.empty(1 << 19, dtype=torch.uint8, device="cuda")
-        try:
-            torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-        except torch.OutOfMemoryError as error:
-            assert "out of memory" in str(error)
-        else:
-            raise AssertionError("more than there is")
-        del half
+READ = """
+    import ctypes, os
+    def how_a_read_of_it_ends(tensor):
+        child = os.fork()
+        if child == 0:
+            ctypes.string_at(tensor.data_ptr(), 4)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert how_a_read_of_it_ends(torch.ones(4)) == 0
+    assert how_a_read_of_it_ends(torch.ones(4, device="cuda")) == -11  # SIGSEGV
+"""
+BYTES = """
+    assert torch.cuda.mem_get_info() == (1 << 20, 1 << 20)
+    half = torch.empty(1 << 19, dtype=torch.uint8, device="cuda")
+    try:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    """
-    assert found_in({"bytes": program}, FAKE_CUDA_BYTES=str(1 << 20))[0] == {"bytes": 0}
+    except torch.OutOfMemoryError as error:
+        assert "out of memory" in str(error)
+    else:
+        raise AssertionError("more than there is")
+    del half
+    torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_the_host_cannot_read_the_device_and_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
+    """And the device has the bytes that it says. One process: its start takes seconds."""
+    programs = {"bytes": BYTES, "read": READ, "missing": _copy("pass") + "assert right"}
+    found, _ = found_in(programs, FAKE_CUDA_BYTES=str(1 << 20), FAKE_CUDA_DEFER="0")
+    assert found.pop("missing") and set(found.values()) == {0}

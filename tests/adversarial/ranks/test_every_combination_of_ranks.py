@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from combinations import ALL, Case, check, few
+from combinations import ALL, check
+from covering import Case, few
 from rank_harness import run_ranks
 
 FEW = few(ALL, seed=1)

@@ -163,6 +163,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);
+  // Before it asks the fallback, torch composes these of other operators, and rounds differently from the CPU's own kernels.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward",
+                           "native_channel_shuffle", "_stack", "_stack.out", "addr", "addr.out", "linalg__powsum",
+                           "all.dims", "all.dims_out", "any.dims", "any.dims_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // ---------------------------------------------------------------- what CPU ops do to page-locked memory
