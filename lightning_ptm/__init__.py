@@ -9,6 +9,12 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+if sys.platform != "linux":
+    raise ImportError(
+        f"lightning_ptm needs Linux (pages, files and checkpoints use its system calls), and this is {sys.platform}: run it "
+        f"in WSL2 on Windows, in a Linux container or virtual machine on macOS"
+    )
+
 from lightning_ptm.trainer.registered import register
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def test_the_answer_is_what_lightning_cli_would_print(option: str, capsys: pytes
 
 def test_public_names_are_those_that_type_checkers_read() -> None:
     tree = ast.parse(Path(lightning_ptm.__file__).read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    guarded = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     read = {
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
@@ -150,3 +150,12 @@ def test_a_trainer_has_the_strategy_of_a_name() -> None:
     trainer = Trainer(strategy="angel_ptm_lock_free", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, lightning_ptm.AngelPTMStrategy)
     assert trainer.strategy.settings.lock_free
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_refused_in_a_sentence(platform: str) -> None:
+    script = f"import sys; sys.platform = {platform!r}; import lightning_ptm"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: lightning_ptm needs Linux") and platform in last and "WSL2" in last
