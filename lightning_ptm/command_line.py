@@ -32,6 +32,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 
+import lightning_ptm.commands.configured  # noqa: F401  our models and data are known by their bare names
 from lightning_ptm.commands.config_names import resolve_config_names
 from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.commands.top import parser_settings

@@ -126,6 +126,18 @@ def test_names_are_offered_whoever_is_imported_first_and_nothing_else_is_importe
 
 
 @pytest.mark.slow
+def test_a_config_names_our_models_without_their_module(tmp_path: Path) -> None:
+    config = tmp_path / "gpt.yaml"
+    config.write_text("model: {class_path: T5, init_args: {width: 64, layers: 1, heads: 2}}\n")
+    script = """
+        import sys
+        from lightning_ptm.cli import main
+        main(["params", sys.argv[1]])
+    """
+    assert "units" in run(script, str(config))
+
+
+@pytest.mark.slow
 def test_a_trainer_knows_the_names_after_the_import_of_the_package_alone() -> None:
     script = """
         import sys
@@ -141,9 +153,13 @@ def test_a_trainer_knows_the_names_after_the_import_of_the_package_alone() -> No
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(Strategy, "strategy")
         given = parser.parse_args(["--strategy=AngelPTMStrategy"])
-        print(given.strategy.class_path)
+        from lightning.pytorch import LightningModule
+        import lightning_ptm.command_line
+        parser.add_subclass_arguments(LightningModule, "model")
+        given = parser.parse_args(["--strategy=AngelPTMStrategy", "--model=T5MoE"])
+        print(given.strategy.class_path, given.model.class_path)
     """
-    assert run(script) == "lightning_ptm.AngelPTMStrategy"
+    assert run(script) == "lightning_ptm.AngelPTMStrategy lightning_ptm.models.T5MoE"
 
 
 def test_a_trainer_has_the_strategy_of_a_name() -> None:

@@ -9,9 +9,14 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.models import GPT, T5, T5MoE
 
 Built = TypeVar("Built")
+
+OURS = (GPT, T5, T5MoE, TextBytes)
+"""Classes that a config may name without their module (`class_path: GPT`): jsonargparse knows what has been imported."""
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
