@@ -94,6 +94,10 @@ class Backend(Protocol):
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         """RAM; page-locked, if `pin`, where the device copies from and to it by itself. Raises as HostRegion does."""
 
+    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's elements in RAM, contiguous where they are copied; the host waits for them, and for what the current
+        stream has queued before. What they are copied through is page-locked, and PyTorch's, which uses it again."""
+
     def device_region(self, size_bytes: int) -> Region:
         """Memory of the device.
 
@@ -186,6 +190,9 @@ class CpuBackend:
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
+
+    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def device_region(self, size_bytes: int) -> Region:
         return HostRegion(size_bytes)
@@ -309,6 +316,11 @@ class CudaBackend:
             f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
             "(ulimit -l)"
         )
+
+    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if in_ram(tensor):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
     def device_region(self, size_bytes: int) -> Region:
         return DeviceRegion(size_bytes, self.device)

@@ -684,9 +684,9 @@ class FlatGradient:
         pages = self._pages
         assert pages is not None
         if pages.tier.computes or (pages.tier.addressable and (self._filled or self._sums)):
-            value = part.tensor()
+            value = part.tensor() if pages.tier.computes else self._allocator.backend.in_host(part.tensor())
             if self._filled:
-                pages.tensor().add_(value.to(pages.tensor().device))
+                pages.tensor().add_(value)
             else:
                 pages.tensor().copy_(value)
             self._allocator.release(part)

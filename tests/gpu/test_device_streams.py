@@ -152,3 +152,15 @@ def test_updates_on_the_device_have_a_stream_of_their_own(monkeypatch: pytest.Mo
     again, after = train(update_in_backward=False)
     assert torch.equal(plain, again)
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+@on_fake_alone
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_gradients_that_are_added_up_in_ram_come_through_page_locked_memory(precision: str) -> None:
+    """The one copy for which the thread of compute waits: the CPU adds it to the sum."""
+    Counted.found = ()
+    losses, weights = train(precision, model=Counted, accumulate=2, **HOST)
+    assert {wait.what for wait in Counted.found} == {"copy D2H"}
+    plain, after = train(precision, accumulate=2, parameter_home="device", master_home="host")
+    assert torch.equal(losses, plain)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))

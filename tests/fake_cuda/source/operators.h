@@ -74,8 +74,8 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
   void* to = h2d ? dp : hp;
   void* from = h2d ? hp : dp;
   bool pinned = is_locked(hp);
-  if (!non_blocking) host_waits_for(h2d ? "copy H2D" : "copy D2H");
-  else if (!pinned) host_waits_for(h2d ? "pageable copy H2D" : "pageable copy D2H");
+  if (!pinned) host_waits_for(h2d ? "pageable copy H2D" : "pageable copy D2H");
+  else if (!non_blocking) host_waits_for(h2d ? "copy H2D" : "copy D2H");
   Access a{e, tick(e), h2d ? n_h2d : n_d2h, st};
   log_tensor(d, h2d, a);
   if (pinned) log_tensor(h, !h2d, a);
