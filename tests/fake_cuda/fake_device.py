@@ -34,6 +34,7 @@ def _load() -> Any:
     for name in ("fc_clock_host", "fc_clock_device"):
         getattr(loaded, name).restype = ctypes.c_double
     loaded.fc_clock_waits.restype = ctypes.c_char_p
+    loaded.fc_clock_come_to.argtypes = loaded.fc_clock_has_come.argtypes = [ctypes.c_double]
     for name, kind in (("thread", ctypes.c_ulong), ("what", ctypes.c_char_p), ("where", ctypes.c_char_p)):
         told = getattr(loaded, f"fc_wait_{name}")
         told.argtypes, told.restype = [ctypes.c_long], kind
@@ -302,3 +303,62 @@ def watch_files() -> None:
         return os.pwritev(file, buffers, offset)
 
     disk.FileOps.preadv, disk.FileOps.pwritev = preadv, pwritev  # type: ignore[method-assign]
+
+
+def watch_update_thread(elements_per_s: float) -> None:
+    """Gives the thread that updates a time of its own (FAKE_CUDA_CLOCK), which it and others come to where one waits for the
+    other.
+
+    Args:
+        elements_per_s: of its arithmetic.
+    """
+    from lightning_ptm.memory.transfer import StreamTransfer
+    from lightning_ptm.update.arithmetic import Arithmetic
+    from lightning_ptm.update.job import JobHandle
+    from lightning_ptm.update.updater import Updater
+
+    work, command, arithmetic = Updater._work, Updater._command, Arithmetic.update
+    mark_done, done, block = JobHandle.mark_done, JobHandle.done, JobHandle.block
+    transfer_done, transfer_wait = StreamTransfer.done, StreamTransfer.wait
+    ended_s: dict[JobHandle, float] = {}
+
+    def in_own_time(self: Any, cores: Any) -> None:
+        lib.fc_clock_own(1)
+        try:
+            work(self, cores)
+        finally:
+            lib.fc_clock_own(0)
+
+    def told(self: Any, what: Any) -> None:
+        told_s = lib.fc_clock_host()
+        command(self, lambda: (lib.fc_clock_come_to(told_s), what()))
+
+    def takes_time(self: Any, progress: Any, start: int, numel: int, *args: Any, **known: Any) -> None:
+        arithmetic(self, progress, start, numel, *args, **known)
+        lib.fc_clock_come_to(lib.fc_clock_host() + numel / elements_per_s)
+
+    def ended(self: Any) -> None:
+        ended_s[self] = lib.fc_clock_host()
+        mark_done(self)
+
+    def is_done(self: Any) -> bool:
+        return done(self) and bool(lib.fc_clock_has_come(ended_s[self]))
+
+    def blocks(self: Any, timeout_s: float | None = None) -> bool:
+        has_ended = block(self, timeout_s)
+        if has_ended:
+            lib.fc_clock_come_to(ended_s[self])
+        return has_ended
+
+    # Whoever looks first ends a transfer for all, at a time that is not that of others.
+    def has_landed(self: Any) -> bool:
+        return transfer_done(self) and self._completion.done()
+
+    def lands(self: Any, host: bool = True) -> None:
+        if host:
+            self._completion.synchronize()
+        transfer_wait(self, host)
+
+    Updater._work, Updater._command, Arithmetic.update = in_own_time, told, takes_time  # type: ignore[method-assign]
+    JobHandle.mark_done, JobHandle.done, JobHandle.block = ended, is_done, blocks  # type: ignore[method-assign]
+    StreamTransfer.done, StreamTransfer.wait = has_landed, lands  # type: ignore[method-assign]

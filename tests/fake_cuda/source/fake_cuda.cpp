@@ -58,6 +58,13 @@ const char* fc_wait_where(long i) { return fake_cuda::names()[fake_cuda::host_wa
 int fc_device() { return fake_cuda::t_device; }
 void fc_set_device(int d) { fake_cuda::t_device = d; }
 double fc_clock_host() { return fake_cuda::host_time(); }
+// From now on, or not any more, this thread has a time of its own.
+void fc_clock_own(int own) {
+  delete fake_cuda::t_own_s;
+  fake_cuda::t_own_s = own ? new double(fake_cuda::g_host_s) : nullptr;
+}
+void fc_clock_come_to(double s) { fake_cuda::host_time() = std::max(fake_cuda::host_time(), s); }
+int fc_clock_has_come(double s) { return fake_cuda::has_come(s); }
 double fc_clock_device(int d) {
   fake_cuda::Lock l(fake_cuda::mutex());
   double latest = 0;
