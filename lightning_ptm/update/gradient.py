@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -53,6 +53,14 @@ class Transform:
         """All factors in one; a device's are waited for."""
         later = math.prod(each.factor for each in self.then)
         return self.share * _value(self.unscale) * _value(self.clip) * later
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every factor that is a tensor."""
+        for factor in (self.unscale, self.clip):
+            if factor is not None:
+                yield factor
+        for each in self.then:
+            yield from each.tensors()
 
     def apply_(self, gradient: torch.Tensor) -> None:
         """Transform `gradient` in place."""

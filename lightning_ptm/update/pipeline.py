@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.chunks import Chunks, Wanted
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
@@ -223,6 +224,9 @@ class Pipeline:
         """Update a chunk and begin its writes; whether there are any."""
         if progress.submitted is not None:
             progress.submitted.order()
+        for factor in progress.job.transform.tensors():
+            if not in_ram(factor):
+                self._backend.used_here(factor)  # made on the stream of compute
         for pending in progress.job.after:
             pending.wait()
         for transfer in chunk.reads.values():

@@ -315,9 +315,10 @@ def watch_update_thread(elements_per_s: float) -> None:
     from lightning_ptm.memory.transfer import StreamTransfer
     from lightning_ptm.update.arithmetic import Arithmetic
     from lightning_ptm.update.job import JobHandle
-    from lightning_ptm.update.updater import Updater
+    from lightning_ptm.update.stats import Wait
+    from lightning_ptm.update.updater import _GRADIENT_WATCH_S, Updater
 
-    work, command, arithmetic = Updater._work, Updater._command, Arithmetic.update
+    work, command, arithmetic, look = Updater._work, Updater._command, Arithmetic.update, Updater._wait_or_command
     mark_done, done, block = JobHandle.mark_done, JobHandle.done, JobHandle.block
     transfer_done, transfer_wait = StreamTransfer.done, StreamTransfer.wait
     ended_s: dict[JobHandle, float] = {}
@@ -332,6 +333,12 @@ def watch_update_thread(elements_per_s: float) -> None:
     def told(self: Any, what: Any) -> None:
         told_s = lib.fc_clock_host()
         command(self, lambda: (lib.fc_clock_come_to(told_s), what()))
+
+    def looks(self: Any, blocker: Any) -> None:
+        looked_s = lib.fc_clock_host()
+        look(self, blocker)
+        if blocker.cause is Wait.GRADIENT:
+            lib.fc_clock_come_to(looked_s + _GRADIENT_WATCH_S)
 
     def takes_time(self: Any, progress: Any, start: int, numel: int, *args: Any, **known: Any) -> None:
         arithmetic(self, progress, start, numel, *args, **known)
@@ -360,5 +367,6 @@ def watch_update_thread(elements_per_s: float) -> None:
         transfer_wait(self, host)
 
     Updater._work, Updater._command, Arithmetic.update = in_own_time, told, takes_time  # type: ignore[method-assign]
+    Updater._wait_or_command = looks  # type: ignore[method-assign]
     JobHandle.mark_done, JobHandle.done, JobHandle.block = ended, is_done, blocks  # type: ignore[method-assign]
     StreamTransfer.done, StreamTransfer.wait = has_landed, lands  # type: ignore[method-assign]

@@ -235,7 +235,7 @@ class CountedDisks(FileOps):
 
     def open(self, path: str, flags: int, mode: int) -> int:
         file = super().open(path, flags, mode)
-        self.folder_of[file] = os.path.dirname(path)
+        self.folder_of[file] = path if flags & os.O_TMPFILE == os.O_TMPFILE else os.path.dirname(path)
         return file
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -15,6 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.offload import Sent
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
@@ -71,7 +73,7 @@ class Calls:
     def __init__(self, made: Parts, offloads: bool) -> None:
         self.parts = made
         self.log: Any = Log(made)
-        self.saved = SavedTensors(made.stores, self.log, self.log if offloads else None)
+        self.saved = SavedTensors(made.stores, self.log, ComputeStream(CpuBackend()), self.log if offloads else None)
 
     @contextmanager
     def call(self, unit: int) -> Iterator[None]:
