@@ -99,7 +99,7 @@ STEPS = """
     from torch.utils.data import DataLoader
 
     clock = fake_device.lib
-    fake_device.watch_update_thread(elements_per_s=1e12)
+    fake_device.watch_update_thread(elements_per_s=1e9)
 
     class Seconds(Callback):
         def __init__(self):
@@ -139,8 +139,9 @@ STEPS = """
 
 def test_a_step_with_states_in_ram_takes_as_long_as_its_compute_and_the_host_runs_ahead() -> None:
     """A unit's way to the device takes 0.78 of its forward. The CPU's arithmetic is counted as next to nothing: with what it
-    takes, updates do not hide behind compute yet (benchmarks/LOG.md)."""
-    found = json.loads(on_clock(STEPS, "flops=4e12,memory=1e14,link=1e10,launch=5e-8").splitlines()[-1])
+    takes, updates do not hide behind compute yet (benchmarks/LOG.md). Seconds are long beside the millisecond in which
+    the thread of updates looks for gradients."""
+    found = json.loads(on_clock(STEPS, "flops=4e9,memory=1e11,link=1e7,launch=5e-6").splitlines()[-1])
     assert found["host"]["waits"] == []
     assert found["host"]["step_s"] <= 1.05 * found["plain"]["step_s"], found
     assert found["host masters"]["step_s"] <= 1.10 * found["plain"]["step_s"], found
