@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-import torch
-
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "fake_cuda"))
-from fake_build import library, why_not  # noqa: E402
+from fake_process import need_fake_device, on_fake
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-REASON = "there is a real one" if torch.cuda.is_available() else why_not()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    if REASON is not None:
-        assert "LIGHTNING_PTM_TESTS_NEED_FAKE_CUDA" not in os.environ, REASON
-        pytest.skip(REASON)
-    library()
+    need_fake_device()
 
 
 def on_clock(program: str, speeds: str) -> str:
     """What a program prints in a process with the fake device and its clock."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(TESTS / "fake_cuda"),
-        "FAKE_CUDA_NO_RACE": "1",
-        "FAKE_CUDA_CLOCK": speeds,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=environment,
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
+    done = on_fake("-c", textwrap.dedent(program), FAKE_CUDA_NO_RACE="1", FAKE_CUDA_CLOCK=speeds)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
