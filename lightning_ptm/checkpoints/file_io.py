@@ -12,12 +12,14 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ptm.errors import CheckpointError
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.storage.archive import unreadable
+from lightning_ptm.storage.archive import Archive, unreadable
 from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.reading import is_file
 
 _WRITTEN_AT_ONCE_BYTES = 64 << 20
+_VERSION = "pytorch-lightning_version"
 _LIGHTNINGS_OWN = TorchCheckpointIO.save_checkpoint
 
 
@@ -29,7 +31,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         self.progress = Progress(shown=False)
-        """Of writing; the strategy sets it."""
+        """Of what takes long; the strategy sets it."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -54,6 +56,18 @@ class FileCheckpointIO(TorchCheckpointIO):
         if not is_file(Path(path)):
             return super().load_checkpoint(path, map_location, weights_only)
         return read_file(Path(path), weights_only=weights_only, map_location=map_location)
+
+    def check(self, path: Path) -> None:
+        """Compares a file with the checksums that torch.save has put into it, which torch.load does not look at. Reads all
+        of it.
+
+        Raises:
+            CheckpointError: with the record and the range that differ.
+        """
+        if is_file(path) and zipfile.is_zipfile(path):  # what torch wrote before 1.6 has none
+            archive = Archive(path)
+            with self.progress.bar(f"checking {path.name}", archive.size_bytes) as seen:
+                archive.check(seen)
 
 
 class _Watched:
@@ -102,3 +116,13 @@ def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu
     except Exception as error:  # torch has an error of its own for each way in which a file can be damaged
         remedy = "give weights_only=False to the Trainer's method"
         raise unreadable(path, error, weights_only=weights_only is not False, remedy=remedy) from error
+
+
+def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses what torch.save has written, and no Trainer. Raises CheckpointError."""
+    if _VERSION not in checkpoint:
+        keys = ", ".join(map(str, list(checkpoint)[:5]))
+        raise CheckpointError(
+            f"{path} holds a dictionary with {keys or 'nothing'}, and a checkpoint of Lightning has a {_VERSION!r}; give "
+            f"one that a Trainer has saved"
+        )

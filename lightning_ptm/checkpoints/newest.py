@@ -6,42 +6,49 @@ removed on the way, by the rule of folder.py that nothing else is. I2: a link an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import INDEX
+from lightning_ptm.storage.reading import is_file, is_folder
 
 SUFFIX = ".ckpt"
 
 
-def newest_first(places: Iterable[Path]) -> list[Path]:
+def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
     """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
 
+    Args:
+        suffixes: of their names.
+
     Raises:
-        OSError: a folder is there and cannot be read.
+        OSError, CheckpointError: a folder is there and cannot be read.
     """
-    found = {path: _completed_ns(path) for place in places for path in _in(place)}
+    found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
     times = {path: time for path, time in found.items() if time is not None}
     return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
 
 
-def _in(place: Path) -> Iterator[Path]:
+def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
     if not place.is_dir():
         return
     folders.remove_stale(place)
     for entry in sorted(place.iterdir()):
         if entry.name.startswith("."):
             continue
-        if entry.suffix == SUFFIX:
-            yield entry.resolve()
+        if entry.suffix in suffixes:
+            yield Path(os.path.realpath(entry))  # links in a circle name nothing, and Path.resolve raises for them
         elif entry.is_dir() and not entry.is_symlink():
-            yield from _in(entry)
+            yield from _in(entry, suffixes)
 
 
 def _completed_ns(path: Path) -> int | None:
-    """When it was completed; None: it is no checkpoint."""
-    try:
-        return (path / INDEX if path.is_dir() else path).stat().st_mtime_ns
-    except FileNotFoundError:  # a link to nothing, or a folder of somebody else
-        return None
+    """When it was completed; None: it is no checkpoint, but a link to nothing, a pipe, or a folder of somebody else's."""
+    file = path / INDEX if is_folder(path) else path
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
+        if is_file(file):
+            return file.stat().st_mtime_ns
+    return None

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import afterwards, before_pages, module_states, optimizer_states
-from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO, check_lightnings
 from lightning_ptm.checkpoints.interruption import TORN
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
@@ -254,13 +254,16 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return randomness.set_aside(self._read_checkpoint(checkpoint_path, weights_only))
+        # From the first look at the path: one rank alone may be refused it, or have none of that name.
+        with self._setting_up_together() if self._setting_up else nullcontext():
+            checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
+            check_lightnings(checkpoint_path, checkpoint)
+        return randomness.set_aside(checkpoint)
 
     def _read_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if not self._is_sharded(path):
-            with self._setting_up_together() if self._setting_up else nullcontext():
-                return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, weights_only)
         # Who does not train needs no optimizer states: with Adam, two thirds of the bytes.
         if self._engine is None and not self._setting_up:
             return sharded.load(path, weights_only=weights_only is not False)
@@ -271,7 +274,7 @@ class CheckpointingStrategy(RunningStrategy):
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        def load() -> dict[str, Any]:
+        with nullcontext() if self._engine is None else self._engine.together():
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
@@ -279,9 +282,6 @@ class CheckpointingStrategy(RunningStrategy):
                 verify=ours,
                 progress=self._progress_for(trainer),
             )
-
-        with self._engine.together() if self._engine is not None else self._setting_up_together():
-            return load()
 
     @contextmanager
     def _setting_up_together(self) -> Iterator[None]:

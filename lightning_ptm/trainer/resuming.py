@@ -3,7 +3,8 @@
 Owns, for a moment, one method of Lightning's: what the Trainer restores is decided behind its `setup` hooks, where callbacks
 know their folders and ranks know each other, and before anything is restored. I1: rank 0 looks, and all ranks take what it
 has found, in the same order. I2: a path that the Trainer was given, or has found itself (SLURM), is taken instead.
-I3: what cannot be read is passed over, but a run never begins anew beside checkpoints of which none can be read.
+I3: what some rank cannot read, or is not what was written, is passed over by all, but a run never begins anew beside
+checkpoints of which none can be read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_ptm.checkpoints.newest import newest_first
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.newest import SUFFIX, newest_first
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.trainer.watches import Replacement
 
@@ -81,13 +83,19 @@ class Resuming:
             restore(checkpoint_path, weights_only=weights_only)
             return
         places = self._places()
+        # ModelCheckpoint's attribute of the class, which users may set.
+        suffixes = {getattr(callback, "FILE_EXTENSION", SUFFIX) for callback in self._trainer.checkpoint_callbacks}
         with self._together():
-            found = newest_first(places) if self._trainer.is_global_zero else []
-        unread: list[CheckpointError] = []
+            found = newest_first(places, suffixes) if self._trainer.is_global_zero else []
+        unread: list[CheckpointError | OSError] = []
         for path in self._tell(found):
             try:
+                with self._together():
+                    files = self._trainer.strategy.checkpoint_io
+                    if self._trainer.is_global_zero and isinstance(files, FileCheckpointIO):
+                        files.check(path)  # a sharded one is checked as it is read
                 restore(str(path), weights_only=weights_only)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:  # OSError: it has gone meanwhile, perhaps for this rank alone
                 unread.append(error)
                 rank_zero_warn(f"resume='auto' passes over {path}: {error}")
                 continue

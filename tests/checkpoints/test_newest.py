@@ -64,3 +64,18 @@ def test_what_a_dead_writer_has_left_is_removed_and_what_a_living_one_writes_is_
     assert not dead.folder.exists() and living.folder.exists()
     living.commit()
     assert newest_first([tmp_path]) == [tmp_path / "two.ckpt"]
+
+
+def test_pipes_and_links_in_a_circle_are_no_checkpoints(tmp_path: Path) -> None:
+    kept = file_of(tmp_path / "step=2.ckpt", 10)
+    os.mkfifo(tmp_path / "pipe.ckpt")  # whoever opens it waits for ever
+    for name, other in (("this", "that"), ("that", "this")):
+        (tmp_path / f"{name}.ckpt").symlink_to(f"{other}.ckpt")
+    (tmp_path / "odd.ckpt" / INDEX).mkdir(parents=True)
+    assert newest_first([tmp_path]) == [kept]
+
+
+def test_names_may_end_otherwise(tmp_path: Path) -> None:
+    first, second = file_of(tmp_path / "a.ckpt", 10), folder_of(tmp_path / "b.pt", 20)
+    assert newest_first([tmp_path]) == [first]
+    assert newest_first([tmp_path], {".ckpt", ".pt"}) == [second, first]

@@ -14,7 +14,8 @@ from rank_models import Tower
 from rank_training import Training, loader, make_strategy, make_trainer, tokens
 
 from lightning_ptm import CheckpointError
-from lightning_ptm.checkpoints import newest
+from lightning_ptm.checkpoints import file_io, newest
+from lightning_ptm.trainer import checkpointing
 
 TRAINING = Training(Tower, "32-true", batches=2)
 
@@ -28,11 +29,11 @@ class Began(L.Callback):
         self.at = trainer.global_step
 
 
-def go_on(world_size: int, folder: Path, kept: Path, kind: str, epochs: int) -> int:
+def go_on(world_size: int, folder: Path, kept: Path, kind: str, epochs: int, save_top_k: int = 1) -> int:
     torch.manual_seed(0)
     module, began = TRAINING.build(), Began()
     strategy = make_strategy(folder, state_dict_type=kind, resume="auto")
-    keep = ModelCheckpoint(kept, filename="{step}", save_last="link")
+    keep = ModelCheckpoint(kept, filename="{step}", save_last="link", save_top_k=save_top_k)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep, began], "max_epochs": epochs}
     trainer = make_trainer(TRAINING, strategy, world_size, **options)
     trainer.fit(module, loader(tokens(TRAINING, world_size), world_size))
@@ -45,14 +46,14 @@ def twice(world_size: int, folder: Path, root: Path) -> tuple[int, int, str]:
     rank = int(torch.distributed.get_rank())
     look = newest._in
 
-    def finds(place: Path) -> Any:
+    def finds(*given: Any) -> Any:
         assert rank == 0, "only rank 0 looks"
-        return look(place)
+        return look(*given)
 
     newest._in = finds
     resumed = go_on(world_size, folder, root / "kept", "sharded", 2)
 
-    def fails(place: Path) -> Any:
+    def fails(place: Path, suffixes: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(place))
 
     newest._in = fails
@@ -71,3 +72,34 @@ def test_ranks_go_on_together_and_another_number_of_them_does(disk: Path, tmp_pa
     assert go_on(1, disk, tmp_path / "kept", "full", 3) == 4  # fewer, and the other format from then on
     assert run_ranks(go_on, 3, 3, disk, tmp_path / "kept", "sharded", 4) == [6, 6, 6]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["last.ckpt", "step=8.ckpt"]
+
+
+def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, kind: str, how: str) -> int:
+    """Rank 1 alone is refused the newest checkpoint, or has none of that name."""
+    go_on(world_size, folder, kept, kind, 2, save_top_k=-1)
+    if torch.distributed.get_rank() == 1:
+        is_folder, load = checkpointing.is_folder, file_io.FileCheckpointIO.load_checkpoint
+
+        def sees(path: Path) -> bool:
+            if path.name != "step=4.ckpt":
+                return is_folder(path)
+            if how == "refused":
+                raise CheckpointError(f"{path} cannot be read: Permission denied")
+            return False
+
+        def loads(self: Any, path: str, *args: Any, **settings: Any) -> Any:
+            if Path(path).name == "step=4.ckpt":
+                raise FileNotFoundError(2, "No such file or directory", path)
+            return load(self, path, *args, **settings)
+
+        checkpointing.is_folder = sees
+        file_io.FileCheckpointIO.load_checkpoint = loads
+    return go_on(world_size, folder, kept, kind, 3, save_top_k=-1)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("how", ["refused", "missing"])
+def test_what_one_rank_cannot_read_all_pass_over(how: str, kind: str, disk: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    assert run_ranks(with_one_rank_that_cannot_read, 2, 2, disk, kept, kind, how) == [2, 2]

@@ -112,6 +112,36 @@ def test_a_damaged_one_is_passed_over_with_a_warning(kind: str, tmp_path: Path) 
         assert fit(trainer_of(tmp_path, 4, kind)).began_at == 2
 
 
+def test_a_bit_of_a_weight_that_is_another_one_is_found_in_either_kind(tmp_path: Path) -> None:
+    for kind in ("full", "sharded"):
+        weights = fit(trainer_of(tmp_path / kind, 3, kind)).layers[1].weight.detach().numpy().tobytes()
+        path = tmp_path / kind / "step=3.ckpt"
+        file = next(each for each in [path, *path.rglob("*")] if each.is_file() and weights in each.read_bytes())
+        content = bytearray(file.read_bytes())
+        content[content.index(weights)] ^= 1
+        file.write_bytes(content)
+        with pytest.warns(
+            UserWarning, match=r"resume='auto' passes over .*step=3.ckpt: .*are not those that were written"
+        ):
+            assert fit(trainer_of(tmp_path / kind, 4, kind)).began_at == 2
+
+
+def test_a_file_of_tensors_beside_the_checkpoints_is_passed_over(tmp_path: Path) -> None:
+    module = fit(trainer_of(tmp_path, 2))
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "weights.ckpt")
+    with pytest.warns(UserWarning, match=r"passes over .*weights.ckpt: .* holds a dictionary with state_dict, and"):
+        assert fit(trainer_of(tmp_path, 3)).began_at == 2
+    with pytest.raises(CheckpointError, match="give one that a Trainer has saved"):
+        fit(trainer_of(tmp_path, 3), ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_checkpoints_are_found_whatever_their_names_end_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", ".pt")
+    fit(trainer_of(tmp_path, 2))
+    assert (tmp_path / "step=2.pt").is_dir()
+    assert fit(trainer_of(tmp_path, 3)).began_at == 2
+
+
 def test_nothing_begins_anew_beside_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 2))
     for path in tmp_path.glob("*.ckpt"):
