@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import uuid
 import warnings
@@ -44,13 +45,60 @@ class FileOps:
         return status.f_bavail * status.f_frsize
 
     def fallocate(self, fd: int, size_bytes: int, start: int = 0) -> None:
-        os.posix_fallocate(fd, start, size_bytes)
+        try:
+            os.posix_fallocate(fd, start, size_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Where the file system knows no reservation, glibc writes a byte to each block, which O_DIRECT refuses.
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            try:
+                os.posix_fallocate(fd, start, size_bytes)
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, start, size_bytes, os.POSIX_FADV_DONTNEED)  # else it would be in RAM, too
+            finally:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+    def empty(self, fd: int) -> None:
+        """Give a file's space back now, though a forked child (a data loader's worker) may have it open for long."""
+        os.ftruncate(fd, 0)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
+
+
+def nameless(folder: Path, direct: int = 0, ops: FileOps | None = None) -> int:
+    """A new, empty file without a name, open for reading and writing by its user (I2); the caller closes it.
+
+    Args:
+        direct: os.O_DIRECT or 0.
+
+    Raises:
+        OSError: the folder may not be written to, or the file system has no O_DIRECT (EINVAL).
+    """
+    ops = ops or FileOps()
+    flags = os.O_RDWR | os.O_CLOEXEC | direct
+    # Systems that make none without a name refuse with EOPNOTSUPP, EISDIR, ENOENT, EINVAL, ENOSYS: what a file with a name
+    # is refused for, too, is told by that.
+    with contextlib.suppress(OSError):
+        return ops.open(os.fspath(folder), flags | os.O_TMPFILE, 0o600)
+    name = os.fspath(folder / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}")
+    try:
+        file = ops.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        with contextlib.suppress(OSError):  # open may create the name before it refuses O_DIRECT
+            os.unlink(name)
+        raise
+    try:
+        os.unlink(name)
+    except OSError:
+        ops.close(file)
+        raise
+    return file
 
 
 def make_folders(paths: Sequence[Path]) -> None:
@@ -149,10 +197,12 @@ class DiskRegion:
         self._transfer(False, frame, offset_bytes, views)
 
     def close(self) -> None:
-        """Close the files, which gives their space back. Idempotent; no transfer may be running."""
+        """Give the files' space back and close them. Idempotent; no transfer may be running."""
         for index, file in enumerate(self._files):
             self._files[index] = -1
             if file >= 0:
+                with contextlib.suppress(OSError):  # a broken disk's comes back with the last close
+                    self._ops.empty(file)
                 self._ops.close(file)
 
     def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
@@ -190,11 +240,11 @@ class DiskRegion:
             _warn(path, f"is on {file_system}, which is memory: its pages take RAM and nothing is gained")
         try:
             try:
-                return self._create(path, os.O_DIRECT)
+                return nameless(path, os.O_DIRECT, self._ops)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                file = self._create(path, 0)
+                file = nameless(path, 0, self._ops)
                 if file_system not in MEMORY_FILE_SYSTEMS:
                     _warn(path, "has no O_DIRECT: pages go through the system's cache, which takes RAM and time")
                 return file
@@ -202,22 +252,6 @@ class DiskRegion:
             raise ConfigError(
                 f"disk_path {path} cannot be written ({error.strerror}); give a folder that this user may write to"
             ) from error
-
-    def _create(self, path: Path, direct: int) -> int:
-        """A file without a name (I2), opened with `direct`: O_DIRECT or 0."""
-        flags = os.O_RDWR | os.O_CLOEXEC | direct
-        try:
-            return self._ops.open(os.fspath(path), flags | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            # EINVAL: the file system has no O_TMPFILE, or no O_DIRECT; EISDIR: a kernel that has none.
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-        name = os.fspath(path / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}.pages")
-        try:
-            return self._ops.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # open may create the name before it refuses O_DIRECT
-                os.unlink(name)
 
     def _reserve(self, path: Path, file: int, needed_bytes: int, seen: Seen) -> None:
         if needed_bytes == 0:
@@ -233,9 +267,12 @@ class DiskRegion:
                 return
             except OSError as error:
                 number = error.errno or errno.EIO
+        remedy = "free some space, lower disk_memory, or give more or other paths"
+        if number == errno.EFBIG:
+            remedy = "lower disk_memory, raise the limit of a file's size (ulimit -f), or give more paths"
         raise PageIOError(
             f"disk_path {path} needs {needed_bytes} bytes for pages and has {free_bytes} bytes free "
-            f"({os.strerror(number)}); free some space, lower disk_memory, or give more or other paths",
+            f"({os.strerror(number)}); {remedy}",
             path=path,
             page=None,
             errno=number,

@@ -5,14 +5,14 @@ Owns nothing for long: the file and its space go when the last of the tensors do
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import uuid
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lightning_ptm.memory.disk import nameless
 
 _SEGMENT_BYTES = 256 << 20
 """Of a mapping, at least: a process may have some tens of thousands of them, and a model as many tensors."""
@@ -53,21 +53,9 @@ class Scratch:
 
 
 def _mapped(folder: Path, size_bytes: int) -> mmap.mmap:
-    descriptor = _nameless(folder)
+    descriptor = nameless(folder)
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)  # a disk that is too small is found now, not by SIGBUS
         return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)
-
-
-def _nameless(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    path = folder / f".lightning_ptm-{uuid.uuid4().hex}.scratch"  # a file system, or a kernel, that knows no such files
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return descriptor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import warnings
 from pathlib import Path
@@ -177,12 +178,62 @@ def test_a_kill_at_any_moment_leaves_no_file(tmp_path: Path) -> None:
     assert files.names == [[]]
 
 
-@pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.EISDIR])
+@pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS])
 def test_a_file_system_that_has_only_files_with_names_will_do(refused: int, tmp_path: Path) -> None:
     files = NamesSeen(tmp_path, refused)
     disk = region(tmp_path, files=files)
     assert len(files.names[-1]) == 1 and os.listdir(tmp_path) == []
     disk.close()
+
+
+def test_a_name_that_cannot_be_taken_away_is_refused_and_its_file_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    files = NamesSeen(tmp_path, errno.EOPNOTSUPP)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        region(tmp_path, files=files)
+    assert len(files.opened) == 1 and files.opened == files.closed
+
+
+def a_byte_to_each_block(fd: int, start: int, count: int) -> None:
+    """What glibc's posix_fallocate does on a file system that has no fallocate(2)."""
+    for position in range(start, start + count, 4096):
+        os.pwrite(fd, b"\0", position + 4095)
+
+
+def test_a_file_system_that_knows_no_reservation_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", a_byte_to_each_block)
+    disk = region(tmp_path, frames=3)
+    status = os.fstat(disk._files[0])
+    assert status.st_size == 3 * PAGE and status.st_blocks * 512 >= 3 * PAGE
+    if _file_system(tmp_path) != "tmpfs":
+        assert fcntl.fcntl(disk._files[0], fcntl.F_GETFL) & os.O_DIRECT
+    memory = HostRegion(PAGE)
+    memory.tensor.fill_(7)
+    disk.write(1, 0, [memory.memory])
+    memory.tensor.fill_(0)
+    disk.read(1, 0, [memory.memory])
+    assert memory.tensor.unique().tolist() == [7]
+    disk.close()
+
+
+def test_a_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
+    files = ScriptedFiles()
+    files.fallocate_errno = errno.EFBIG
+    with pytest.raises(PageIOError, match=r"File too large.*\(ulimit -f\), or give more paths"):
+        region(tmp_path, files=files)
+
+
+def test_space_comes_back_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    disk = region(tmp_path, frames=3)
+    childs = os.dup(disk._files[0])  # what a worker of a data loader has
+    disk.close()
+    assert os.fstat(childs).st_blocks == 0
+    os.close(childs)
 
 
 def test_ordinary_disk_gives_no_warning(tmp_path: Path) -> None:
