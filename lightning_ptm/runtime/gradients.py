@@ -320,10 +320,15 @@ class FlatGradient:
             self._retired = True
 
     def let_go(self) -> None:
-        """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, and None where it was in pages."""
+        """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, with its parameter's device and
+        dtype, and None where it was in pages. What was in `.grad` itself goes where its parameter has gone, as with
+        `module.cpu()`."""
         for parameter in self.store.binding.parameters:
-            if isinstance(parameter.grad, ShownGradient):
-                parameter.grad = parameter.grad.held
+            left = parameter.grad
+            if isinstance(left, ShownGradient):
+                left = parameter.grad = None if left.held is None else left.held.to(parameter.device, parameter.dtype)
+            if left is not None and left.device != parameter.device:
+                parameter.grad = left.to(parameter.device, parameter.dtype)
 
     # -- what the run does ----------------------------------------------------------------------------------------------
 

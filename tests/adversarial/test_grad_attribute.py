@@ -159,6 +159,21 @@ def test_hooks_see_and_change_gradients(options: dict[str, Any], tier: str, stra
     judge(InHooks, strategy_at(tier), **options)
 
 
+def test_gradients_that_were_read_are_ordinary_ones_when_the_run_has_ended(
+    tier: str, strategy_at: MakeStrategy
+) -> None:
+    """Under mixed precision, too, where those of a run have 16 bits and parameters after it 32."""
+
+    class Looks(Judged):
+        def on_after_backward(self) -> None:
+            self.read = [float(parameter.grad.norm()) for parameter in self.parameters()]
+
+    module = run(Looks, strategy_at(tier), precision="bf16-mixed")
+    for parameter, norm in zip(module.parameters(), module.read, strict=True):
+        assert type(parameter.grad) is Tensor and parameter.grad.device == parameter.device
+        assert float(parameter.grad.norm()) == pytest.approx(norm, rel=1e-2)
+
+
 class Afterwards(Judged):
     """Looks at a gradient when the step has been taken."""
 

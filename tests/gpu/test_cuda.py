@@ -126,6 +126,27 @@ def test_everything_on_the_device_equals_a_plain_loop() -> None:
     assert all(torch.equal(a.detach().cpu(), b) for a, b in zip(masters, weights, strict=True))
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_gradients_go_where_their_parameters_go_when_the_run_ends(home: str, precision: str) -> None:
+    made: list[Model] = []
+
+    class Looks(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def on_after_backward(self) -> None:
+            self.norms = [float(parameter.grad.norm()) for parameter in self.parameters()]  # type: ignore[union-attr]
+
+    settings = SMALL if home == "host" else {}
+    train(precision, model=Looks, parameter_home=home, master_home=home, **settings)
+    for parameter, norm in zip(made[0].parameters(), made[0].norms, strict=True):  # type: ignore[arg-type]
+        assert parameter.grad is not None and parameter.grad.device == parameter.device == torch.device("cpu")
+        assert parameter.grad.dtype == parameter.dtype
+        assert float(parameter.grad.norm()) == pytest.approx(norm, rel=1e-2 if precision == "bf16-mixed" else 1e-5)
+
+
 def test_fp16_with_a_dynamic_loss_scale_skips_overflowing_steps() -> None:
     losses, weights = train("16-mixed")
     assert torch.isfinite(losses).all()
