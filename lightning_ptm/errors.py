@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
@@ -41,6 +43,10 @@ class PageIOError(AngelPTMError, OSError):
         self.path = os.fspath(path)
         self.page = page
         self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is made anew from its positional arguments, where it is pickled.
+        return partial(PageIOError, path=self.path, page=self.page, errno=self.errno), self.args, vars(self)
 
     def __str__(self) -> str:
         return str(self.args[0])

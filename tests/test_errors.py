@@ -1,8 +1,13 @@
-"""Words that messages share."""
+"""Words that messages share, and errors on their way to another process."""
+
+import copy
+import inspect
+import pickle
 
 import pytest
 
-from lightning_ptm.errors import some
+from lightning_ptm import errors
+from lightning_ptm.errors import AngelPTMError, PageIOError, some
 
 
 @pytest.mark.parametrize(
@@ -16,3 +21,15 @@ from lightning_ptm.errors import some
 )
 def test_the_first_few_of_many_names(names: list[str], most: int, told: str) -> None:
     assert some(names, most) == told
+
+
+def test_every_error_comes_whole_out_of_another_process() -> None:
+    """By pickle: else a pool of processes breaks at it, and nobody learns what has failed."""
+    kinds = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, AngelPTMError)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        error = PageIOError("full", path="/disk", page=3, errno=28) if kind is PageIOError else kind("why")
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(again) is kind and str(again) == str(error) and vars(again) == vars(error)
+            if isinstance(again, PageIOError):
+                assert (again.path, again.page, again.errno) == ("/disk", 3, 28)
