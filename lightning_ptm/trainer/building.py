@@ -25,6 +25,8 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.progress import Progress
@@ -116,6 +118,12 @@ class BuildingStrategy(CheckpointingStrategy):
         self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
 
+    def _cut_module(self) -> None:
+        """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them."""
+        if self._tensor_group is not None:
+            plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
+            self._cut = CutModule(self._module, plan_of(self._module, plan), self._tensor_group, strict=strict)
+
     def _watch(self, trainer: Trainer, engine: Engine, *, fitting: bool, anew: bool) -> None:
         """What the run has to hear of is watched, and what users should know beforehand is told them."""
         paged = self._paged_optimizers()
@@ -171,6 +179,7 @@ class BuildingStrategy(CheckpointingStrategy):
             rearranges=fitting and bool(rearrangers(trainer)),
             further=self.further_tiers(),
             boxes=self._boxes(),
+            partial=() if self._cut is None else self._cut.partial,
         )
 
     def further_tiers(self) -> Mapping[Tier, int]:

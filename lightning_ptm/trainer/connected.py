@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
@@ -33,6 +34,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
+from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 
@@ -50,6 +52,9 @@ class ConnectedStrategy(ParallelStrategy):
         super().__init__(**given)
         self.num_nodes = 1
         self._timeout = timeout
+        self._device_mesh: DeviceMesh | None = None
+        self._tensor_group: TensorGroup | None = None
+        """The ranks that compute the same batches with parts of parameters; None where they are whole."""
 
     @property
     @override
@@ -98,7 +103,20 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        size = self.settings.tensor_parallel_size
+        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of all ranks, by the names "data_parallel" and "tensor_parallel", as Lightning's ModelParallelStrategy has it;
+        `LightningModule.device_mesh` is the same, from `configure_model` on.
+
+        Raises:
+            UsageError: there is none, since `tensor_parallel_size` is 1 or no run is being set up.
+        """
+        if self._device_mesh is None:
+            raise UsageError("there is a device mesh in runs with a tensor_parallel_size above 1, from their set-up on")
+        return self._device_mesh
 
     @property
     @override
@@ -183,6 +201,13 @@ class ConnectedStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        size = self.settings.tensor_parallel_size
+        ranks = self.num_nodes * self.num_processes
+        if ranks % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} and {ranks} ranks (devices x num_nodes), which make no groups of {size}; use a "
+                f"multiple of {size} ranks"
+            )
         if not self.is_distributed:
             return  # a single device leaves the random numbers and the cluster as they are
         reset_seed()  # as DDP
@@ -192,6 +217,17 @@ class ConnectedStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not _distributed_is_initialized():
             _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        self._make_mesh()
+
+    def _make_mesh(self) -> None:
+        """Process groups of the ranks that differ along one axis; collective."""
+        size = self.settings.tensor_parallel_size
+        if size == 1:
+            return
+        shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._tensor_group = TensorGroup(self._device_mesh["tensor_parallel"].get_group(), self._backend)
+        self._module._device_mesh = self._device_mesh
 
     def _make_communicator(self, events: Events) -> Communicator:
         if not self.is_distributed:

@@ -94,6 +94,7 @@ class AngelPTMStrategy(EndingStrategy):
             refuse_parts(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self.is_distributed:
             self._synchronize_batch_norms(self._module, self._layer_sync)
+        self._cut_module()
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
@@ -101,7 +102,7 @@ class AngelPTMStrategy(EndingStrategy):
         known = self._began_with() if self._began_with is not None else None
         if self._restored is not None:
             self._restored.refuse_written(self._module)
-            self._restored = self._restored.untouched(self._module)
+            self._restored = self._restored.untouched(self._module, self._boxes())
         if self._restored is not None or known is not self._module:
             self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)
