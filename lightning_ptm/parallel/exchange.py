@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.recompute import once
 
 
 class TensorGroup:
@@ -140,7 +141,7 @@ class _Enter(torch.autograd.Function):
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(value)
+        return once(lambda: group.sum(value))
 
     @staticmethod
     @once_differentiable
@@ -152,7 +153,7 @@ class _PutTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return torch.cat(group.gather(value).unbind(0), -1)
+        return once(lambda: torch.cat(group.gather(value).unbind(0), -1))
 
     @staticmethod
     @once_differentiable
