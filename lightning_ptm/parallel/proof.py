@@ -6,7 +6,8 @@ two copies of the block with random weights compute them in fp32, forward and ba
 beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
-number, nothing that is saved for its backward pass. I2: a kind is proven once, by all ranks of a group in the same call.
+number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
+one, and the first one with gradients, which tells what inputs have some.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import copy
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +129,9 @@ class Proof:
         self._group = group
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
+        """By kind, of the blocks that may be called first."""
+        self._computed: set[str] = set()
+        """Kinds whose first call, without gradients, was proven."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
@@ -149,9 +153,13 @@ class Proof:
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kind in self._handles:
+            with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs)))
+            if kind not in self._handles or (kind in self._computed and not with_gradients):
+                return
+            self._computed.add(kind)
+            if with_gradients:
                 self._forget(kind)
-                self._prove(kind, block, skeleton, args, kwargs)
+            self._prove(kind, block, skeleton, args, kwargs)
 
         return called
 
@@ -231,7 +239,9 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
-    args, kwargs = _copied((args, kwargs))
+    given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+    tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
+    args, kwargs = _copied((args, kwargs), tracked)
     leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
     out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
     generator = torch.Generator(device="cpu").manual_seed(1)
@@ -265,15 +275,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _copied(value: Any) -> Any:
-    """The same arguments for another call: numbers in fp32, as leaves, everything else a copy."""
+def _copied(value: Any, tracked: Collection[int]) -> Any:
+    """The same arguments for another call: numbers in fp32, everything else a copy.
+
+    Args:
+        tracked: ids of tensors that become leaves with a gradient.
+    """
     if isinstance(value, Tensor):
-        floats = value.is_floating_point()
-        return value.detach().to(torch.float32, copy=True).requires_grad_() if floats else value.detach().clone()
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(each, tracked) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(_copied(each, tracked) for each in value)
     if type(value).__name__.endswith("Cache"):
         return None  # keys and values of what was read before: nothing that a block needs
     return copy.deepcopy(value)
