@@ -94,6 +94,11 @@ class PlannedRun:
         """How many ranks compute one batch."""
         return 1 if self.group is None else self.group.size
 
+    @property
+    def group_ranks(self) -> int:
+        """How many ranks exchange with each other: of a tensor group, or those that divide experts."""
+        return max(self.request.settings.expert_parallel_size, self.tensor_ranks)
+
 
 def _class_of(given: object) -> type[AngelPTMStrategy]:
     """The strategy's class that a config names, which may have tiers of its own; ours, unless it is a subclass."""
