@@ -39,7 +39,8 @@ class Work:
         curved_numel: elements that exponential functions are taken of.
         moved_bytes: that operations but attention read and write.
         saved_bytes: what autograd keeps of it until its backward.
-        input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
+        input_bytes: what is kept instead where it is recomputed, results of exchanges among it; inputs that several units
+            share count for the first.
         row_bytes: of an expert that ranks divide, of all rows that come to it.
         sent_bytes: to the other ranks of a tensor group, in the forward; sent_back_bytes: in the backward.
     """
@@ -108,7 +109,7 @@ class Counter:
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
-        self._sent = [(0, 0)] * len(units)
+        self._sent = [(0, 0, 0)] * len(units)
         self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
@@ -123,7 +124,7 @@ class Counter:
             else Work(
                 flops=self._flops[at],
                 saved_bytes=self._saved[at],
-                input_bytes=self._inputs[at],
+                input_bytes=self._inputs[at] + self._sent[at][2],
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
@@ -169,15 +170,18 @@ class Counter:
         self._moved[self._inside[-1]] += size
         self._curved[self._inside[-1]] += curved
 
-    def _sent_so_far(self) -> tuple[int, int]:
-        return (0, 0) if self._group is None else (self._group.forward_bytes, self._group.backward_bytes)
+    def _sent_so_far(self) -> tuple[int, int, int]:
+        group = self._group
+        return (0, 0, 0) if group is None else (group.forward_bytes, group.backward_bytes, group.kept_bytes)
 
     def tell_sent(self) -> None:
         """What was sent since it was last asked, the unit that computes has sent."""
         before, self._counted = self._counted, self._sent_so_far()
         unit = self._inside[-1]
-        forward, backward = self._sent[unit]
-        self._sent[unit] = forward + self._counted[0] - before[0], backward + self._counted[1] - before[1]
+        forward, backward, kept = (
+            known + now - then for known, now, then in zip(self._sent[unit], self._counted, before, strict=True)
+        )
+        self._sent[unit] = forward, backward, kept
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.tell_sent()

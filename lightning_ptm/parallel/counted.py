@@ -17,12 +17,14 @@ class CountedGroup(TensorGroup):
     Attributes:
         forward_bytes: that a rank has sent to others in forwards, by rings.
         backward_bytes: that it would send in their backward passes.
+        kept_bytes: of results that a recomputed forward is given again.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)
         self.forward_bytes = 0
         self.backward_bytes = 0
+        self.kept_bytes = 0
 
     @override
     def enter(self, value: Tensor) -> Tensor:
@@ -40,11 +42,13 @@ class CountedGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         self.forward_bytes += self._summed(value)
+        self.kept_bytes += value.nbytes
         return value.clone()
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         self.forward_bytes += value.nbytes * (self.size - 1)
+        self.kept_bytes += value.nbytes * self.size
         return value.unsqueeze(0).expand(self.size, *value.shape).clone()
 
     def _summed(self, value: Tensor) -> int:

@@ -225,7 +225,8 @@ class ConnectedStrategy(ParallelStrategy):
         if size == 1:
             return
         shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
-        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         self._tensor_group = RankGroup(self._device_mesh["tensor_parallel"].get_group(), self._backend)
         self._module._device_mesh = self._device_mesh
 
