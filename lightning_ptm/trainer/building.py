@@ -151,6 +151,8 @@ class BuildingStrategy(CheckpointingStrategy):
             self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
         else:
             self._watches.one_rank(trainer, self._signals)
+        if self._data_group is not None:
+            self._watches.metrics(self._module, self._data_group)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:
