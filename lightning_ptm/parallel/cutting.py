@@ -10,6 +10,7 @@ I2: `undo` gives back whole parameters, or parameters of the whole shape without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
+from lightning_ptm.parallel.proof import Proof, blocks_of
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
@@ -30,12 +32,15 @@ class CutModule:
         root: with whole parameters, on the meta device or in RAM.
         plan: see rules.py.
         strict: every entry of the plan has to name something.
+        proven: each kind of block is proven when it is first called (I1).
 
     Raises:
         ConfigError: a module cannot be cut as the plan says, or nothing would be.
     """
 
-    def __init__(self, root: nn.Module, plan: Mapping[str, Rule], group: TensorGroup, *, strict: bool) -> None:
+    def __init__(
+        self, root: nn.Module, plan: Mapping[str, Rule], group: TensorGroup, *, strict: bool, proven: bool = True
+    ) -> None:
         self.root = root
         self.group = group
         self.places: tuple[Place, ...] = tuple(
@@ -51,6 +56,9 @@ class CutModule:
                 f"tensor_parallel_size={group.size} and nothing of the {type(root).__name__} can be cut: its plan names no "
                 f"layer that it has; use tensor_parallel_size=1, or give a tensor_parallel_plan"
             )
+        if proven:
+            divide = partial(CutModule, group=group, strict=True, proven=False)
+            self._undo.append(Proof(blocks_of(root, self.places), group, divide).close)
         try:
             self._apply(layers)
         except BaseException:

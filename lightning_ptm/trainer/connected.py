@@ -36,7 +36,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
-from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -57,7 +57,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._device_mesh: DeviceMesh | None = None
-        self._tensor_group: TensorGroup | None = None
+        self._tensor_group: RankGroup | None = None
         """The ranks that compute the same batches with parts of parameters; None where they are whole."""
         self._data_group: ProcessGroup | None = None
         """The ranks that compute other batches with the same parts as this one: what is logged is theirs; None: all ranks."""
@@ -239,7 +239,7 @@ class ConnectedStrategy(ParallelStrategy):
             shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
             self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         group = self._device_mesh["tensor_parallel"].get_group()
-        self._tensor_group = TensorGroup(group, self._backend)
+        self._tensor_group = RankGroup(group, self._backend)
         self._data_group = self._device_mesh["data_parallel"].get_group()
         self._same_batches = SameBatches(group, self._backend)
         self._module._device_mesh = self._device_mesh
