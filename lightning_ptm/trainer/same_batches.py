@@ -56,9 +56,9 @@ class SameBatches:
             return
         self._compared[stage, loader] = known + 1
         ours = torch.tensor([digest(batch), self._random_digest()], device=self._backend.device)
-        table = ours.new_empty(self._group.size() * 2)
-        dist.all_gather_into_tensor(table, ours, group=self._group)
-        batches, numbers = table.view(-1, 2).t().tolist()
+        table = ours.new_empty(self._group.size(), 2)
+        dist.all_gather(list(table.unbind(0)), ours, group=self._group)
+        batches, numbers = table.t().tolist()
         where = f"({stage}, loader {loader}, batch {index})"
         self._refuse_different(batches, f"different batches {where}", _OTHER_BATCHES)
         self._refuse_different(numbers, f"different states of torch's random numbers {where}", _OTHER_NUMBERS)

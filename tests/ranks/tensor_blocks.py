@@ -31,7 +31,7 @@ class Noted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.share):
             return x
-        mask = torch.rand(x.shape) >= self.share
+        mask = torch.rand_like(x) >= self.share
         (self.again if torch._C._current_graph_task_id() != -1 else self.masks).append(mask)
         return x * mask / (1 - self.share)
 
