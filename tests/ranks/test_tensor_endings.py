@@ -97,6 +97,19 @@ def test_runs_of_one_module_one_after_the_other_learn_what_one_rank_learns(tmp_p
                 torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12, msg=name)
 
 
+def begun_apart(ranks: int, tensor: int) -> dict[str, Tensor]:
+    """Weights after a run that learns nothing, of modules that were made of other random numbers on each rank."""
+    module = module_of(seed=int(os.environ.get("RANK", 0)))
+    trainer_of(ranks, tensor).validate(module, loader(4), verbose=False)
+    return weights_of(module)
+
+
+def test_the_first_rank_s_values_count_where_ranks_made_other_modules() -> None:
+    expected = weights_of(module_of(seed=0).double())
+    for found in run_ranks(begun_apart, 4, 4, 2):
+        assert all(torch.equal(found[name].double(), value) for name, value in expected.items())
+
+
 class Breaks(L.Callback):
     def __init__(self, error: type[BaseException], where: str, rank: int | None = None) -> None:
         self.error, self.where, self.rank = error, where, rank
