@@ -15,6 +15,8 @@ from test_expert_parallel_checkpoints import assert_same_states, read
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+pytestmark = pytest.mark.slow  # some thirty fits of one to four ranks
+
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "sharded": {"state_dict_type": "sharded"},
