@@ -21,6 +21,7 @@ from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof, blocks_of
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.recompute import replace
 
@@ -102,9 +103,12 @@ class CutModule:
         return found
 
     def _apply(self, layers: list[Layer]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
-                parameter.data = cut(parameter.data, box).clone(memory_format=torch.contiguous_format)
+                if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
+                    parameter.data = _nothing(parameter, box.part_shape)
+                else:
+                    parameter.data = cut(parameter.data, box).clone(memory_format=torch.contiguous_format)
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
@@ -157,9 +161,14 @@ class CutModule:
                 if whole is not None:
                     parameter.data = whole(parameter.data, box)
                 else:
-                    parameter.data = parameter.data.new_full((), float("nan")).expand(box.shape)
+                    parameter.data = _nothing(parameter, box.shape)
                 parameter.grad = None
         self._by_parameter, self._partial = {}, {}
+
+
+def _nothing(parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    """NaN in a shape, without memory for it."""
+    return parameter.data.new_full((), float("nan")).expand(shape)
 
 
 __all__ = ["CutModule"]

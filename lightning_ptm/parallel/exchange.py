@@ -142,7 +142,8 @@ class RankGroup(TensorGroup):
         self._set_random_states(outside)
         for device, some in zip(self._draws, drawn, strict=True):
             if some:
-                torch.rand((), device=device)
+                # Of one dtype: the default is another in a backward pass, where a forward may be computed again.
+                torch.rand((), dtype=torch.float32, device=device)
 
     def _random_states(self) -> list[Tensor]:
         of_device = self._backend.random_state()

@@ -128,8 +128,9 @@ def _rows(place: Place, rule: Rows, group: TensorGroup) -> Layer:
     @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
         part = group.part_of(x) if rule.split else x
-        out = group.add_up(compute(part, None))
+        # Before the product, which draws nothing: a forward that is recomputed may end at what the product saves.
         group.end_divided()
+        out = group.add_up(compute(part, None))
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     return Layer(boxes, forward=forward)
@@ -182,8 +183,10 @@ def _summed(module: nn.Module, group: TensorGroup) -> Forward:
 
         if module.training:
             group.begin_divided()
-        out = own(module, *map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-        group.end_divided()
+        try:
+            out = own(module, *map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+        finally:
+            group.end_divided()
         return group.add_up(out)
 
     return forward

@@ -41,6 +41,7 @@ from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
 from lightning_ptm.trainer.half_products import chosen_wide_products
 from lightning_ptm.trainer.page_size import chosen_page_bytes
 from lightning_ptm.trainer.paged_states import guard
+from lightning_ptm.trainer.same_values import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
 from lightning_ptm.trainer.steps import OptimizerSteps
 from lightning_ptm.trainer.watches import (
@@ -126,6 +127,8 @@ class BuildingStrategy(CheckpointingStrategy):
             group: None: they stay whole.
             proven: blocks are proven when they are first called.
         """
+        if group is not None and group is self._tensor_group:
+            take_first_rank_s_values(self._module, self.device_mesh["tensor_parallel"].get_group(), self._backend)
         if group is not None:
             plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
             self._cut = CutModule(self._module, plan_of(self._module, plan), group, strict=strict, proven=proven)
@@ -157,6 +160,8 @@ class BuildingStrategy(CheckpointingStrategy):
             self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
         else:
             self._watches.one_rank(trainer, self._signals)
+        if self._data_group is not None:
+            self._watches.metrics(self._module, self._data_group)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:

@@ -114,13 +114,14 @@ class EndingStrategy(BuildingStrategy):
             except CheckpointError as error:  # the weights are the user's all the same
                 told_later.append(error)
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
-        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
+        cut_here = self._cut is not None
+        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
             self._uncut(partial(put_together, communicator=engine.communicator))
-            self._ended = dataclasses.replace(self._ended, weights=True)
-            self.precision_plugin.over = not self.is_distributed and self.precision_plugin.loss_scale is None
+            self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
+            self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
             kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
             keep_here = kept if self.is_global_zero else ()
-            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here):
+            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
 
     def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
