@@ -161,13 +161,14 @@ class Proof:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
+        inputs = _leaves((args, kwargs))
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
-            of_whole = _computed(whole, args, kwargs)
+            of_whole = _computed(whole, args, kwargs, inputs)
             try:
                 known = self._divide(divided, block.plan)
-                of_divided = _computed(divided, args, kwargs)
+                of_divided = _computed(divided, args, kwargs, inputs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise self._refusal(block, f"cannot be computed ({error})") from error
@@ -230,9 +231,18 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
     return float((ours - theirs).abs().max()) / size if size else float(ours.abs().max())
 
 
-def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
+def _leaves(inputs: Any) -> list[int]:
+    """Which of a call's tensors are told their gradients: those that need one, or, where none does (an evaluation), the first
+    one with numbers. What the others have is a part on each rank (angles of positions), and nobody asks for the sum."""
+    found = list(_tensors(inputs))
+    needed = [index for index, each in enumerate(found) if each.requires_grad]
+    return needed or [index for index, each in enumerate(found) if each.is_floating_point()][:1]
+
+
+def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Sequence[int]) -> _Computed:
     args, kwargs = _copied((args, kwargs))
-    leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+    copies = list(_tensors((args, kwargs)))
+    leaves = [copies[index].requires_grad_() for index in inputs]
     out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
@@ -266,10 +276,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """The same arguments for another call: numbers in fp32, as leaves, everything else a copy."""
+    """The same arguments for another call: numbers in fp32, everything else a copy."""
     if isinstance(value, Tensor):
-        floats = value.is_floating_point()
-        return value.detach().to(torch.float32, copy=True).requires_grad_() if floats else value.detach().clone()
+        return value.detach().to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
