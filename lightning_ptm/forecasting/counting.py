@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.runtime.experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
 
@@ -40,6 +41,7 @@ class Work:
         saved_bytes: what autograd keeps of it until its backward.
         input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
         row_bytes: of an expert that ranks divide, of all rows that come to it.
+        sent_bytes: to the other ranks of a tensor group, in the forward; sent_back_bytes: in the backward.
     """
 
     flops: int = 0
@@ -49,6 +51,8 @@ class Work:
     curved_numel: int = 0
     moved_bytes: int = 0
     row_bytes: int = 0
+    sent_bytes: int = 0
+    sent_back_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,16 @@ class Counter:
     """One forward: whose turn it is, and what was seen."""
 
     def __init__(
-        self, known: Anatomy, units: Sequence[Unit], experts: DividedExperts | None = None, rank: int = 0
+        self,
+        known: Anatomy,
+        units: Sequence[Unit],
+        experts: DividedExperts | None = None,
+        rank: int = 0,
+        group: CountedGroup | None = None,
     ) -> None:
         # Configuration.
         self._known = known
+        self._group = group
         self._units = units
         self._experts = experts
         self._absent = experts.holders.elsewhere(rank) if experts is not None else frozenset[int]()
@@ -98,6 +108,8 @@ class Counter:
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
+        self._sent = [(0, 0)] * len(units)
+        self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
         self._like: dict[int, int] = {}
@@ -116,6 +128,8 @@ class Counter:
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
                 row_bytes=self._rows[index],
+                sent_bytes=self._sent[at][0],
+                sent_back_bytes=self._sent[at][1],
             )
             for index, at in enumerate(sources)
         )
@@ -134,6 +148,7 @@ class Counter:
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
             with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
                 yield
+                self.tell_sent()
         finally:
             for handle in handles:
                 handle.remove()
@@ -154,7 +169,18 @@ class Counter:
         self._moved[self._inside[-1]] += size
         self._curved[self._inside[-1]] += curved
 
+    def _sent_so_far(self) -> tuple[int, int]:
+        return (0, 0) if self._group is None else (self._group.forward_bytes, self._group.backward_bytes)
+
+    def tell_sent(self) -> None:
+        """What was sent since it was last asked, the unit that computes has sent."""
+        before, self._counted = self._counted, self._sent_so_far()
+        unit = self._inside[-1]
+        forward, backward = self._sent[unit]
+        self._sent[unit] = forward + self._counted[0] - before[0], backward + self._counted[1] - before[1]
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.tell_sent()
         unit = self._position[id(module)]
         self._inside.append(unit)
         for leaf in tree_leaves((args, kwargs)):
@@ -162,6 +188,7 @@ class Counter:
                 self._inputs[unit] += leaf.untyped_storage().nbytes()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.tell_sent()
         self._inside.pop()
 
     def _keep(self, tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,30 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.recompute import once
 
 
 class TensorGroup:
-    """The ranks among which parameters are cut.
+    """The ranks among which parameters are cut, and what layers ask of them.
 
     Args:
-        group: of torch.distributed; this rank's.
-        backend: of the device that computes.
+        size: how many they are.
+        index: which one this is: the part that it has.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
-        self._group = group
-        self.size = group.size()
-        self.index = group.rank()
-        self.exchanges = 0
-        """Collectives so far."""
+    def __init__(self, size: int, index: int) -> None:
+        self.size = size
+        self.index = index
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self._backend = backend
-        self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
-        """Devices with random numbers of their own."""
-        self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
-        """In a divided region, the random states before it and at its start."""
 
     # -- differentiable -----------------------------------------------------------------------------------------------
 
@@ -75,17 +70,51 @@ class TensorGroup:
         out: Tensor = _PartOf.apply(value, self)
         return out
 
-    # -- collectives --------------------------------------------------------------------------------------------------
+    # -- what a kind of group does ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks, in memory of its own."""
+
+    @abstractmethod
+    def gather(self, value: Tensor) -> Tensor:
+        """All ranks' values, (size, *shape)."""
+
+    def begin_divided(self) -> None:
+        """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
+
+    def end_divided(self) -> None:
+        """Ends what `begin_divided` began; nothing where it did not."""
+
+
+class RankGroup(TensorGroup):
+    """Of processes.
+
+    Args:
+        group: of torch.distributed; this rank's.
+        backend: of the device that computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
+        super().__init__(group.size(), group.rank())
+        self._group = group
+        self.exchanges = 0
+        """Collectives so far."""
+        self._backend = backend
+        self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
+        """Devices with random numbers of their own."""
+        self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+        """In a divided region, the random states before it and at its start."""
+
+    @override
+    def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
         self.exchanges += 1
         dist.all_reduce(out, group=self._group)
         return out
 
+    @override
     def gather(self, value: Tensor) -> Tensor:
-        """All ranks' values, (size, *shape)."""
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
         self.exchanges += 1
@@ -94,8 +123,8 @@ class TensorGroup:
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 
+    @override
     def begin_divided(self) -> None:
-        """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
         if self._outside is None:
             outside = self._random_states()
             digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in outside), digest_size=7).digest()
@@ -104,8 +133,8 @@ class TensorGroup:
             self._outside = outside, began
             self._set_random_states(began)
 
+    @override
     def end_divided(self) -> None:
-        """Ends what `begin_divided` began; nothing where it did not."""
         if self._outside is None:
             return
         (outside, began), self._outside = self._outside, None
@@ -140,7 +169,7 @@ class _Enter(torch.autograd.Function):
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(value)
+        return once(lambda: group.sum(value))
 
     @staticmethod
     @once_differentiable
@@ -152,7 +181,7 @@ class _PutTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return torch.cat(group.gather(value).unbind(0), -1)
+        return once(lambda: torch.cat(group.gather(value).unbind(0), -1))
 
     @staticmethod
     @once_differentiable
@@ -172,4 +201,4 @@ class _PartOf(torch.autograd.Function):
         return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
 
 
-__all__ = ["TensorGroup"]
+__all__ = ["RankGroup", "TensorGroup"]

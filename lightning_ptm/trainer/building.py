@@ -26,6 +26,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import FileOps, make_folders
 from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Axis
@@ -118,11 +119,16 @@ class BuildingStrategy(CheckpointingStrategy):
         self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
 
-    def _cut_module(self) -> None:
-        """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them."""
-        if self._tensor_group is not None:
+    def _cut_module(self, group: TensorGroup | None, *, proven: bool = True) -> None:
+        """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them.
+
+        Args:
+            group: None: they stay whole.
+            proven: blocks are proven when they are first called.
+        """
+        if group is not None:
             plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
-            self._cut = CutModule(self._module, plan_of(self._module, plan), self._tensor_group, strict=strict)
+            self._cut = CutModule(self._module, plan_of(self._module, plan), group, strict=strict, proven=proven)
 
     def _watch(self, trainer: Trainer, engine: Engine, *, fitting: bool, anew: bool) -> None:
         """What the run has to hear of is watched, and what users should know beforehand is told them."""

@@ -34,7 +34,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
-from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 
@@ -53,7 +53,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._device_mesh: DeviceMesh | None = None
-        self._tensor_group: TensorGroup | None = None
+        self._tensor_group: RankGroup | None = None
         """The ranks that compute the same batches with parts of parameters; None where they are whole."""
 
     @property
@@ -226,7 +226,7 @@ class ConnectedStrategy(ParallelStrategy):
             return
         shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._tensor_group = TensorGroup(self._device_mesh["tensor_parallel"].get_group(), self._backend)
+        self._tensor_group = RankGroup(self._device_mesh["tensor_parallel"].get_group(), self._backend)
         self._module._device_mesh = self._device_mesh
 
     def _make_communicator(self, events: Events) -> Communicator:

@@ -94,7 +94,7 @@ class AngelPTMStrategy(EndingStrategy):
             refuse_parts(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self.is_distributed:
             self._synchronize_batch_norms(self._module, self._layer_sync)
-        self._cut_module()
+        self._cut_module(self._tensor_group)
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1

@@ -56,6 +56,7 @@ class Run:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    norms: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Outcome:
     losses: list[float]
     weights: dict[str, Tensor]
     norms: list[float]
+    exchanges: int
+    state_bytes: dict[str, int]
 
 
 def run(how: Run, disk: Path) -> Outcome:
@@ -80,9 +83,16 @@ def run(how: Run, disk: Path) -> Outcome:
     )
     norms: list[float] = []
 
-    class Norms(L.Callback):
+    states: dict[str, int] = {}
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            for each in strategy.states_at_home():
+                states[each.states] = states.get(each.states, 0) + each.bytes
+
         def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-            norms.append(float(strategy.gradient_norm(optimizer)))
+            if how.norms:
+                norms.append(float(strategy.gradient_norm(optimizer)))
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -95,7 +105,7 @@ def run(how: Run, disk: Path) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # it would shuffle
-        callbacks=[Norms()] if how.trainer else [],
+        callbacks=[Watch()],
         **how.trainer,
     )
     generator = torch.Generator().manual_seed(5)
@@ -103,14 +113,20 @@ def run(how: Run, disk: Path) -> Outcome:
     data = how.ranks // how.tensor
     sampler = DistributedSampler(rows, data, int(os.environ["RANK"]) // how.tensor, shuffle=False)  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(rows, BATCH // data, sampler=sampler))  # type: ignore[arg-type]
-    return Outcome(module.losses, {name: each.detach().clone() for name, each in module.named_parameters()}, norms)
+    group = strategy._tensor_group
+    return Outcome(
+        module.losses,
+        {name: each.detach().clone() for name, each in module.named_parameters()},
+        norms,
+        0 if group is None else group.exchanges,
+        states,
+    )
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 4), (4, 2)])
-def test_it_learns_what_one_rank_learns(ranks: int, tensor: int, disk: Path) -> None:
-    (whole,) = run_ranks(run, 1, Run(), disk)
-    outcomes = run_ranks(run, ranks, Run(ranks, tensor), disk)
-    assert_close(outcomes, whole)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What one rank with whole parameters learns."""
+    return run_ranks(run, 1, Run(norms=True), tmp_path_factory.mktemp("disk"))[0]
 
 
 def assert_close(outcomes: list[Outcome], whole: Outcome) -> None:
@@ -121,3 +137,39 @@ def assert_close(outcomes: list[Outcome], whole: Outcome) -> None:
         assert each.weights.keys() == whole.weights.keys()
         for name, value in whole.weights.items():
             torch.testing.assert_close(each.weights[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "tier"),
+    [(2, 2, "ram"), (4, 4, "ram"), (4, 2, "masters_on_disk"), (2, 2, "all_on_disk"), (2, 2, "lock_free")],
+)
+def test_it_learns_what_one_rank_learns(ranks: int, tensor: int, tier: str, whole: Outcome, disk: Path) -> None:
+    assert_close(run_ranks(run, ranks, Run(ranks, tensor, tier), disk), whole)
+
+
+def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:
+    clipped = {"gradient_clip_val": 0.5}
+    (whole,) = run_ranks(run, 1, Run(norms=True, trainer=clipped), disk)
+    outcomes = run_ranks(run, 4, Run(4, 2, norms=True, trainer=clipped), disk)
+    assert_close(outcomes, whole)
+    for each in outcomes:
+        assert each.norms == pytest.approx(whole.norms, rel=1e-12) and max(whole.norms) > 0.5
+
+
+def test_recomputing_exchanges_nothing_again(whole: Outcome, disk: Path) -> None:
+    plain = run_ranks(run, 2, Run(2, 2), disk)
+    recomputed = run_ranks(run, 2, Run(2, 2, settings={"recompute": "all"}), disk)
+    assert_close(recomputed, whole)
+    assert [each.exchanges for each in recomputed] == [each.exchanges for each in plain]
+    # Two sums of a block each way, the embedding's, and the head's outputs and input gradient; and the proof of a block.
+    assert plain[0].exchanges == STEPS * (2 * 4 + 1 + 2) + 4 + 1
+
+
+def test_each_element_has_one_owner(disk: Path) -> None:
+    """Also of what every rank has whole: its pages are shared by all."""
+    sizes = {"width": 256, "layers": 2}
+    (whole,) = run_ranks(run, 1, Run(sizes=sizes), disk)
+    for ranks, tensor in ((2, 2), (4, 2)):
+        for each in run_ranks(run, ranks, Run(ranks, tensor, sizes=sizes), disk):
+            for states, count in whole.state_bytes.items():
+                assert each.state_bytes[states] <= 1.04 * count / ranks, states

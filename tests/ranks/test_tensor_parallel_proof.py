@@ -13,7 +13,7 @@ from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.models.gpt import Block
 from lightning_ptm.parallel import Columns, Partial, Rows, Rule
 from lightning_ptm.parallel.cutting import CutModule
-from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.exchange import RankGroup
 
 ATTENTION: dict[str, Rule] = {
     "blocks.*.attention.query_key_value": Columns(parts=3, heads="heads"),
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Rule], str]] = {
 def refusals() -> dict[str, tuple[str, bool, bool]]:
     """By case: the refusal, whether random numbers were left alone, and whether outputs are those of the whole module."""
     dist.init_process_group("gloo")
-    group = TensorGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
+    group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
     found = {}
     for name, (build, plan, _) in CASES.items():
         torch.manual_seed(0)
