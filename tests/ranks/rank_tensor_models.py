@@ -76,12 +76,13 @@ class PreciseT5MoE(Losses, T5MoE):
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**IDS, **SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "qwen3": ("Qwen3", LLAMA),
     "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}),
     "gemma": ("Gemma", LLAMA),
-    "gpt2": ("GPT2", {**IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0}),
+    "gpt2": ("GPT2", {**IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **_NO_DROPOUT}),
 }
 """By name the family, and its configuration."""
 
@@ -97,9 +98,9 @@ GPT2_PLAN: dict[str, Rule] = {
 class Held(Losses, L.LightningModule):
     """A model of Transformers in a LightningModule."""
 
-    def __init__(self, name: str, *, lora: bool = False, meta: bool = False, **sizes: Any) -> None:
+    def __init__(self, name: str, *, lora: bool = False, meta: bool = False, rate: float = 1e-3, **sizes: Any) -> None:
         super().__init__()
-        self.name, self.lora, self.meta, self.sizes = name, lora, meta, sizes
+        self.name, self.lora, self.meta, self.rate, self.sizes = name, lora, meta, rate, sizes
 
     def configure_model(self) -> None:
         if "model" in self._modules:
@@ -109,7 +110,8 @@ class Held(Losses, L.LightningModule):
         family, settings = TRANSFORMERS[self.name]
         config = getattr(transformers, f"{family}Config")(**{**settings, **self.sizes})
         kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
-        self.model: nn.Module = kind(config)
+        with torch.device("meta" if self.meta else "cpu"):
+            self.model: nn.Module = kind(config)
         if self.lora:
             import peft
 
@@ -122,7 +124,7 @@ class Held(Losses, L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-3)
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.rate)
 
 
 MODELS: dict[str, Callable[..., L.LightningModule]] = {

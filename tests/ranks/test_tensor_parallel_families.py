@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.parallel.cutting import CutModule
-from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.exchange import RankGroup, TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.runtime.parts import cut
 
 pytest.importorskip("transformers", reason="tests whole models of transformers")
+pytestmark = pytest.mark.slow
 
 _EXPERTS = {**LLAMA, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _LATENT = {
@@ -83,8 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": _LATENT,
     "DeepseekV3": _LATENT,
 }
-ROUTED_IN_FP32 = ("Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3")
-"""Their routers round to fp32 whatever the model computes in."""
+ROUNDED_TO_FP32 = ("Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3", "GraniteSWA")
+"""Their routers, or sinks of attention, compute in fp32 whatever the model computes in."""
 
 OTHERS = (
     "GPT2 by a user's plan",
@@ -196,7 +197,7 @@ def compare_all() -> Found:
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     dist.init_process_group("gloo")
-    group = TensorGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
+    group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
     found: Found = {}
     with in_float64():
         for name in (*FAMILIES, *OTHERS):
@@ -214,7 +215,7 @@ def found() -> list[Found]:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_a_cut_family_computes_what_it_computes_whole(found: list[Found], name: str) -> None:
-    rounding = 1e-6 if name in ROUTED_IN_FP32 else 1e-12
+    rounding = 1e-6 if name in ROUNDED_TO_FP32 else 1e-12
     for each in (of_rank[name] for of_rank in found):
         assert isinstance(each, Difference), each
         assert each.loss < rounding and each.gradient < rounding, each
