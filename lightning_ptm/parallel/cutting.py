@@ -120,17 +120,7 @@ class CutModule:
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
-            for name in each.counts:
-                self._divide(place, name)
-
-    def _divide(self, place: Place, name: str) -> None:
-        count = getattr(place.around, name, None)
-        if not isinstance(count, int) or count % self.group.size:
-            raise ConfigError(
-                f"tensor_parallel_size={self.group.size} divides {name} of a {type(place.around).__name__}, which is "
-                f"{count}; use a number of ranks that divides it"
-            )
-        self._undo.append(replace(place.around, **{name: count // self.group.size}))
+            self._undo.append(replace(place.around, **each.counts))
 
     # -- what others need ---------------------------------------------------------------------------------------------
 

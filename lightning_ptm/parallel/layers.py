@@ -7,7 +7,7 @@ tensors: a layer computes its own forward with the part that it has, between exc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ class Layer:
         boxes: by its own parameters' names, which parts they are.
         partial: its own parameters of which every rank's gradient is a part of the sum.
         forward: in the place of its own; None: its own stays.
-        counts: attributes of the module around it that are divided.
+        counts: attributes of the module around it, and what they become.
     """
 
     boxes: dict[str, Box] = dataclasses.field(default_factory=dict)
     partial: tuple[str, ...] = ()
     forward: Forward | None = None
-    counts: tuple[str, ...] = ()
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def layer(place: Place, group: TensorGroup) -> Layer:
@@ -133,10 +133,21 @@ def _whole_heads(place: Place, rule: Columns, outputs: int, group: TensorGroup) 
                 )
 
 
+def _divided(place: Place, name: str, group: TensorGroup) -> int:
+    count = getattr(place.around, name, None)
+    if not isinstance(count, int) or count % group.size:
+        raise ConfigError(
+            f"tensor_parallel_size={group.size} divides {name} of a {type(place.around).__name__} ({place.name}), which is "
+            f"{count}; use a number of ranks that divides it"
+        )
+    return count // group.size
+
+
 def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
     module: Any = place.module
     outputs = 0 if _outputs_first(module) else 1
     _whole_heads(place, rule, module.weight.shape[outputs], group)
+    counts = {name: _divided(place, name, group) for name in rule.counts}
     boxes = {"weight": _box(f"{place.name}.weight", module.weight.shape, outputs, rule.parts, group)}
     if module.bias is not None:
         boxes["bias"] = _box(f"{place.name}.bias", module.bias.shape, 0, rule.parts, group)
@@ -155,7 +166,7 @@ def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
             group.begin_divided()
         return compute(entered, module.bias)
 
-    return Layer(boxes, forward=forward, counts=rule.counts)
+    return Layer(boxes, forward=forward, counts=counts)
 
 
 def _rows(place: Place, rule: Rows, group: TensorGroup) -> Layer:
