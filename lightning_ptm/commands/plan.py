@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,8 +197,7 @@ class _Question:
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates = node.rates(self._nodes, max(request.settings.expert_parallel_size, run.tensor_ranks))
-            exchanged = exchanged_bytes(blueprint, works, trace, again)
+            rates, exchanged = node.rates(self._nodes, run.group_ranks), exchanged_bytes(blueprint, works, trace, again)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
@@ -210,7 +208,7 @@ class _Question:
                 nodes=self._nodes,
                 ranks=world_size,
                 tensor_ranks=run.tensor_ranks,
-                numel=sum(math.prod(spec.whole_shape) for unit in blueprint.layout.units for spec in unit.parameters),
+                numel=blueprint.layout.whole_numel,
                 fits=fits,
                 reason=reason,
                 homes=homes_of(blueprint),

@@ -9,7 +9,8 @@ import dataclasses
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,7 @@ class PlannedRun:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Lightning would say to a Trainer without loggers
+        with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",
                 devices=1,
@@ -93,6 +92,25 @@ class PlannedRun:
     def tensor_ranks(self) -> int:
         """How many ranks compute one batch."""
         return 1 if self.group is None else self.group.size
+
+    @property
+    def group_ranks(self) -> int:
+        """How many ranks exchange with each other: of a tensor group, or those that divide experts."""
+        return max(self.request.settings.expert_parallel_size, self.tensor_ranks)
+
+
+@contextmanager
+def _lightning_says_nothing() -> Iterator[None]:
+    """Of a Trainer without loggers, and what it computes on."""
+    said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = said.level
+    said.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        said.setLevel(before)
 
 
 def _class_of(given: object) -> type[AngelPTMStrategy]:

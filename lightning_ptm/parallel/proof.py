@@ -6,7 +6,8 @@ two copies of the block with random weights compute them in fp32, forward and ba
 beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
-number, nothing that is saved for its backward pass. I2: a kind is proven once, by all ranks of a group in the same call.
+number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
+one, and the first one with gradients, which tells what inputs have some.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import copy
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +129,9 @@ class Proof:
         self._group = group
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
+        """By kind, of the blocks that may be called first."""
+        self._computed: set[str] = set()
+        """Kinds whose first call, without gradients, was proven."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
@@ -149,9 +153,13 @@ class Proof:
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kind in self._handles:
+            with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs)))
+            if kind not in self._handles or (kind in self._computed and not with_gradients):
+                return
+            self._computed.add(kind)
+            if with_gradients:
                 self._forget(kind)
-                self._prove(kind, block, skeleton, args, kwargs)
+            self._prove(kind, block, skeleton, args, kwargs)
 
         return called
 
@@ -161,14 +169,13 @@ class Proof:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
-        inputs = _leaves((args, kwargs))
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
-            of_whole = _computed(whole, args, kwargs, inputs)
+            of_whole = _computed(whole, args, kwargs)
             try:
                 known = self._divide(divided, block.plan)
-                of_divided = _computed(divided, args, kwargs, inputs)
+                of_divided = _computed(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise self._refusal(block, f"cannot be computed ({error})") from error
@@ -231,18 +238,11 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
     return float((ours - theirs).abs().max()) / size if size else float(ours.abs().max())
 
 
-def _leaves(inputs: Any) -> list[int]:
-    """Which of a call's tensors are told their gradients: those that need one, or, where none does (an evaluation), the first
-    one with numbers. What the others have is a part on each rank (angles of positions), and nobody asks for the sum."""
-    found = list(_tensors(inputs))
-    needed = [index for index, each in enumerate(found) if each.requires_grad]
-    return needed or [index for index, each in enumerate(found) if each.is_floating_point()][:1]
-
-
-def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Sequence[int]) -> _Computed:
-    args, kwargs = _copied((args, kwargs))
-    copies = list(_tensors((args, kwargs)))
-    leaves = [copies[index].requires_grad_() for index in inputs]
+def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
+    given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+    tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
+    args, kwargs = _copied((args, kwargs), tracked)
+    leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
     out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
@@ -275,14 +275,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _copied(value: Any) -> Any:
-    """The same arguments for another call: numbers in fp32, everything else a copy."""
+def _copied(value: Any, tracked: Collection[int]) -> Any:
+    """The same arguments for another call: numbers in fp32, everything else a copy.
+
+    Args:
+        tracked: ids of tensors that become leaves with a gradient.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(each, tracked) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(_copied(each, tracked) for each in value)
     if type(value).__name__.endswith("Cache"):
         return None  # keys and values of what was read before: nothing that a block needs
     return copy.deepcopy(value)

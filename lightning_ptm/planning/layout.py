@@ -292,6 +292,11 @@ class ModelLayout:
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
         return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
 
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the whole model, whoever has which parts."""
+        return sum(math.prod(spec.whole_shape) for unit in self.units for spec in unit.parameters)
+
     def padding_bytes(self) -> int:
         """Bytes of compute parameters, over all ranks, that hold no element of a parameter."""
         return sum((flat.padded_numel - sum(slot.numel for slot in flat.slots)) * flat.itemsize for flat in self.flats)
