@@ -18,6 +18,7 @@ from rank_tensor_models import GPT2_PLAN, IDS, LLAMA, TRANSFORMERS
 from torch import Tensor, nn
 
 from lightning_ptm.memory.backend import backend_of
+from lightning_ptm.parallel import Columns, Rows, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup, TensorGroup
 from lightning_ptm.parallel.rules import plan_of
@@ -220,6 +221,32 @@ def test_a_cut_family_computes_what_it_computes_whole(found: list[Found], name: 
         assert isinstance(each, Difference), each
         assert each.loss < rounding and each.gradient < rounding, each
         assert each.cut and each.trained and each.of_meta, each
+
+
+def adapters_gradients() -> dict[str, Tensor]:
+    """Of adapters that every rank has whole, trained with dropout."""
+    import peft
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))])
+    adapters = peft.LoraConfig(r=2, target_modules=["0.0", "0.2"], lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(nn.ModuleDict({"blocks": blocks}), adapters)
+    plan: dict[str, Rule] = {"base_model.model.blocks.*.0": Columns(), "base_model.model.blocks.*.2": Rows()}
+    group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
+    known = CutModule(model, plan, group, strict=True, proven=False)
+    block: Any = blocks[0]
+    block(torch.randn(4, 8)).square().sum().backward()
+    boxes = known.boxes()
+    named = model.named_parameters()
+    return {name: each.grad for name, each in named if each.grad is not None and name not in boxes}
+
+
+def test_adapters_with_dropout_stay_alike_on_all_ranks() -> None:
+    first, second = run_ranks(adapters_gradients, 2)
+    assert sorted(name.split(".")[-4:-2] for name in first) == [["0", "lora_A"], ["2", "lora_B"]]
+    for name, gradient in first.items():
+        assert gradient.any() and torch.equal(second[name], gradient), name
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Exaone4", "Qwen3Moe", "Beam"])
