@@ -14,8 +14,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel.adapters import with_adapters
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof, blocks_of
@@ -24,6 +26,16 @@ from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.recompute import replace
+
+
+def _refuse_distributed(root: nn.Module) -> None:
+    name = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name} is a DTensor: something (torch's parallelize_module or fully_shard) has distributed it already, and "
+            f"tensor_parallel_size cuts whole parameters itself; build the module without, and say the same as a "
+            f"tensor_parallel_plan (ColwiseParallel is Columns(), RowwiseParallel is Rows())"
+        )
 
 
 class CutModule:
@@ -44,9 +56,9 @@ class CutModule:
     ) -> None:
         self.root = root
         self.group = group
-        self.places: tuple[Place, ...] = tuple(
-            place for place in places(root, plan, strict=strict) if divides(place, group.size)
-        )
+        _refuse_distributed(root)
+        named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
+        self.places = tuple(inner for place in named for inner in with_adapters(place))
         self._undo: list[Callable[[], None]] = []
         layers = [layer(place, group) for place in self.places]
         self._by_parameter = self._agreed(layers)
@@ -59,7 +71,7 @@ class CutModule:
             )
         if proven:
             divide = partial(CutModule, group=group, strict=True, proven=False)
-            self._undo.append(Proof(blocks_of(root, self.places), group, divide).close)
+            self._undo.append(Proof(blocks_of(root, named), group, divide).close)
         try:
             self._apply(layers)
         except BaseException:
@@ -112,17 +124,7 @@ class CutModule:
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
-            for name in each.counts:
-                self._divide(place, name)
-
-    def _divide(self, place: Place, name: str) -> None:
-        count = getattr(place.around, name, None)
-        if not isinstance(count, int) or count % self.group.size:
-            raise ConfigError(
-                f"tensor_parallel_size={self.group.size} divides {name} of a {type(place.around).__name__}, which is "
-                f"{count}; use a number of ranks that divides it"
-            )
-        self._undo.append(replace(place.around, **{name: count // self.group.size}))
+            self._undo.append(replace(place.around, **each.counts))
 
     # -- what others need ---------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ ATTRIBUTE = "tensor_parallel_plan"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Columns:
-    """A linear layer whose outputs ranks divide: each computes its part of them, from the whole input.
+    """A linear layer, or an embedding, whose outputs ranks divide: each computes its part of them, from the whole input.
 
     Args:
         parts: how many projections of equal size are packed in it, each of which is divided: 3 for queries, keys and values.
@@ -67,13 +67,37 @@ class Partial:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summed:
     """A module that holds parts of parameters itself (a layer of experts): its inputs are whole, and the ranks' outputs are
-    added up. Which of its parameters are cut, rules with their names say: `Columns` cuts the dimension before the last,
-    `Rows` the last."""
+    added up. Which of its parameters are cut, rules with their names say: `Columns` cuts the dimension before the last (of a
+    vector its only one), `Rows` the last."""
 
 
-Rule: TypeAlias = Columns | Rows | Vocabulary | Partial | Summed
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A module that gives what it is given (nn.Identity), a whole value: each rank takes its part of it, such as its heads of
+    an attention's bias. In the backward pass the ranks' gradients are added up, with zeros where they have no part.
 
-_STYLES: Mapping[str, Rule] = {
+    Args:
+        dimension: that is divided; a value with one element there is for everybody, and stays.
+    """
+
+    dimension: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entering:
+    """A module that every rank has whole, and of whose output ranks use some with their parts of something, without a layer
+    with `Columns` in between: gradients of that are added up (the rotated part of keys that all heads have in common).
+
+    Args:
+        last: an attribute of the module around it: how many of the last elements of the output these are.
+    """
+
+    last: str
+
+
+Rule: TypeAlias = Columns | Rows | Vocabulary | Partial | Summed | Part | Entering
+
+_STYLES: Mapping[str, Rule | None] = {
     "colwise": Columns(),
     "rowwise": Rows(),
     "packed_colwise": Columns(parts=2),
@@ -81,11 +105,16 @@ _STYLES: Mapping[str, Rule] = {
     "colwise_gather_output": Columns(gather=True),
     "colwise_rep": Columns(gather=True),
     "rowwise_split_input": Rows(split=True),
+    "rowwise_rep": Rows(split=True),
     "embedding_rowwise": Vocabulary(),
+    "embedding_colwise": Columns(gather=True),
     "replicated_with_grad_allreduce": Partial(),
     "moe_tp_experts": Summed(),
+    "mla_kv_a_proj": Entering(last="qk_rope_head_dim"),
+    "replicate": None,
+    "local_params": None,  # of parameters that have entries of their own; here all parameters are plain tensors
 }
-"""By Transformers' word for it."""
+"""By Transformers' word for it; None: nothing is done with such a module."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +126,7 @@ class Place:
         module: that module, or the one that holds the parameter.
         parameter: its name in the module; None where the rule is the whole module's.
         around: the module around it.
+        inside: of an adapted layer, whose own place says where the ranks' own random numbers begin and end.
     """
 
     name: str
@@ -104,6 +134,7 @@ class Place:
     parameter: str | None
     around: nn.Module
     rule: Rule
+    inside: bool = False
 
 
 def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
@@ -116,12 +147,14 @@ def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
         ConfigError: nothing in the model brings a plan, or one has a rule that is not known here.
     """
     if wanted != "auto":
-        return {name: _known(name, rule) for name, rule in wanted.items()}
+        return {name: known for name, rule in wanted.items() if (known := _known(name, rule)) is not None}
     found: dict[str, Rule] = {}
     for name, module in root.named_modules():
         prefix = f"{name}." if name else ""
         for inside, rule in _own_plan(module).items():
-            found.setdefault(prefix + inside, _known(prefix + inside, rule))
+            known = _known(prefix + inside, rule)
+            if known is not None:
+                found.setdefault(prefix + inside, known)
     if not found:
         raise ConfigError(
             f"tensor_parallel_size: no module of the {type(root).__name__} says how it can be cut, and "
@@ -141,14 +174,14 @@ def _own_plan(module: nn.Module) -> Mapping[str, Any]:
     return {}
 
 
-def _known(name: str, rule: Any) -> Rule:
+def _known(name: str, rule: Any) -> Rule | None:
     if isinstance(rule, str) and rule in _STYLES:
         return _STYLES[rule]
-    if isinstance(rule, (Columns, Rows, Vocabulary, Partial, Summed)):
+    if isinstance(rule, Rule):
         return rule
     raise ConfigError(
         f"tensor_parallel_plan has {rule!r} for {name}, which is no rule that is known here; use Columns(), Rows(), "
-        f"Vocabulary(), Partial() or Summed() of lightning_ptm.parallel, or one of Transformers' words "
+        f"Vocabulary(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of Transformers' words "
         f"({', '.join(_STYLES)})"
     )
 
@@ -185,4 +218,17 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(r"[^.]+".join(map(re.escape, name.split("*"))))
 
 
-__all__ = ["ATTRIBUTE", "Columns", "Partial", "Place", "Rows", "Rule", "Summed", "Vocabulary", "places", "plan_of"]
+__all__ = [
+    "ATTRIBUTE",
+    "Columns",
+    "Entering",
+    "Part",
+    "Partial",
+    "Place",
+    "Rows",
+    "Rule",
+    "Summed",
+    "Vocabulary",
+    "places",
+    "plan_of",
+]
