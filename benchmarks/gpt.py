@@ -71,11 +71,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
+        batch, sequence, _ = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, -1)  # of a layer that is cut, a part of the heads
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))
         return out
 
 

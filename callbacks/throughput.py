@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_ptm import ConfigError
 
 from .outside_fit import OutsideFit
+from .where import pages_of
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
 BATCHES_TO_JUDGE_BY = 5
@@ -141,7 +142,12 @@ class Throughput(OutsideFit):
             )
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        strategy = pages_of(trainer)
+        boxes = {} if strategy is None else strategy.boxes()  # of parameters that are parts of larger ones
+        self._parameters = sum(
+            parameter.numel() * (boxes[name].parts if name in boxes else 1)
+            for name, parameter in pl_module.named_parameters()
+        )
         given, dtype = self.matrix_flops_per_s, _DTYPES.get(str(trainer.precision).partition("-")[0], torch.bfloat16)
         if not isinstance(given, str):
             self._rate = given
@@ -158,7 +164,7 @@ class Throughput(OutsideFit):
         if first is None:
             return {}
         now_s = monotonic()
-        ranks = trainer.world_size
+        ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # those with batches of their own
         self._ends.append(_End(now_s, first.numel() * ranks, (first.shape[0] if first.ndim else 1) * ranks))
         if now_s - self._logged_at_s < LOG_INTERVAL_S:
             return {}

@@ -90,6 +90,12 @@ class Settings:
         expert_parallel_size: Groups of so many ranks divide the experts of layers such as `models.moe.MixtureOfExperts`:
             each rank holds its part of them, tokens travel to the ranks that hold their experts and back, and an expert's
             pages are sharded over the ranks that hold it, one of each group. All else is as without; 1 divides nothing.
+        tensor_parallel_size: Groups of so many ranks compute the same batches, each with its parts of the linear layers that
+            `tensor_parallel_plan` names, and exchange activations. What a group has whole is sharded over its ranks, too, so
+            each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
+        tensor_parallel_plan: How the model is cut: a dictionary from names of modules (with `*` for numbers) to rules of
+            `lightning_ptm.parallel` (`Columns`, `Rows`, `Vocabulary`, `Partial`, `Summed`), or Transformers' words for them.
+            `auto` takes what the model's classes say of themselves: this package's models do, and Transformers'.
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. Without a `disk_path` and a `master_home` they are in the
             Trainer's root folder.
@@ -146,6 +152,8 @@ class Settings:
     update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
     expert_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: Literal["auto"] | Mapping[str, Any] = "auto"
     lock_free: bool = False
     max_staleness: int = 1
     hold_updates: bool = False
@@ -190,10 +198,19 @@ class Settings:
                 "async_save=True writes checkpoints from pages, and state_dict_type='full' gathers them first; set "
                 "state_dict_type='sharded', or async_save=False"
             )
-        size = self.expert_parallel_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        for name in ("expert_parallel_size", "tensor_parallel_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.tensor_parallel_size > 1 and self.expert_parallel_size > 1:
             raise ConfigError(
-                f"expert_parallel_size={size!r}: give a number of ranks, 1 (which divides nothing) or more"
+                f"tensor_parallel_size={self.tensor_parallel_size} and expert_parallel_size={self.expert_parallel_size}: "
+                f"ranks can be divided in one way at a time; use one of them (tensor parallelism cuts experts, too)"
+            )
+        if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
+            raise ConfigError(
+                f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
+                f"{{'blocks.*.expand': Columns(), 'blocks.*.project': Rows()}} (from lightning_ptm.parallel)"
             )
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")

@@ -132,10 +132,15 @@ HABITS = (
         "give the Trainer accumulate_grad_batches",
     ),
     Habit(
-        ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
-        "ModelParallelStrategy's",
-        "leave it out: layers are computed whole, on each rank with its own data; experts can be divided "
-        "(expert_parallel_size)",
+        ("autotp_size", "tp_size", "tensor_model_parallel_size"),
+        "DeepSpeed's and Transformers'",
+        "give tensor_parallel_size",
+    ),
+    Habit(
+        ("context_parallel_size", "pipeline_parallel_size", "cp_size", "pp_size"),
+        "Megatron's",
+        "leave it out: a sequence is computed whole, by all layers on each rank; layers can be divided "
+        "(tensor_parallel_size), and experts (expert_parallel_size)",
     ),
     Habit(
         ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),

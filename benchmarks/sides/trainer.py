@@ -48,16 +48,17 @@ class GPTModule(LightningModule):
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless batches, each rank its own, made by nobody twice."""
+    """Endless batches, made by nobody twice: each rank its own, or each `group` ranks."""
 
-    def __init__(self, shape: GPTShape, *, batch: int, seed: int) -> None:
+    def __init__(self, shape: GPTShape, *, batch: int, seed: int, group: int = 1) -> None:
+        self.group = group
         self.shape = shape
         self.batch = batch
         self.seed = seed
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return batches(self.shape, batch=self.batch, seed=self.seed + rank)
+        return batches(self.shape, batch=self.batch, seed=self.seed + rank // self.group)
 
 
 class Pacer(Callback):
@@ -136,7 +137,16 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
     if settings is None:
         return "auto"
     import lightning_ptm
+    from lightning_ptm.parallel import Columns, Rows
 
+    if settings.get("tensor_parallel_size", 1) > 1:
+        plan = {
+            "attention.qkv": Columns(parts=3, heads="heads"),
+            "attention.out": Rows(),
+            "up": Columns(),
+            "down": Rows(),
+        }
+        settings = {**settings, "tensor_parallel_plan": {f"model.blocks.*.{name}": rule for name, rule in plan.items()}}
     strategy: Strategy = lightning_ptm.AngelPTMStrategy(**settings)
     return strategy
 
@@ -147,7 +157,8 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
-    data = Batches(shape, batch=options["batch"], seed=options["seed"])
+    group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
+    data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.get("devices", 1),

@@ -52,13 +52,20 @@ class Restored:
                 f"inside of `with self.trainer.strategy.gathered(self):`"
             )
 
-    def untouched(self, module: torch.nn.Module) -> Restored:
-        """Before pages take over: what the module had to round, and nobody has changed since, gets its whole value there."""
+    def untouched(self, module: torch.nn.Module, boxes: Boxes = MappingProxyType({})) -> Restored:
+        """Before pages take over: what the module had to round, and nobody has changed since, gets its whole value there.
+
+        Args:
+            boxes: of parameters that have been cut since.
+        """
         parameters, buffers = list(self.parameters), list(self.buffers)
         known = {id(parameter) for parameter in module.parameters()}
         for place, value, dtype in self.precise:
             now = place[0]._buffers.get(place[1]) if isinstance(place, tuple) else place
-            if now is None or now.is_meta or not torch.equal(now, value.to(now.device, dtype).to(now.dtype)):
+            if now is None or now.is_meta:
+                continue
+            part = cut(value, boxes.get(id(place)))
+            if not torch.equal(now, part.to(now.device, dtype).to(now.dtype)):
                 continue
             if isinstance(place, tuple):
                 buffers.append((*place, value))

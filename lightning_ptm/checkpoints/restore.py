@@ -18,12 +18,13 @@ from lightning_ptm.runtime.machine import free_host_bytes
 log = logging.getLogger(__name__)
 
 
-def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
+def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> bool:
     """Puts whole, precise weights into the module's parameters; otherwise lets them go: they cannot be read then.
 
     Args:
         wanted: the user wants them.
         ranks_here: ranks that share this machine's RAM.
+        whole: parts of parameters will be put together.
 
     Returns:
         Whether the parameters have their values.
@@ -40,7 +41,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     if engine.values.unknown:
         engine.values.let_go()
         return False
-    needed = engine.precise_bytes() * ranks_here
+    needed = engine.precise_bytes(with_other_parts=whole) * ranks_here
     room = wanted and engine.all_ranks(needed <= free_host_bytes())
     if wanted and not room:
         warnings.warn(
@@ -75,17 +76,22 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int) -> bool:
     return True
 
 
-def optimizer_states(engine: Engine, optimizers: Iterable[Optimizer], kept: Collection[Optimizer]) -> bool:
+def optimizer_states(
+    engine: Engine, optimizers: Iterable[Optimizer], kept: Collection[Optimizer], *, whole: bool = False
+) -> bool:
     """Puts the optimizers' states back, so that `save_checkpoint` after `fit` saves all that it saves with any strategy.
 
     Args:
         kept: those that get them on this rank; fetching is collective.
+        whole: the module has whole parameters again, of which it had parts in the run.
 
     Returns:
         Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed,
-        or they are of parts of parameters, of which rank 0 has some alone.
+        or the module has parts of parameters, and whole states would fit none.
     """
-    if (engine.rendezvous.failed and not engine.communicator.alone) or engine.blueprint.holders.in_parts:
+    if engine.rendezvous.failed and not engine.communicator.alone:
+        return False
+    if engine.blueprint.holders.in_parts and not whole:
         return False
     needed = engine.optimizer_state_bytes(on_disk=False)
     # Ranks that hold different experts may keep them in different tiers.

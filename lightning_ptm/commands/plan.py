@@ -197,8 +197,7 @@ class _Question:
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates = node.rates(self._nodes, request.settings.expert_parallel_size)
-            exchanged = exchanged_bytes(blueprint, works, trace, again)
+            rates, exchanged = node.rates(self._nodes, run.group_ranks), exchanged_bytes(blueprint, works, trace, again)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
@@ -208,7 +207,8 @@ class _Question:
                 hardware=node.name,
                 nodes=self._nodes,
                 ranks=world_size,
-                numel=sum(item.parameter.numel() for unit in blueprint.units for item in unit.parameters),
+                tensor_ranks=run.tensor_ranks,
+                numel=blueprint.layout.whole_numel,
                 fits=fits,
                 reason=reason,
                 homes=homes_of(blueprint),

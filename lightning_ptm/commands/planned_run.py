@@ -9,7 +9,8 @@ import dataclasses
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
+from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.runtime.blueprint import Request
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -38,6 +40,7 @@ class PlannedRun:
 
     Attributes:
         deepens: the argument of the model that makes it deeper and no wider; empty: none that is known.
+        group: for which the model is cut (`tensor_parallel_size`), as its first rank's; None: it is whole.
     """
 
     def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: Node) -> None:
@@ -46,15 +49,14 @@ class PlannedRun:
         self.deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
         self.model = build_on_meta(document, path)
         self.batch = example_batch(_data(document, path))
+        self.group: CountedGroup | None = None
         self.request: Request = self._request(trainer, changed, node)
 
     def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Lightning would say to a Trainer without loggers
+        with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",
                 devices=1,
@@ -73,6 +75,9 @@ class PlannedRun:
         self.model.trainer = here
         try:
             strategy._lightning_module = self.model
+            if strategy.settings.tensor_parallel_size > 1:
+                self.group = CountedGroup(strategy.settings.tensor_parallel_size)
+                strategy._cut_module(self.group, proven=False)
             strategy.setup_optimizers(here)
             wanted = strategy.settings
             if wanted.page_size == "auto":
@@ -82,6 +87,30 @@ class PlannedRun:
             return strategy.request(here, wanted)
         finally:
             self.model._trainer = None
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks compute one batch."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def group_ranks(self) -> int:
+        """How many ranks exchange with each other: of a tensor group, or those that divide experts."""
+        return max(self.request.settings.expert_parallel_size, self.tensor_ranks)
+
+
+@contextmanager
+def _lightning_says_nothing() -> Iterator[None]:
+    """Of a Trainer without loggers, and what it computes on."""
+    said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = said.level
+    said.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        said.setLevel(before)
 
 
 def _class_of(given: object) -> type[AngelPTMStrategy]:

@@ -89,7 +89,8 @@ def render(found: Prediction) -> str:
     for stall in timing.stalls:
         if stall.seconds > 1e-9:
             lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")
-    per_step = f"{_count(found.batch_size, 'sample')} a rank" + (
+    whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
+    per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )
     tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"

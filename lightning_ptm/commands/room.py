@@ -39,7 +39,13 @@ class Sizes:
             run, blueprint = self._run, self._blueprint
             batch = resized(run.batch, samples)
             works = estimate(
-                run.model, blueprint.units, batch, run.request.compute, blueprint.experts, known=self._anatomy
+                run.model,
+                blueprint.units,
+                batch,
+                run.request.compute,
+                blueprint.experts,
+                known=self._anatomy,
+                group=run.group,
             )
             to_host = blueprint.activations_to_host
             ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)

@@ -176,13 +176,13 @@ class Clock:
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
                 source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
-                loads = [self._collective(task.unit, self._shard_bytes[task.unit])]
+                loads = [self._collective(task.unit, gradients=False)]
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
                 self._blame(
                     task.unit, Kind.FULL, source
                 )  # What compute then waits for is the copy, not the collective.
             case Operation.REDUCE:
-                loads = [self._collective(task.unit, self._gradient_bytes[task.unit])]
+                loads = [self._collective(task.unit, gradients=True)]
                 self._arrive(task, Kind.GRADIENT, loads, self._now.s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
@@ -392,7 +392,9 @@ class Clock:
             ],
         )
 
-    def _collective(self, unit: int, shard_bytes: int) -> Load:
-        sharing = max((flat.world_size for flat in self._layout.flats_of(unit)), default=1)
-        rate = self._hardware.holders_bytes_per_s if sharing < self._layout.world_size else None
-        return Load(Link.COLLECTIVE, shard_bytes * (sharing - 1), rate)
+    def _collective(self, unit: int, *, gradients: bool) -> Load:
+        """Of all flats of a unit, or of those that have gradients, among the ranks that share each."""
+        flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
+        size = sum(flat.shard_bytes * (flat.world_size - 1) for flat in flats)
+        fewer = any(flat.world_size < self._layout.world_size for flat in flats)
+        return Load(Link.COLLECTIVE, size, self._hardware.holders_bytes_per_s if fewer else None)

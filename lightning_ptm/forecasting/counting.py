@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.runtime.experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
 
@@ -38,8 +39,10 @@ class Work:
         curved_numel: elements that exponential functions are taken of.
         moved_bytes: that operations but attention read and write.
         saved_bytes: what autograd keeps of it until its backward.
-        input_bytes: what is kept instead where it is recomputed; inputs that several units share count for the first.
+        input_bytes: what is kept instead where it is recomputed, results of exchanges among it; inputs that several units
+            share count for the first.
         row_bytes: of an expert that ranks divide, of all rows that come to it.
+        sent_bytes: to the other ranks of a tensor group, in the forward; sent_back_bytes: in the backward.
     """
 
     flops: int = 0
@@ -49,6 +52,8 @@ class Work:
     curved_numel: int = 0
     moved_bytes: int = 0
     row_bytes: int = 0
+    sent_bytes: int = 0
+    sent_back_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,16 @@ class Counter:
     """One forward: whose turn it is, and what was seen."""
 
     def __init__(
-        self, known: Anatomy, units: Sequence[Unit], experts: DividedExperts | None = None, rank: int = 0
+        self,
+        known: Anatomy,
+        units: Sequence[Unit],
+        experts: DividedExperts | None = None,
+        rank: int = 0,
+        group: CountedGroup | None = None,
     ) -> None:
         # Configuration.
         self._known = known
+        self._group = group
         self._units = units
         self._experts = experts
         self._absent = experts.holders.elsewhere(rank) if experts is not None else frozenset[int]()
@@ -98,6 +109,8 @@ class Counter:
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
+        self._sent = [(0, 0, 0)] * len(units)
+        self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
         self._like: dict[int, int] = {}
@@ -111,11 +124,13 @@ class Counter:
             else Work(
                 flops=self._flops[at],
                 saved_bytes=self._saved[at],
-                input_bytes=self._inputs[at],
+                input_bytes=self._inputs[at] + self._sent[at][2],
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
                 row_bytes=self._rows[index],
+                sent_bytes=self._sent[at][0],
+                sent_back_bytes=self._sent[at][1],
             )
             for index, at in enumerate(sources)
         )
@@ -134,6 +149,7 @@ class Counter:
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
             with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
                 yield
+                self.tell_sent()
         finally:
             for handle in handles:
                 handle.remove()
@@ -154,7 +170,21 @@ class Counter:
         self._moved[self._inside[-1]] += size
         self._curved[self._inside[-1]] += curved
 
+    def _sent_so_far(self) -> tuple[int, int, int]:
+        group = self._group
+        return (0, 0, 0) if group is None else (group.forward_bytes, group.backward_bytes, group.kept_bytes)
+
+    def tell_sent(self) -> None:
+        """What was sent since it was last asked, the unit that computes has sent."""
+        before, self._counted = self._counted, self._sent_so_far()
+        unit = self._inside[-1]
+        forward, backward, kept = (
+            known + now - then for known, now, then in zip(self._sent[unit], self._counted, before, strict=True)
+        )
+        self._sent[unit] = forward, backward, kept
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.tell_sent()
         unit = self._position[id(module)]
         self._inside.append(unit)
         for leaf in tree_leaves((args, kwargs)):
@@ -162,6 +192,7 @@ class Counter:
                 self._inputs[unit] += leaf.untyped_storage().nbytes()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.tell_sent()
         self._inside.pop()
 
     def _keep(self, tensor: Tensor) -> Tensor:

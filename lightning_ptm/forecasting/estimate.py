@@ -19,6 +19,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Anatomy, Counter, Work, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
+from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
@@ -78,12 +79,14 @@ def estimate(
     experts: DividedExperts | None = None,
     rank: int = 0,
     known: Anatomy | None = None,
+    group: CountedGroup | None = None,
 ) -> tuple[Work, ...]:
     """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
 
     Args:
         experts: that ranks divide: those of `rank` compute the tokens of its whole group, others nothing.
         known: the model's anatomy, where somebody has it.
+        group: for which the model is cut.
 
     Raises:
         ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers whose routing is not
@@ -99,7 +102,7 @@ def estimate(
                 f"known of lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
-    counter = Counter(known or anatomy(model, units), units, experts, rank)
+    counter = Counter(known or anatomy(model, units), units, experts, rank, group)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:

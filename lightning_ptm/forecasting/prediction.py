@@ -62,6 +62,7 @@ class Prediction:
     hardware: str
     nodes: int
     ranks: int
+    tensor_ranks: int
     numel: int
     fits: bool
     reason: str
@@ -91,7 +92,8 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        return self.ranks * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
+        batches = self.ranks // self.tensor_ranks
+        return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:

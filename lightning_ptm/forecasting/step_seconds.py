@@ -54,7 +54,7 @@ def step_time(
         rates: of a rank of `node`.
         accumulate: micro-batches in a step.
         offloaded: bytes of activations that go to RAM and back.
-        exchanged: by tick, bytes of tokens that a rank sends to others' experts before it (`exchanged_bytes`).
+        exchanged: by tick, bytes of activations that a rank sends to others before it (`exchanged_bytes`).
         record: as `steady` takes it.
     """
     lock_free = blueprint.lock_free
@@ -107,13 +107,19 @@ def _with_copies(
 def exchanged_bytes(
     blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]
 ) -> dict[int, int]:
-    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes.
+    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; or,
+    in it, of activations that the ranks of a tensor group add up and gather.
 
-    A layer exchanges before its first expert and behind its last one, in the forward and in the backward; and where it is
-    computed again (its experts are in `again`), so often once more.
+    A layer with experts exchanges before its first expert and behind its last one, in the forward and in the backward; and
+    where it is computed again (its experts are in `again`), so often once more.
     """
     if blueprint.experts is None:
-        return {}
+        sent = {
+            at: work.sent_bytes if tick.phase is Phase.FORWARD else work.sent_back_bytes
+            for at, tick in enumerate(trace.ticks)
+            for work in [works[tick.unit]]
+        }
+        return {at: size for at, size in sent.items() if size}
     layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
     found: Counter[int] = Counter()
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))

@@ -7,7 +7,8 @@ strategy trains it. The invariants are those of `base.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
 from lightning_ptm.models.kernels import is_norm, layer_norm
 from lightning_ptm.models.sampling import Sampler, Sampling
+from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
@@ -101,6 +103,14 @@ class GPT(LanguageModel):
     """
 
     vocab_size: int
+    tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
+        "blocks.*.attention.query_key_value": Columns(parts=3, heads="heads"),
+        "blocks.*.attention.project": Rows(),
+        "blocks.*.feed_forward.expand": Columns(),
+        "blocks.*.feed_forward.project": Rows(),
+        "token_embedding": Vocabulary(),
+        "head": Columns(gather=True),
+    }
 
     def __init__(
         self,

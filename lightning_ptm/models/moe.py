@@ -193,6 +193,24 @@ class Expert(nn.Module):
         return F.linear(F.dropout(inner, self.dropout, self.training), self.project)
 
 
+class Experts(nn.ModuleList):
+    """The experts of a layer; called with rows, those that have any compute them."""
+
+    def forward(self, rows: Tensor, counts: Sequence[int], zeros: int = 0) -> Tensor:
+        """(n + zeros, width) results of (n, width) rows that are sorted by expert.
+
+        Args:
+            counts: per expert how many of `rows` are its.
+            zeros: so many rows of zeros come last.
+        """
+        parts = [
+            expert(part)
+            for expert, part in zip(self, rows.split(list(counts)), strict=True)
+            if len(part)  # I4
+        ] or [rows]  # no tokens at all
+        return torch.cat([*parts, parts[0].new_zeros(zeros, rows.shape[1])])
+
+
 class MixtureOfExperts(nn.Module):
     """Each token is computed by the `choices` experts that its router finds most probable, weighted by probability.
 
@@ -235,7 +253,7 @@ class MixtureOfExperts(nn.Module):
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor
         self.router = Router(width, experts, jitter)
-        self.experts = nn.ModuleList(Expert(width, inner, gated=gated, dropout=dropout) for _ in range(experts))
+        self.experts = Experts(Expert(width, inner, gated=gated, dropout=dropout) for _ in range(experts))
 
     def capacity(self, tokens: int) -> int:
         """The most choices that an expert computes of a batch of so many tokens."""
@@ -253,26 +271,14 @@ class MixtureOfExperts(nn.Module):
 
         rows = _Scatter.apply(tokens, plan.rows, plan.slots)
         group = self.expert_group
-        parts = (
-            self._parts(rows, plan.counts) if group is None else [group.compute(rows, plan.counts, self._compute_here)]
-        ) or [rows]  # no tokens at all
-        y = torch.cat([*parts, parts[0].new_zeros(1, tokens.shape[1])])
+        if group is None:
+            y = self.experts(rows, plan.counts, 1)
+        else:
+            y = F.pad(group.compute(rows, plan.counts, self.experts), (0, 0, 0, 1))
         scale = weights.t().flatten().index_select(0, plan.choices)
         y = y * F.pad(scale, (0, 1)).to(y.dtype).unsqueeze(1)
         out: Tensor = _Combine.apply(y, plan.rows, plan.slots)
         return out.view(x.shape), self._routing(probabilities, chosen, plan)
-
-    def _parts(self, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        """By expert that has any, the results of rows that are sorted by expert."""
-        return [
-            expert(part)
-            for expert, part in zip(self.experts, rows.split(counts), strict=True)
-            if len(part)  # I4
-        ]
-
-    def _compute_here(self, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = self._parts(rows, counts)
-        return torch.cat(parts) if parts else rows
 
     def _routing(self, probabilities: Tensor, chosen: Tensor, plan: Dispatch) -> Routing:
         experts = len(self.experts)

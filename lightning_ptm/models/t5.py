@@ -9,6 +9,8 @@ are those of `base.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
 from lightning_ptm.models.kernels import is_norm, rms_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
+from lightning_ptm.parallel import Columns, Part, Rows, Rule, Vocabulary
 
 NORM_EPS = 1e-6
 PAD = 0
@@ -88,6 +91,8 @@ class Attention(nn.Module):
         self.query = QueryLinear(width, heads * head_width, bias=False)
         self.key_value = nn.Linear(width, 2 * heads * head_width, bias=False)
         self.project = nn.Linear(heads * head_width, width, bias=False)
+        self.bias_of_heads = nn.Identity()
+        """Named by the plan of tensor parallelism: of a bias for all heads, those of this module's."""
 
     def forward(self, x: Tensor, source: Tensor, bias: Tensor | None) -> Tensor:
         """`bias` is added to the scores: (1 or batch, 1 or heads, 1 or queries, keys)."""
@@ -95,7 +100,7 @@ class Attention(nn.Module):
         split = self.key_value(source).unflatten(-1, (2, self.heads, -1))
         key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, keys, head_width)
         dropout = self.dropout if self.training else 0.0
-        mask = None if bias is None else bias.to(query.dtype)
+        mask = None if bias is None else self.bias_of_heads(bias).to(query.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=1.0)
         out: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
         return out
@@ -189,6 +194,16 @@ class Stack(nn.Module):
         return self.dropout(self.norm(x)), routings
 
 
+def _attention_plan(name: str) -> dict[str, Rule]:
+    return {
+        f"{name}.query": Columns(heads="heads"),
+        f"{name}.key_value": Columns(parts=2),
+        f"{name}.project": Rows(),
+        # Biases are computed whole: a block takes and gives what is whole, and there are few of them.
+        f"{name}.bias_of_heads": Part(1),
+    }
+
+
 class T5(LanguageModel):
     """Predicts the targets of a text-to-text task; `lightning_ptm.data.SpanCorruption` makes them from any text.
 
@@ -213,6 +228,15 @@ class T5(LanguageModel):
     """
 
     vocab_size: int
+    tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
+        **_attention_plan("*.blocks.*.attention"),
+        **_attention_plan("*.blocks.*.cross_attention"),
+        "*.blocks.*.feed_forward.expand": Columns(),
+        "*.blocks.*.feed_forward.gate": Columns(),
+        "*.blocks.*.feed_forward.project": Rows(),
+        "embedding": Vocabulary(),
+        "head": Columns(gather=True),
+    }
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch
 from lightning_ptm.models.moe import Expert, MixtureOfExperts, Router
 from lightning_ptm.models.t5 import T5
+from lightning_ptm.parallel import Columns, Rows, Rule, Summed
 
 INIT_SCALE = 0.1
 """Of the truncated normal that Switch Transformers start from: a tenth of the usual one keeps routers stable."""
@@ -35,6 +37,14 @@ class T5MoE(T5):
     Raises:
         ConfigError: sizes that do not fit together.
     """
+
+    tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
+        **T5.tensor_parallel_plan,
+        "*.blocks.*.feed_forward.experts": Summed(),  # one exchange for all of a layer's experts
+        "*.blocks.*.feed_forward.experts.*.expand": Columns(),
+        "*.blocks.*.feed_forward.experts.*.gate": Columns(),
+        "*.blocks.*.feed_forward.experts.*.project": Rows(),
+    }
 
     def __init__(
         self,

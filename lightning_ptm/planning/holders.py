@@ -91,12 +91,14 @@ class Holders:
     Attributes:
         everybody: the class of all ranks.
         parts: of parameters that are parts of larger ones; its ranks are those with the first parts.
+        partial: of whole parameters whose gradients on the ranks of a group, which have the same data, are parts of a sum.
         apart: by unit, the class of those that not all ranks share.
     """
 
     mesh: Mesh
     everybody: Sharing
     parts: Sharing
+    partial: Sharing
     apart: Mapping[int, Sharing] = field(default_factory=dict)
 
     def of(self, unit: int) -> Sharing:
@@ -104,7 +106,9 @@ class Holders:
         return self.apart.get(unit, self.everybody)
 
     def of_flat(self, flat: FlatLayout) -> Sharing:
-        """The class of a flat: that of its unit, but for parts."""
+        """The class of a flat: that of its unit, but for parts and partial gradients."""
+        if flat.partial:
+            return self.partial
         return self.parts if flat.parts > 1 else self.of(flat.unit)
 
     @property
@@ -128,7 +132,8 @@ def everybodys(mesh: Mesh) -> Holders:
     ranks = tuple(range(mesh.world_size))
     apart = tuple(axis for axis in mesh.sizes if axis is not Axis.TENSOR)
     alike = mesh.groups(apart)[0]
-    return Holders(mesh, Sharing(tuple(mesh.sizes), ranks, len(ranks)), Sharing(apart, alike, len(alike)))
+    everybody, partial = (Sharing(tuple(mesh.sizes), ranks, losses) for losses in (len(ranks), len(alike)))
+    return Holders(mesh, everybody, Sharing(apart, alike, len(alike)), partial)
 
 
 __all__ = ["Axis", "Holders", "Mesh", "Sharing", "everybodys"]

@@ -50,6 +50,7 @@ class ParameterSpec:
         stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
             shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
         box: of a part of a larger parameter, which part; `shape` is the part's.
+        partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ParameterSpec:
     gradient_itemsize: int = 0
     stride: tuple[int, ...] | None = None
     box: Box | None = None
+    partial: bool = False
 
     @property
     def numel(self) -> int:
@@ -163,6 +165,11 @@ class FlatLayout:
     def parts(self) -> int:
         """Of how many its parameters are one part each; 1 where they are whole."""
         return self.slots[0].spec.parts
+
+    @property
+    def partial(self) -> bool:
+        """Whether the gradients of the ranks of a tensor group are parts of a sum."""
+        return self.slots[0].spec.partial
 
     @property
     def family(self) -> tuple[bool, str, int]:
@@ -285,6 +292,11 @@ class ModelLayout:
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
         return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
 
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the whole model, whoever has which parts."""
+        return sum(math.prod(spec.whole_shape) for unit in self.units for spec in unit.parameters)
+
     def padding_bytes(self) -> int:
         """Bytes of compute parameters, over all ranks, that hold no element of a parameter."""
         return sum((flat.padded_numel - sum(slot.numel for slot in flat.slots)) * flat.itemsize for flat in self.flats)
@@ -306,8 +318,8 @@ def build_layout(
     shared_by: Mapping[int, int] = _BY_ALL,
     elsewhere: Collection[int] = (),
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizer, parts) of each unit, trainable first, ordered by group. Flats
-    that differ in their parts alone are neighbours.
+    """Lay out a model: a flat per (dtype, trainable, optimizer, parts, partial) of each unit, trainable first, ordered by
+    group. Flats that differ in the last two alone are neighbours.
 
     Args:
         units: the units of the model; the first is the root.
@@ -326,16 +338,16 @@ def build_layout(
     others: dict[int, tuple[FlatLayout, ...]] = {}
     first_flats = [0]
     for unit, spec in enumerate(units):
-        members: dict[tuple[bool, str, int], dict[int, list[ParameterSpec]]] = {}
+        members: dict[tuple[bool, str, int], dict[tuple[int, bool], list[ParameterSpec]]] = {}
         for parameter in spec.parameters:
             key = (parameter.trainable, parameter.dtype, parameter.optimizer if parameter.trainable else 0)
-            members.setdefault(key, {}).setdefault(parameter.parts, []).append(parameter)
+            members.setdefault(key, {}).setdefault((parameter.parts, parameter.partial), []).append(parameter)
         first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
         # Stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
         of_unit = tuple(
             _flat(unit, index, sorted(parameters, key=lambda parameter: parameter.group), page_size, ranks // parts)
-            for index, (parts, parameters) in enumerate(alike, first)
+            for index, ((parts, _), parameters) in enumerate(alike, first)
         )
         if unit in elsewhere:
             others[unit] = of_unit

@@ -233,6 +233,7 @@ class Request:
         rearranges: parameters will be unfrozen, put into other groups, or given other data during the run.
         further: tiers beside those that settings bound, with bytes of pages of one rank.
         boxes: of parameters that are parts of larger ones; see `parts.declared`.
+        partial: ids of whole ones of which the gradients of the ranks of a tensor group are parts of a sum.
     """
 
     module: nn.Module
@@ -247,6 +248,7 @@ class Request:
     rearranges: bool = False
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)
+    partial: Collection[int] = ()
 
 
 def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
@@ -664,6 +666,7 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
                     gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
                     stride=_stride(item),
                     box=request.boxes.get(id(parameter)),
+                    partial=id(parameter) in request.partial and parameter.requires_grad and group >= 0,
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))

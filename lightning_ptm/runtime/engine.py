@@ -302,7 +302,10 @@ class Engine:
         return offload.Offload(mover, self.backend, self.stream, modules, in_pages, least_bytes=least)
 
     def _first_values(self, given: Given) -> None:
-        first = FirstValues(self.module, given)
+        bindings = [binding for store in self.stores for binding in store.bindings]
+        parts = [pair for each in bindings for pair in zip(each.parameters, each.boxes, strict=True)]
+        boxes = {id(parameter): box for parameter, box in parts if box is not None}
+        first = FirstValues(self.module, given, boxes)
         # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
         # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
         blueprint, ram = self.blueprint, self.blueprint.ram

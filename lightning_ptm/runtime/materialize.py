@@ -22,11 +22,14 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.parts import Boxes, cut
 from lightning_ptm.runtime.units import Unit, UnitParameter
 
 _FOR_APPLY = "_init_weights"
@@ -98,11 +101,14 @@ class FirstValues:
     Args:
         root: the LightningModule, with parameters on the meta device or elsewhere.
         given: what files provide.
+        boxes: of parameters that are parts of larger ones: these are initialised whole, so that their values do not depend on
+            how many parts there are, and cut.
     """
 
-    def __init__(self, root: nn.Module, given: Given) -> None:
+    def __init__(self, root: nn.Module, given: Given, boxes: Boxes = MappingProxyType({})) -> None:
         self._root = root
         self._given = given
+        self._boxes = boxes
         self._lineages = _lineages(root)
         self._stand_ins: dict[int, nn.Parameter] = {}
         self._made: list[tuple[nn.Module, str]] = []  # buffers
@@ -145,7 +151,8 @@ class FirstValues:
                 module._flat_weight_refs = []  # weak references to the meta tensors; made again below
         wanting = [item for item in fresh if id(item.parameter) not in self._given.parameters]
         for item in fresh:
-            _real_storage(item, given=id(item.parameter) in self._given.parameters)
+            given = id(item.parameter) in self._given.parameters
+            _real_storage(item, None if given else self._boxes.get(id(item.parameter)), given=given)
         unset = {id(module) for item in wanting for module, _ in item.places}
         unset |= {
             key for key, module in holders.items() if any(b is not None and b.is_meta for b in module.buffers(False))
@@ -154,6 +161,10 @@ class FirstValues:
             self._real_buffers(module)
         if unset:  # I3
             self._initialise_all(wanting, [module for key, module in holders.items() if key in unset])
+        for item in wanting:
+            box = self._boxes.get(id(item.parameter))
+            if box is not None:
+                item.parameter.data = cut(item.parameter.data, box).clone()
         for module in holders.values():
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()
@@ -311,9 +322,15 @@ def _unset(dtype: torch.dtype) -> float | int:
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _real_storage(item: UnitParameter, *, given: bool) -> None:
+def _real_storage(item: UnitParameter, box: Box | None, *, given: bool) -> None:
+    """
+    Args:
+        box: it is to have the shape of the whole.
+    """
     old = item.parameter
     values = torch.empty_like(old, device="cpu", requires_grad=False)
+    if box is not None:
+        values = values.new_empty(box.shape)
     if not given:
         values.fill_(float("nan"))  # I2
     try:

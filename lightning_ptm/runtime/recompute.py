@@ -5,17 +5,19 @@ Owns torch's checkpoints around units. Knows nothing of pages; who is told that 
 I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
 I2: a forward that does not repeat itself is refused with the name of its unit.
 I3: buffers that a forward changes (running statistics, the vectors of a spectral norm) are for the recomputed forward what
-they were for the first, and are changed once.
+they were for the first, and are changed once. I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged
+again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -109,6 +111,47 @@ class _Buffers:
                 owner._buffers[name] = buffer
 
 
+class _Kept:
+    """What a call has exchanged with other ranks, for when it is computed again."""
+
+    def __init__(self) -> None:
+        self._results: list[tuple[Tensor, int]] = []
+        self._given: Iterator[tuple[Tensor, int]] | None = None
+
+    @contextmanager
+    def inside(self, *, again: bool) -> Iterator[None]:
+        """Inside, `once` keeps results in this, or takes them from it."""
+        before = getattr(_of_thread, "kept", None)
+        self._given = iter(self._results) if again else None
+        _of_thread.kept = self
+        try:
+            yield
+        finally:
+            _of_thread.kept = before
+
+    def result(self, compute: Callable[[], Tensor]) -> Tensor:
+        if self._given is None:
+            result = compute().detach()
+            self._results.append((result, result._version))
+            return result.detach()
+        found = next(self._given, None)
+        # What was written to since, in place, is not what was exchanged; it was so on all ranks, which do the same.
+        return compute() if found is None or found[0]._version != found[1] else found[0].detach()
+
+
+_of_thread = threading.local()
+
+
+def once(compute: Callable[[], Tensor]) -> Tensor:
+    """What an exchange with other ranks results in; inside of a unit that is recomputed, that of its first forward (I4).
+
+    Args:
+        compute: exchanges; the result is without a graph.
+    """
+    kept: _Kept | None = getattr(_of_thread, "kept", None)
+    return compute() if kept is None else kept.result(compute)
+
+
 class Recompute:
     """Makes calls that are computed again in the backward pass.
 
@@ -135,14 +178,15 @@ class Recompute:
         if by_itself:
             self._tell_models_around(module)
 
-        def again(buffers: _Buffers, *args: Any, **kwargs: Any) -> Any:
+        def again(buffers: _Buffers, kept: _Kept, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
-                output = original(*args, **kwargs)
+                with kept.inside(again=False):
+                    output = original(*args, **kwargs)
                 buffers.keep_changed()
                 return output
             self._last = unit
             self._starts(unit.index)
-            with buffers.as_before():
+            with buffers.as_before(), kept.inside(again=True):
                 try:
                     return original(*args, **kwargs)
                 except StopIteration as error:  # loops, Lightning's too, would take it for their end
@@ -155,7 +199,7 @@ class Recompute:
                 return original(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return original(*args, **kwargs)  # the user has switched it on
-            return checkpoint(again, _Buffers(module), *args, use_reentrant=False, **kwargs)
+            return checkpoint(again, _Buffers(module), _Kept(), *args, use_reentrant=False, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.
         return cast(Call, torch.compiler.disable(call, recursive=False))

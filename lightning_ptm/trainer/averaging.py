@@ -53,15 +53,19 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def refuse_parts(callbacks: Iterable[Callback]) -> None:
+def refuse_parts(callbacks: Iterable[Callback], *, cut_here: bool = False) -> None:
     """Raises:
-    ConfigError: one of these puts into checkpoints what rank 0 has of weights, and it has parts.
+    ConfigError: one of these cannot average parts of weights.
+
+    Args:
+        cut_here: parameters are whole until the run begins, when these callbacks have copied the module.
     """
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging):
+        if isinstance(callback, WeightAveraging) or (cut_here and isinstance(callback, StochasticWeightAveraging)):
             raise ConfigError(
-                f"{type(callback).__name__} saves the averages that rank 0 has, and each rank has parts of parameters alone; "
-                f"leave it out, or train with whole parameters"
+                f"{type(callback).__name__} averages the weights that a rank has, and each has parts of parameters alone "
+                f"(tensor parallelism), so nobody could average or save the whole ones; leave it out, or use "
+                f"tensor_parallel_size=1"
             )
 
 

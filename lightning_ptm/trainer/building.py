@@ -25,6 +25,9 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.events import Events
 from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.progress import Progress
@@ -38,6 +41,7 @@ from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
 from lightning_ptm.trainer.half_products import chosen_wide_products
 from lightning_ptm.trainer.page_size import chosen_page_bytes
 from lightning_ptm.trainer.paged_states import guard
+from lightning_ptm.trainer.same_values import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
 from lightning_ptm.trainer.steps import OptimizerSteps
 from lightning_ptm.trainer.watches import (
@@ -116,6 +120,19 @@ class BuildingStrategy(CheckpointingStrategy):
         self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
 
+    def _cut_module(self, group: TensorGroup | None, *, proven: bool = True) -> None:
+        """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them.
+
+        Args:
+            group: None: they stay whole.
+            proven: blocks are proven when they are first called.
+        """
+        if group is not None and group is self._tensor_group:
+            take_first_rank_s_values(self._module, self.device_mesh["tensor_parallel"].get_group(), self._backend)
+        if group is not None:
+            plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
+            self._cut = CutModule(self._module, plan_of(self._module, plan), group, strict=strict, proven=proven)
+
     def _watch(self, trainer: Trainer, engine: Engine, *, fitting: bool, anew: bool) -> None:
         """What the run has to hear of is watched, and what users should know beforehand is told them."""
         paged = self._paged_optimizers()
@@ -143,6 +160,8 @@ class BuildingStrategy(CheckpointingStrategy):
             self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
         else:
             self._watches.one_rank(trainer, self._signals)
+        if self._data_group is not None:
+            self._watches.metrics(self._module, self._data_group)
         if self._wide_products:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:
@@ -171,6 +190,7 @@ class BuildingStrategy(CheckpointingStrategy):
             rearranges=fitting and bool(rearrangers(trainer)),
             further=self.further_tiers(),
             boxes=self._boxes(),
+            partial=() if self._cut is None else self._cut.partial,
         )
 
     def further_tiers(self) -> Mapping[Tier, int]:

@@ -118,8 +118,9 @@ class CheckpointingStrategy(RunningStrategy):
         """Random numbers, where the run is one that is resumed."""
         # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
         resumed = self._module.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
-        if resumed and len(random_states) == self.world_size:  # of another number of ranks nobody could go on alike
-            randomness.restore(random_states[self.global_rank], self._backend)
+        data = self.distributed_sampler_kwargs
+        if resumed and len(random_states) == data["num_replicas"]:  # of another number nobody could go on alike
+            randomness.restore(random_states[data["rank"]], self._backend)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -181,7 +182,8 @@ class CheckpointingStrategy(RunningStrategy):
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         begun = self._engine is not None or self._began_with is not None
         if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
-            ours, ranks = randomness.sent(randomness.states(self._backend)), range(self.world_size)
+            ours = randomness.sent(randomness.states(self._backend))
+            ranks = range(0, self.world_size, self.settings.tensor_parallel_size)  # the others of a group draw the same
             tell = self.broadcast if self._engine is None else self._engine.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])

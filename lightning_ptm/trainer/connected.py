@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _init_dist_connection,
@@ -25,6 +26,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
@@ -33,8 +36,11 @@ from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
+from lightning_ptm.parallel.exchange import RankGroup
+from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.same_batches import SameBatches
 
 _UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
 
@@ -50,6 +56,12 @@ class ConnectedStrategy(ParallelStrategy):
         super().__init__(**given)
         self.num_nodes = 1
         self._timeout = timeout
+        self._device_mesh: DeviceMesh | None = None
+        self._tensor_group: RankGroup | None = None
+        """The ranks that compute the same batches with parts of parameters; None where they are whole."""
+        self._data_group: ProcessGroup | None = None
+        """The ranks that compute other batches with the same parts as this one: what is logged is theirs; None: all ranks."""
+        self._same_batches: SameBatches | None = None
 
     @property
     @override
@@ -68,37 +80,54 @@ class ConnectedStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def is_distributed(self) -> bool:
-        """Tells Lightning's connector to give each rank its own part of the data. One rank keeps the user's own sampler:
-        Lightning would put one that shuffles in its place, whatever the loader says."""
+    def _has_ranks(self) -> bool:
         return self.num_nodes * self.num_processes > 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning's connector to give each rank its own part of the data. Where all compute the same batches, as one
+        rank, the user's own sampler stays: Lightning would put one that shuffles in its place, whatever the loader says."""
+        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1)
 
     # One rank is rank 0 whatever the cluster says of this process, as with one device.
 
     @property
     @override
     def global_rank(self) -> int:
-        return super().global_rank if self.is_distributed else 0
+        return super().global_rank if self._has_ranks else 0
 
     @property
     @override
     def local_rank(self) -> int:
-        return super().local_rank if self.is_distributed else 0
+        return super().local_rank if self._has_ranks else 0
 
     @property
     @override
     def node_rank(self) -> int:
-        return super().node_rank if self.is_distributed else 0
+        return super().node_rank if self._has_ranks else 0
 
     @property
     @override
     def world_size(self) -> int:
-        return super().world_size if self.is_distributed else 1
+        return super().world_size if self._has_ranks else 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        size = self.settings.tensor_parallel_size
+        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of all ranks, by the names "data_parallel" and "tensor_parallel", as Lightning's ModelParallelStrategy has it;
+        `LightningModule.device_mesh` is the same, from `configure_model` on.
+
+        Raises:
+            UsageError: there is none, since `tensor_parallel_size` is 1 or no run is being set up.
+        """
+        if self._device_mesh is None:
+            raise UsageError("there is a device mesh in runs with a tensor_parallel_size above 1, from their set-up on")
+        return self._device_mesh
 
     @property
     @override
@@ -168,7 +197,7 @@ class ConnectedStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         ranks = self.num_processes * self.num_nodes
         # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
-        if not self.is_distributed:
+        if not self._has_ranks:
             return
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
@@ -183,7 +212,14 @@ class ConnectedStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if not self.is_distributed:
+        size = self.settings.tensor_parallel_size
+        ranks = self.num_nodes * self.num_processes
+        if ranks % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} and {ranks} ranks (devices x num_nodes), which make no groups of {size}; use a "
+                f"multiple of {size} ranks"
+            )
+        if not self._has_ranks:
             return  # a single device leaves the random numbers and the cluster as they are
         reset_seed()  # as DDP
         assert self.cluster_environment is not None
@@ -192,16 +228,40 @@ class ConnectedStrategy(ParallelStrategy):
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
         if not _distributed_is_initialized():
             _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        self._make_mesh()
+
+    def _make_mesh(self) -> None:
+        """Process groups of the ranks that differ along one axis; collective."""
+        size = self.settings.tensor_parallel_size
+        if size == 1:
+            return
+        if self._device_mesh is None:  # groups are not made anew for each run
+            shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        group = self._device_mesh["tensor_parallel"].get_group()
+        self._tensor_group = RankGroup(group, self._backend)
+        self._data_group = self._device_mesh["data_parallel"].get_group()
+        self._same_batches = SameBatches(group, self._backend)
+        self._module._device_mesh = self._device_mesh
+        # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
+        box = [randomness.sent(randomness.states(self._backend))]
+        torch.distributed.broadcast_object_list(box, group=group, group_src=0)
+        randomness.restore(randomness.received(box[0]), self._backend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups cannot be copied; a copy makes its own.
+        groups = ("_device_mesh", "_tensor_group", "_data_group", "_same_batches")
+        return {**self.__dict__, **dict.fromkeys(groups)}
 
     def _make_communicator(self, events: Events) -> Communicator:
-        if not self.is_distributed:
+        if not self._has_ranks:
             return SoloCommunicator()
         return ProcessGroupCommunicator(self._backend, self._timeout, events)
 
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for."""
         # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
-        return not self.is_distributed or not _distributed_is_initialized()
+        return not self._has_ranks or not _distributed_is_initialized()
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -222,12 +282,36 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor) and not self._is_alone():
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+        group = self._counted(group)
+        if not isinstance(tensor, Tensor) or self._is_alone() or self._has_one_batch(group):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Of all ranks: those of a tensor group, too, have to do the same.
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if not self._is_alone():
+            votes = _sync_ddp_if_available(votes, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._is_alone():
+        group = self._counted(group)
+        if self._is_alone() or self._has_one_batch(group):
             return tensor
         return super().all_gather(tensor, group, sync_grads)
+
+    def _counted(self, group: Any) -> Any:
+        """The ranks with different batches in place of all ranks, which is what Lightning names where a user names none."""
+        return self._data_group if group is None or group is torch.distributed.group.WORLD else group
+
+    def _has_one_batch(self, group: ProcessGroup | None) -> bool:
+        """Whether all ranks compute the same batch, so that what one has is what all have, as on one rank."""
+        return bool(group is not None and group is self._data_group and group.size() == 1)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Before Lightning does it with this rank's number, by which workers would draw other numbers in a tensor group.
+        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader

@@ -7,10 +7,12 @@ were in RAM all the time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,9 +20,11 @@ from lightning_ptm.checkpoints import afterwards, restore
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, UsageError
+from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
+from lightning_ptm.runtime.parts import put_together
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit
 from lightning_ptm.trainer.building import BuildingStrategy
@@ -36,6 +40,7 @@ class EndingStrategy(BuildingStrategy):
         if engine is None:
             self._communicator = None
             with ExitStack() as steps:
+                steps.callback(self._uncut)
                 if communicator is not None:  # set-up failed
                     steps.callback(communicator.close)
                 self._forget_shown_states()
@@ -54,6 +59,7 @@ class EndingStrategy(BuildingStrategy):
             if communicator is not None:
                 # First: a collective in flight may still write into the pages that the engine frees.
                 steps.callback(communicator.close)
+            steps.callback(self._uncut)
             steps.callback(self._settle_accounts, engine, before.audits)
             try:
                 self._detach(replaced)
@@ -108,13 +114,25 @@ class EndingStrategy(BuildingStrategy):
             except CheckpointError as error:  # the weights are the user's all the same
                 told_later.append(error)
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
-        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here):
-            self._ended = dataclasses.replace(self._ended, weights=True)
-            self.precision_plugin.over = not self.is_distributed and self.precision_plugin.loss_scale is None
+        cut_here = self._cut is not None
+        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
+            self._uncut(partial(put_together, communicator=engine.communicator))
+            self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
+            self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
             kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
             keep_here = kept if self.is_global_zero else ()
-            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here):
+            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+
+    def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
+        """The module's parameters are whole again, if it was cut here.
+
+        Args:
+            whole: puts parts together, collectively; None: they have no values.
+        """
+        if self._cut is not None:
+            self._cut.undo(whole)
+            self._cut = None
 
     def _settle_accounts(self, engine: Engine, known_audits: tuple[UpdateAudit, ...]) -> None:
         """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""

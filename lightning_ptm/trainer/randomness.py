@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_ptm.memory.backend import Backend
 
 KEY = "random_states"
-"""The states of each rank, in order."""
+"""The states of each rank, in order; of a tensor group, whose ranks draw the same, those of one."""
 
 
 def filed(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import Communicator, Gathering
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Listener
+from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.engine import Engine
@@ -45,6 +46,8 @@ class RunningStrategy(ConnectedStrategy):
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
+        self._cut: CutModule | None = None
+        """The module's parameters are cut over ranks (`tensor_parallel_size`)."""
         self._trains = False
         """The run in progress is a fit. Others have no optimizers, though `optimizers` has those of the last fit."""
 
@@ -61,8 +64,9 @@ class RunningStrategy(ConnectedStrategy):
         """Of parameters of this rank's module that are parts of larger ones, which part: by name, none. For subclasses that
         cut a model over ranks (tensor parallelism): the module has the parts and computes with them, exchanging what that
         takes; pages, norms, checkpoints and weights from files do the rest. Ranks r of equal r // parts are a group, each
-        with the part r % parts; they need the same batches (`distributed_sampler_kwargs`)."""
-        return {}
+        with the part r % parts; they need the same batches (`distributed_sampler_kwargs`). Where `tensor_parallel_size` cuts
+        the model, they are those of its plan."""
+        return {} if self._cut is None else self._cut.boxes()
 
     def _boxes(self) -> Boxes:
         """Those that count, by id of parameter."""

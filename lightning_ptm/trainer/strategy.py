@@ -90,10 +90,11 @@ class AngelPTMStrategy(EndingStrategy):
             self._reset_optimizers_and_schedulers()
         if fitting and self.settings.state_dict_type == "sharded":
             refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
-        if fitting and self._boxes():
-            refuse_parts(trainer.callbacks)  # type: ignore[attr-defined]
-        if fitting and self._layer_sync is not None and self.is_distributed:
+        if fitting and (self._boxes() or self._tensor_group is not None):
+            refuse_parts(trainer.callbacks, cut_here=self._tensor_group is not None)  # type: ignore[attr-defined]
+        if fitting and self._layer_sync is not None and self._has_ranks:
             self._synchronize_batch_norms(self._module, self._layer_sync)
+        self._cut_module(self._tensor_group)
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
@@ -101,7 +102,7 @@ class AngelPTMStrategy(EndingStrategy):
         known = self._began_with() if self._began_with is not None else None
         if self._restored is not None:
             self._restored.refuse_written(self._module)
-            self._restored = self._restored.untouched(self._module)
+            self._restored = self._restored.untouched(self._module, self._boxes())
         if self._restored is not None or known is not self._module:
             self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)
@@ -132,6 +133,13 @@ class AngelPTMStrategy(EndingStrategy):
             self._close_engine()
             self._build(self._module.trainer, anew=True)
             self._tell_where_states_are()
+        self._compare(batch, batch_idx)
+
+    def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
+        """With the other ranks of a tensor group, which have to have the same batch."""
+        stage = self._module.trainer.state.stage
+        if self._same_batches is not None and self._engine is not None and stage is not None:
+            self._same_batches.check(batch, stage.value, loader=loader, index=index)
 
     @override
     def model_to_device(self) -> None:
@@ -155,22 +163,27 @@ class AngelPTMStrategy(EndingStrategy):
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
+        if self._tensor_group is not None:
+            self._tensor_group.end_divided()  # of a forward that an error has ended
         if self._engine is None and self.precision_plugin.over:
             return nullcontext()
         return self.engine.iteration(mode, manual=not self._module.automatic_optimization)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare(*args[:3])
         with self._iteration(Mode.FORWARD):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare(*args[:3])
         with self._iteration(Mode.FORWARD):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._compare(*args[:3])
         with self._iteration(Mode.FORWARD):
             return super().predict_step(*args, **kwargs)
 
@@ -202,9 +215,10 @@ class AngelPTMStrategy(EndingStrategy):
             self._resuming = None
         self._close_engine()
         if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None
             trainer = self.lightning_module._trainer
             fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
-            if fitted and self._layer_sync is not None and self.is_distributed:
+            if fitted and self._layer_sync is not None and self._has_ranks:
                 self._layer_sync.revert(self.lightning_module)
             for owner in self.lightning_module.modules():
                 for name, buffer in owner._buffers.items():
@@ -215,7 +229,7 @@ class AngelPTMStrategy(EndingStrategy):
         if self._signals is not None:
             self._signals.leave()
             self._signals = None
-        if self.is_distributed:
+        if self._has_ranks:
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

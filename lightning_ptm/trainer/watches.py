@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPr
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch._dynamo import OptimizedModule
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +29,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
+from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
 from lightning_ptm.trainer.paged_states import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.signals import Signals
@@ -127,6 +129,11 @@ class Watches:
         for owner, name, method in gather_for_averaging(trainer.callbacks, gathered):  # type: ignore[attr-defined]
             self._replace(owner, name, method)
 
+    def metrics(self, module: LightningModule, group: ProcessGroup) -> None:
+        """The module's metrics add up over the ranks of a group."""
+        for metric, name in metrics_of(module):
+            self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group))
+
     def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
         """Callbacks that link to a checkpoint call `link` instead."""
         for callback in trainer.checkpoint_callbacks:
@@ -220,7 +227,9 @@ class Watches:
                 self._replace(callback, "on_fit_start", _with_groups_as_they_were(callback))
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        ours = Replacement(owner, name, method)
+        self._put(owner, name, Replacement(owner, name, method))
+
+    def _put(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         self._replaced.append((owner, name, ours, owner.__dict__.get(name, _NOTHING)))
         setattr(owner, name, ours)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.recompute import Recompute, recomputed_around, recomputed_units, replace
+from lightning_ptm.runtime.recompute import Recompute, once, recomputed_around, recomputed_units, replace
 from lightning_ptm.runtime.units import Unit
 
 
@@ -135,3 +135,41 @@ def test_units_inside_of_recomputed_ones_go_with_the_outermost() -> None:
     units = [unit_of(nn.Identity(), index, name) for index, name in enumerate(names)]
     assert recomputed_around(units, {1, 2, 6}) == {2: 1, 3: 1}
     assert recomputed_around(units, {5}) == {6: 5}
+
+
+def test_what_was_exchanged_is_not_exchanged_again() -> None:
+    exchanged: list[int] = []
+
+    class Exchanges(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def exchange() -> torch.Tensor:
+                exchanged.append(1)
+                return torch.full((3,), float(len(exchanged)))
+
+            return (x * once(exchange)).sin() + once(exchange)
+
+    _, call, _ = made(Exchanges())
+    x = torch.ones(3, requires_grad=True)
+    call(x).sum().backward()
+    assert len(exchanged) == 2
+    assert torch.allclose(x.grad, torch.ones(3).cos())  # type: ignore[arg-type]
+    once(lambda: exchanged.append(1) or torch.zeros(()))  # type: ignore[func-returns-value]
+    assert len(exchanged) == 3  # outside of such a call
+
+
+def test_what_was_written_to_since_is_exchanged_again() -> None:
+    exchanged: list[int] = []
+
+    class Exchanges(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def exchange() -> torch.Tensor:
+                exchanged.append(1)
+                return torch.ones(3)
+
+            return (x * once(exchange).add_(1)).sin()
+
+    _, call, _ = made(Exchanges())
+    x = torch.ones(3, requires_grad=True)
+    call(x).sum().backward()
+    assert len(exchanged) == 2
+    assert torch.allclose(x.grad, 2 * torch.full((3,), 2.0).cos())  # type: ignore[arg-type]

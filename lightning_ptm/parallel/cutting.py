@@ -1,0 +1,176 @@
+"""A module whose parameters are cut over the ranks of a tensor group, for as long as a run lasts.
+
+Owns what was changed of the module: shapes of parameters, forwards, counts of heads. Parameters keep their identity and are
+plain tensors: an optimizer, a norm, a page sees a smaller parameter. Which part of which whole each is, `boxes` tells.
+
+I1: what a module of the plan computes is what it computed whole, but for rounding; `proof.py` sees to it.
+I2: `undo` gives back whole parameters, or parameters of the whole shape without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel.adapters import with_adapters
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.layers import Layer, divides, layer
+from lightning_ptm.parallel.proof import Proof, blocks_of
+from lightning_ptm.parallel.rules import Place, Rule, places
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.parts import cut
+from lightning_ptm.runtime.recompute import replace
+
+
+def _refuse_distributed(root: nn.Module) -> None:
+    name = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name} is a DTensor: something (torch's parallelize_module or fully_shard) has distributed it already, and "
+            f"tensor_parallel_size cuts whole parameters itself; build the module without, and say the same as a "
+            f"tensor_parallel_plan (ColwiseParallel is Columns(), RowwiseParallel is Rows())"
+        )
+
+
+class CutModule:
+    """Cuts a module.
+
+    Args:
+        root: with whole parameters, on the meta device or in RAM.
+        plan: see rules.py.
+        strict: every entry of the plan has to name something.
+        proven: each kind of block is proven when it is first called (I1).
+
+    Raises:
+        ConfigError: a module cannot be cut as the plan says, or nothing would be.
+    """
+
+    def __init__(
+        self, root: nn.Module, plan: Mapping[str, Rule], group: TensorGroup, *, strict: bool, proven: bool = True
+    ) -> None:
+        self.root = root
+        self.group = group
+        _refuse_distributed(root)
+        named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
+        self.places = tuple(inner for place in named for inner in with_adapters(place))
+        self._undo: list[Callable[[], None]] = []
+        layers = [layer(place, group) for place in self.places]
+        self._by_parameter = self._agreed(layers)
+        """Of each parameter that is cut, by id: it, and its box."""
+        self._partial = self._partial_of(layers)
+        if not self._by_parameter:
+            raise ConfigError(
+                f"tensor_parallel_size={group.size} and nothing of the {type(root).__name__} can be cut: its plan names no "
+                f"layer that it has; use tensor_parallel_size=1, or give a tensor_parallel_plan"
+            )
+        if proven:
+            divide = partial(CutModule, group=group, strict=True, proven=False)
+            self._undo.append(Proof(blocks_of(root, named), group, divide).close)
+        try:
+            self._apply(layers)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _agreed(self, layers: list[Layer]) -> dict[int, tuple[nn.Parameter, Box]]:
+        found: dict[int, tuple[nn.Parameter, Box]] = {}
+        for place, each in zip(self.places, layers, strict=True):
+            for name, box in each.boxes.items():
+                parameter = place.module._parameters[name]
+                assert parameter is not None
+                _, known = found.setdefault(id(parameter), (parameter, box))
+                if known != box:
+                    raise ConfigError(
+                        f"{place.name} shares {name} with another module, and tensor_parallel_plan cuts it in two ways "
+                        f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out"
+                    )
+        inside = {id(place.module._parameters[name]) for place, each in self._with(layers) for name in each.boxes}
+        for name, module in self.root.named_modules():
+            holders = {id(place.module) for place, each in self._with(layers) if each.boxes}
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in inside and id(module) not in holders:
+                    raise ConfigError(
+                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan cuts, and this module "
+                        f"is not in the plan; put both into it (for a head that is tied to an embedding: "
+                        f"Columns(gather=True) and Vocabulary()), or leave both out"
+                    )
+        return found
+
+    def _with(self, layers: list[Layer]) -> Iterator[tuple[Place, Layer]]:
+        return zip(self.places, layers, strict=True)
+
+    def _partial_of(self, layers: list[Layer]) -> dict[int, nn.Parameter]:
+        found = {}
+        for place, each in self._with(layers):
+            for name in each.partial:
+                parameter = place.module._parameters[name]
+                if parameter is not None and id(parameter) not in self._by_parameter:
+                    found[id(parameter)] = parameter
+        return found
+
+    def _apply(self, layers: list[Layer]) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
+            for parameter, box in self._by_parameter.values():
+                if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
+                    parameter.data = _nothing(parameter, box.part_shape)
+                else:
+                    parameter.data = cut(parameter.data, box).clone(memory_format=torch.contiguous_format)
+        for place, each in self._with(layers):
+            if each.forward is not None:
+                self._undo.append(replace(place.module, forward=each.forward))
+            self._undo.append(replace(place.around, **each.counts))
+
+    # -- what others need ---------------------------------------------------------------------------------------------
+
+    def boxes(self) -> dict[str, Box]:
+        """By name, which part of which whole each parameter that is cut is."""
+        return {
+            name: self._by_parameter[id(parameter)][1]
+            for name, parameter in self.root.named_parameters(remove_duplicate=False)
+            if id(parameter) in self._by_parameter
+        }
+
+    def box(self, parameter: nn.Parameter) -> Box | None:
+        """Of one parameter; None: it is whole."""
+        found = self._by_parameter.get(id(parameter))
+        return None if found is None else found[1]
+
+    @property
+    def partial(self) -> frozenset[int]:
+        """Ids of whole parameters of which every rank's gradient is a part of the sum."""
+        return frozenset(self._partial)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def undo(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
+        """The module is as it was.
+
+        Args:
+            whole: puts the parts of a parameter together; None: they have no values to be put together.
+        """
+        while self._undo:
+            self._undo.pop()()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
+            for parameter, box in self._by_parameter.values():
+                if tuple(parameter.shape) != box.part_shape:
+                    continue
+                if whole is not None:
+                    parameter.data = whole(parameter.data, box)
+                else:
+                    parameter.data = _nothing(parameter, box.shape)
+                parameter.grad = None
+        self._by_parameter, self._partial = {}, {}
+
+
+def _nothing(parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    """NaN in a shape, without memory for it."""
+    return parameter.data.new_full((), float("nan")).expand(shape)
+
+
+__all__ = ["CutModule"]

@@ -1,0 +1,205 @@
+"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations.
+
+Owns a rank's place in its group, and the random numbers of what is divided. Ranks of a group compute the same on the same
+data, each with its parts of parameters. What is *whole* is the same on all of them, and so is its gradient; of what is
+*divided*, each has its part.
+
+I1: a gradient that leaves `enter` is whole. I2: outside of divided regions all ranks draw the same random numbers; inside
+each draws its own, and how many it drew there changes nothing outside but that some were drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.recompute import once
+
+
+class TensorGroup:
+    """The ranks among which parameters are cut, and what layers ask of them.
+
+    Args:
+        size: how many they are.
+        index: which one this is: the part that it has.
+    """
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size = size
+        self.index = index
+        self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    # -- differentiable -----------------------------------------------------------------------------------------------
+
+    def enter(self, value: Tensor) -> Tensor:
+        """A whole value for layers that are divided: itself. Their gradients are added up over the ranks; of layers that
+        take the same value one after the other, together."""
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        if self._entered is not None:
+            known, version, entered = self._entered
+            if known() is value and value._version == version:
+                return entered
+        out: Tensor = _Enter.apply(value, self)
+        self._entered = (weakref.ref(value), value._version, out)
+        return out
+
+    def add_up(self, value: Tensor) -> Tensor:
+        """The sum over the ranks: whole."""
+        self._entered = None  # it would keep a graph alive
+        out: Tensor = _AddUp.apply(value, self)
+        return out
+
+    def put_together(self, value: Tensor) -> Tensor:
+        """The ranks' parts along the last dimension, one after the other: whole."""
+        out: Tensor = _PutTogether.apply(value, self)
+        return out
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's part of a whole value along the last dimension."""
+        out: Tensor = _PartOf.apply(value, self)
+        return out
+
+    # -- what a kind of group does ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the ranks, in memory of its own."""
+
+    @abstractmethod
+    def gather(self, value: Tensor) -> Tensor:
+        """All ranks' values, (size, *shape)."""
+
+    def begin_divided(self) -> None:
+        """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
+
+    def end_divided(self) -> None:
+        """Ends what `begin_divided` began; nothing where it did not."""
+
+
+class RankGroup(TensorGroup):
+    """Of processes.
+
+    Args:
+        group: of torch.distributed; this rank's.
+        backend: of the device that computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
+        super().__init__(group.size(), group.rank())
+        self._group = group
+        self.exchanges = 0
+        """Collectives so far."""
+        self._backend = backend
+        self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
+        """Devices with random numbers of their own."""
+        self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+        """In a divided region, the random states before it and at its start."""
+
+    @override
+    def sum(self, value: Tensor) -> Tensor:
+        out = value.clone(memory_format=torch.contiguous_format)
+        self.exchanges += 1
+        dist.all_reduce(out, group=self._group)
+        return out
+
+    @override
+    def gather(self, value: Tensor) -> Tensor:
+        value = value.contiguous()
+        out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
+        self.exchanges += 1
+        dist.all_gather_into_tensor(out, value, group=self._group)
+        return out.view(self.size, *value.shape)
+
+    # -- random numbers -----------------------------------------------------------------------------------------------
+
+    @override
+    def begin_divided(self) -> None:
+        if self._outside is None:
+            outside = self._random_states()
+            digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in outside), digest_size=7).digest()
+            seed = int.from_bytes(digest, "big") * self.size + self.index
+            began = [torch.Generator(device).manual_seed(seed).get_state() for device in self._draws]
+            self._outside = outside, began
+            self._set_random_states(began)
+
+    @override
+    def end_divided(self) -> None:
+        if self._outside is None:
+            return
+        (outside, began), self._outside = self._outside, None
+        drawn = [not torch.equal(now, before) for now, before in zip(self._random_states(), began, strict=True)]
+        self._set_random_states(outside)
+        for device, some in zip(self._draws, drawn, strict=True):
+            if some:
+                # Of one dtype: the default is another in a backward pass, where a forward may be computed again.
+                torch.rand((), dtype=torch.float32, device=device)
+
+    def _random_states(self) -> list[Tensor]:
+        of_device = self._backend.random_state()
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+
+    def _set_random_states(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            self._backend.set_random_state(state)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(gradient), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        return once(lambda: group.sum(value))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _PutTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return once(lambda: torch.cat(group.gather(value).unbind(0), -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size, -1)[ctx.group.index], None
+
+
+class _PartOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return value.chunk(group.size, -1)[group.index].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
+
+
+__all__ = ["RankGroup", "TensorGroup"]

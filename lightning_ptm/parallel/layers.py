@@ -1,0 +1,356 @@
+"""How modules compute with parts of their parameters: what of a module is cut, and what is put around its forward.
+
+One function for each rule and kind of module; what is known of a kind of module is told here alone. Parameters stay plain
+tensors: a layer computes its own forward with the part that it has, between exchanges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel.adapters import is_adapted
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
+from lightning_ptm.planning.boxes import Box
+
+Forward = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """What becomes of a module.
+
+    Attributes:
+        boxes: by its own parameters' names, which parts they are.
+        partial: its own parameters of which every rank's gradient is a part of the sum.
+        forward: in the place of its own; None: its own stays.
+        counts: attributes of the module around it, and what they become.
+    """
+
+    boxes: dict[str, Box] = dataclasses.field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    forward: Forward | None = None
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def layer(place: Place, group: TensorGroup) -> Layer:
+    """What a rule makes of a module.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+    rule, module = place.rule, place.module
+    if place.parameter is not None:
+        return _parameter(place, group)
+    if isinstance(rule, Partial):
+        return Layer(partial=tuple(name for name, it in module._parameters.items() if it is not None))
+    if isinstance(rule, Summed):
+        return Layer(forward=_summed(module, group))
+    if isinstance(rule, Part):
+        return Layer(forward=_part(rule, place, group))
+    if isinstance(rule, Entering):
+        return Layer(forward=_entering(rule, place, group))
+    if is_adapted(module):
+        return _adapted(place, group)
+    if isinstance(module, nn.Embedding):
+        return _embedding(place, group)
+    if isinstance(rule, Vocabulary) or _outputs_first(module) is None:
+        raise _unknown(place)
+    return _columns(place, rule, group) if isinstance(rule, Columns) else _rows(place, rule, group)
+
+
+def _unknown(place: Place) -> ConfigError:
+    return ConfigError(
+        f"tensor_parallel_plan has {place.rule} for {place.name}, a {type(place.module).__name__}; Columns and Rows are for "
+        f"torch's Linear and Transformers' Conv1D with their own forward and plain weights (no quantized ones), Vocabulary "
+        f"is for Embeddings; name the layers inside of it, or leave it out of the plan: it is then whole on every rank"
+    )
+
+
+def _outputs_first(module: nn.Module) -> bool | None:
+    """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
+    weight = module._parameters.get("weight")
+    # Quantized weights are packed integers, or tensors of a kind of their own.
+    if "forward" in vars(module) or type(weight) is not nn.Parameter or not weight.is_floating_point():
+        return None
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return True
+    kind = next((base for base in type(module).__mro__ if base.__module__ == "transformers.pytorch_utils"), None)
+    own = kind is not None and kind.__name__ == "Conv1D" and type(module).forward is getattr(kind, "forward", None)
+    return False if own else None
+
+
+def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: TensorGroup) -> Box:
+    try:
+        return Box(tuple(shape), dimension, group.size, group.index, sections)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{name} cannot be cut for tensor_parallel_size={group.size}: {error}; or give a tensor_parallel_plan that "
+            f"leaves it whole"
+        ) from error
+
+
+def divides(place: Place, size: int) -> bool:
+    """Whether what may be whole as well (a vocabulary, a layer around which everything is whole) has equal parts."""
+    rule, module = place.rule, getattr(place.module, "base_layer", place.module)
+    free = (
+        rule.gather
+        if isinstance(rule, Columns)
+        else isinstance(rule, Vocabulary) or (isinstance(rule, Rows) and rule.split)
+    )
+    weight = module._parameters.get("weight")
+    if not free or weight is None or weight.dim() != 2:
+        return True
+    first = isinstance(rule, Vocabulary) if isinstance(module, nn.Embedding) else isinstance(rule, Columns)
+    if _outputs_first(module) is False:
+        first = not first
+    return weight.shape[0 if first else 1] % size == 0
+
+
+_WIDTHS = ("head_dim", "head_size")
+"""Attributes of attention modules that say how wide a head is."""
+
+
+def _whole_heads(place: Place, rule: Columns, outputs: int, group: TensorGroup) -> None:
+    """Refuses a part of a head."""
+    found = ((name, getattr(place.around, name, None)) for name in _WIDTHS)
+    for name, width in found:
+        if isinstance(width, int) and width > 0 and not outputs % (width * rule.parts) and not rule.gather:
+            heads = outputs // (width * rule.parts)
+            if heads % group.size:
+                raise ConfigError(
+                    f"{place.name} has {heads} heads of {name}={width}, and tensor_parallel_size={group.size} divides them "
+                    f"over as many ranks; use a number of ranks that divides {heads} (of keys and values there may be fewer "
+                    f"heads than of queries), or give a tensor_parallel_plan that leaves this attention whole"
+                )
+
+
+def _divided(place: Place, name: str, group: TensorGroup) -> int:
+    count = getattr(place.around, name, None)
+    if not isinstance(count, int) or count % group.size:
+        raise ConfigError(
+            f"tensor_parallel_size={group.size} divides {name} of a {type(place.around).__name__} ({place.name}), which is "
+            f"{count}; use a number of ranks that divides it"
+        )
+    return count // group.size
+
+
+def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
+    module: Any = place.module
+    outputs = 0 if _outputs_first(module) else 1
+    _whole_heads(place, rule, module.weight.shape[outputs], group)
+    counts = {name: _divided(place, name, group) for name in rule.counts}
+    boxes = {"weight": _box(f"{place.name}.weight", module.weight.shape, outputs, rule.parts, group)}
+    if module.bias is not None:
+        boxes["bias"] = _box(f"{place.name}.bias", module.bias.shape, 0, rule.parts, group)
+    if rule.gather and rule.parts > 1:
+        raise ConfigError(
+            f"tensor_parallel_plan has {rule} for {place.name}: gathered outputs are those of one projection"
+        )
+    compute = _linear(module, outputs_first=outputs == 0)
+
+    @torch.compiler.disable
+    def forward(x: Tensor) -> Tensor:
+        entered = group.enter(x)
+        if rule.gather:
+            return group.put_together(compute(entered, module.bias))
+        if module.training and not place.inside:
+            group.begin_divided()
+        return compute(entered, module.bias)
+
+    return Layer(boxes, forward=forward, counts=counts)
+
+
+def _rows(place: Place, rule: Rows, group: TensorGroup) -> Layer:
+    module: Any = place.module
+    inputs = 1 if _outputs_first(module) else 0
+    boxes = {"weight": _box(f"{place.name}.weight", module.weight.shape, inputs, rule.parts, group)}
+    compute = _linear(module, outputs_first=inputs == 1)
+
+    @torch.compiler.disable
+    def forward(x: Tensor) -> Tensor:
+        part = group.part_of(x) if rule.split else x
+        if not place.inside:
+            # Before the product, which draws nothing: a forward that is recomputed may end at what the product saves.
+            group.end_divided()
+        out = group.add_up(compute(part, None))
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+    return Layer(boxes, forward=forward)
+
+
+def _linear(module: Any, *, outputs_first: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
+    if outputs_first:
+        return lambda x, bias: F.linear(x, module.weight, bias)
+
+    def conv1d(x: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        out = torch.mm(flat, module.weight) if bias is None else torch.addmm(bias, flat, module.weight)
+        return out.view(*x.shape[:-1], -1)
+
+    return conv1d
+
+
+def _adapted(place: Place, group: TensorGroup) -> Layer:
+    """The layer around a base layer and its adapters, which draw random numbers alike until all have computed."""
+    module, rule = place.module, place.rule
+    own = type(module).forward
+    if isinstance(rule, Vocabulary) or (isinstance(rule, Columns) and rule.gather):
+        return Layer()
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(module, *args, **kwargs)
+        if isinstance(rule, Rows):
+            group.end_divided()
+        elif module.training:
+            group.begin_divided()
+        return out
+
+    return Layer(forward=forward)
+
+
+class _Lookup(TorchFunctionMode):
+    """While an embedding computes, its rows are found by `find`."""
+
+    def __init__(self, weight: Tensor, find: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._weight, self._find = weight, find
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.embedding and args[1] is self._weight:
+            return self._find(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def _embedding(place: Place, group: TensorGroup) -> Layer:
+    module, rule = place.module, place.rule
+    if not isinstance(module, nn.Embedding) or "forward" in vars(module) or not module.weight.is_floating_point():
+        raise _unknown(place)
+    if not isinstance(rule, Vocabulary) and not (isinstance(rule, Columns) and rule.parts == 1):
+        raise _unknown(place)
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        raise ConfigError(
+            f"{place.name} is an Embedding with max_norm, sparse or scale_grad_by_freq, which look at all of its rows; leave "
+            f"it out of tensor_parallel_plan: it is then whole on every rank"
+        )
+    find = _rows_of(place, group) if isinstance(rule, Vocabulary) else _columns_of(place, rule, group)
+    box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, Vocabulary) else 1, 1, group)
+    own = type(module).forward
+
+    @torch.compiler.disable
+    def forward(tokens: Tensor) -> Tensor:
+        if own is nn.Embedding.forward:
+            return find(tokens)
+        with _Lookup(module.weight, find):  # one that scales what it finds
+            return own(module, tokens)
+
+    return Layer({"weight": box}, forward=forward)
+
+
+def _rows_of(place: Place, group: TensorGroup) -> Callable[[Tensor], Tensor]:
+    module: Any = place.module
+    rows = module.weight.shape[0] // group.size
+    first = group.index * rows
+    padding = module.padding_idx
+    own_padding = padding - first if padding is not None and first <= padding < first + rows else None
+
+    def find(tokens: Tensor) -> Tensor:
+        here = (tokens >= first) & (tokens < first + rows)
+        found = F.embedding((tokens - first).clamp(0, rows - 1), module.weight, own_padding)
+        return group.add_up(found.masked_fill(~here.unsqueeze(-1), 0))
+
+    return find
+
+
+def _columns_of(place: Place, rule: Columns, group: TensorGroup) -> Callable[[Tensor], Tensor]:
+    module: Any = place.module
+
+    def find(tokens: Tensor) -> Tensor:
+        found = F.embedding(tokens, module.weight, module.padding_idx)
+        return group.put_together(found) if rule.gather else found
+
+    return find
+
+
+def _part(rule: Part, place: Place, group: TensorGroup) -> Forward:
+    if type(place.module) is not nn.Identity:
+        raise _unknown(place)
+
+    @torch.compiler.disable
+    def forward(value: Tensor | None) -> Tensor | None:
+        if value is None or value.shape[rule.dimension] == 1:
+            return value
+        return group.enter(value).chunk(group.size, rule.dimension)[group.index]
+
+    return forward
+
+
+def _entering(rule: Entering, place: Place, group: TensorGroup) -> Forward:
+    module, last = place.module, getattr(place.around, rule.last, None)
+    if not isinstance(last, int) or "forward" in vars(module):
+        raise ConfigError(
+            f"tensor_parallel_plan has {rule} for {place.name}, and the {type(place.around).__name__} around it has no "
+            f"number {rule.last}; name an attribute that says how many of its outputs ranks use with their parts"
+        )
+    own = type(module).forward
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = own(module, *args, **kwargs)
+        first, entering = out.split([out.shape[-1] - last, last], -1)
+        return torch.cat([first, group.enter(entering)], -1)
+
+    return forward
+
+
+def _summed(module: nn.Module, group: TensorGroup) -> Forward:
+    own = type(module).forward
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def entered(value: Any) -> Any:
+            floats = isinstance(value, Tensor) and value.is_floating_point()
+            return group.enter(value) if floats else value
+
+        if module.training:
+            group.begin_divided()
+        try:
+            out = own(module, *map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+        finally:
+            group.end_divided()
+        return group.add_up(out)
+
+    return forward
+
+
+def _parameter(place: Place, group: TensorGroup) -> Layer:
+    rule, name = place.rule, place.parameter
+    assert name is not None
+    parameter = place.module._parameters[name]
+    assert parameter is not None
+    if isinstance(rule, Partial):
+        return Layer(partial=(name,))
+    if (
+        not isinstance(rule, (Columns, Rows))
+        or not parameter.dim()
+        or (parameter.dim() == 1 and isinstance(rule, Rows))
+    ):
+        raise ConfigError(
+            f"tensor_parallel_plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; a parameter "
+            f"can have Columns() or Rows(), which cut the dimension before the last (of a vector its only one) and the "
+            f"last, or Partial()"
+        )
+    dimension = max(0, parameter.dim() - (2 if isinstance(rule, Columns) else 1))
+    return Layer({name: _box(place.name, parameter.shape, dimension, rule.parts, group)})
+
+
+__all__ = ["Layer", "divides", "layer"]

@@ -1,0 +1,341 @@
+"""A plan of tensor parallelism is proven, not trusted: blocks that ranks divide are computed once whole and once cut.
+
+A plan that cuts a packed projection in one piece, or leaves a count of heads as it was, runs, and trains something else: its
+loss is off by a thousandth, its gradients by a tenth. So the first call of each kind of block brings its inputs here, where
+two copies of the block with random weights compute them in fp32, forward and backward, one whole and one cut; a difference
+beyond rounding is refused by name.
+
+Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
+number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
+one, and the first one with gradients, which tells what inputs have some.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.rules import Columns, Place, Rows, Rule, Vocabulary
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.parts import cut
+
+_TOLERANCE = 1e-3
+"""Of the largest element: fp32 rounds to 1e-6 of it, wrong plans are off by 1e-2 and more."""
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+Divided = Callable[[nn.Module, Mapping[str, Rule]], Any]
+"""Cuts a module by a plan whose names are those inside of it; what comes back tells boxes and partial ones (`CutModule`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """What is proven in one piece.
+
+    Attributes:
+        plan: the rules inside, by names inside of it.
+    """
+
+    name: str
+    module: nn.Module
+    plan: Mapping[str, Rule]
+
+    @property
+    def kind(self) -> str:
+        """Equal for blocks of which one proves the other."""
+        shapes = [(name, tuple(each.shape)) for name, each in self.module.named_parameters()]
+        modules = [(name, type(each)) for name, each in self.module.named_modules()]
+        return hashlib.blake2b(repr((modules, shapes, sorted(map(repr, self.plan.items())))).encode()).hexdigest()
+
+
+def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
+    """The blocks in which layers that need others to be whole again lie: elements of a container, or what is around the rest.
+
+    Raises:
+        ConfigError: nothing but the whole model is around some.
+    """
+    modules = dict(root.named_modules())
+    found: dict[str, dict[str, Rule]] = {}
+    others: list[Place] = []
+    for place in places:
+        if not _alone(place.rule):
+            around = _element(modules, place.name)
+            if around is None:
+                others.append(place)
+            else:
+                found.setdefault(around, {})[place.name.removeprefix(f"{around}.")] = place.rule
+    if others:
+        around = _around(others)
+        if not around:
+            names = ", ".join(place.name for place in others[:3])
+            raise ConfigError(
+                f"tensor_parallel_plan names {names}, which nothing is around but the {type(root).__name__} itself, and a "
+                f"plan is proven on a module that can be called by itself; put these layers into a module of their own, with "
+                f"the forward that calls them"
+            )
+        inside = {place.name.removeprefix(f"{around}."): place.rule for place in others}
+        found.setdefault(around, {}).update(inside)
+    return tuple(Block(name, modules[name], plan) for name, plan in found.items())
+
+
+def _alone(rule: Rule) -> bool:
+    """Whether what the rule leaves behind is whole, whatever is around it."""
+    gathers = isinstance(rule, Columns) and rule.gather
+    return gathers or isinstance(rule, Vocabulary) or (isinstance(rule, Rows) and rule.split)
+
+
+def _element(modules: Mapping[str, nn.Module], name: str) -> str | None:
+    """The outermost element of a container around something, or None."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        if isinstance(modules[".".join(parts[: end - 1])], _CONTAINERS):
+            return ".".join(parts[:end])
+    return None
+
+
+def _around(places: Sequence[Place]) -> str:
+    """The name of the innermost module around all of them."""
+    paths = [place.name.split(".")[:-1] for place in places]
+    common: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+class Proof:
+    """Proves blocks when they are first called.
+
+    Args:
+        blocks: with whole parameters, before anything is cut.
+        divide: cuts a copy.
+
+    Raises:
+        ConfigError: a block cannot be copied.
+    """
+
+    def __init__(self, blocks: Sequence[Block], group: TensorGroup, divide: Divided) -> None:
+        self._group = group
+        self._divide = divide
+        self._handles: dict[str, list[Any]] = {}
+        """By kind, of the blocks that may be called first."""
+        self._computed: set[str] = set()
+        """Kinds whose first call, without gradients, was proven."""
+        skeletons: dict[str, nn.Module] = {}
+        for block in blocks:
+            kind = block.kind
+            if kind not in skeletons:
+                skeletons[kind] = _without_weights(block)
+            hook = self._hook(kind, block, skeletons[kind])
+            handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
+            self._handles.setdefault(kind, []).append(handle)
+
+    def close(self) -> None:
+        """What has not been called is not proven."""
+        for kind in list(self._handles):
+            self._forget(kind)
+
+    def _forget(self, kind: str) -> None:
+        for handle in self._handles.pop(kind, ()):
+            handle.remove()
+
+    def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
+        @torch.compiler.disable
+        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs)))
+            if kind not in self._handles or (kind in self._computed and not with_gradients):
+                return
+            self._computed.add(kind)
+            if with_gradients:
+                self._forget(kind)
+            self._prove(kind, block, skeleton, args, kwargs)
+
+        return called
+
+    def _prove(
+        self, kind: str, block: Block, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
+        device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
+        fp32 = torch.autocast(device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
+            whole = _with_weights(skeleton, device, int(kind[:12], 16))
+            divided = copy.deepcopy(whole)
+            of_whole = _computed(whole, args, kwargs)
+            try:
+                known = self._divide(divided, block.plan)
+                of_divided = _computed(divided, args, kwargs)
+                differs = list(self._differences(block, of_whole, of_divided, known, divided))
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise self._refusal(block, f"cannot be computed ({error})") from error
+        # Of many that differ, those of layers that are cut tell most.
+        beyond = [(off, name) for off, name in differs if off > _TOLERANCE]
+        cut_ones = [(off, name) for off, name in beyond if any(f".{each}." in name for each in block.plan)]
+        worst = max(cut_ones or beyond, default=(0.0, ""))
+        of_all = self._group.gather(torch.tensor([worst[0]], dtype=torch.float64, device=device))
+        if float(of_all.max()) > _TOLERANCE:
+            where = f", most in {worst[1]}" if beyond else ""
+            raise self._refusal(block, f"computes something else (off by {float(of_all.max()):.2g}{where})")
+
+    def _refusal(self, block: Block, what: str) -> ConfigError:
+        rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
+        return ConfigError(
+            f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
+            f"cut as tensor_parallel_plan says ({rules}): packed projections need Columns(parts=how many), attributes that "
+            f"count heads Columns(heads=their names), norms of a rank's own heads Partial(), and what follows Columns() "
+            f"without gather=True must work on a part until a layer with Rows(); heads have to divide; mend the plan, or "
+            f"leave these layers out of it"
+        )
+
+    def _differences(
+        self, block: Block, whole: _Computed, divided: _Computed, known: Any, module: nn.Module
+    ) -> Iterator[tuple[float, str]]:
+        if len(whole.outputs) != len(divided.outputs):
+            raise ValueError(f"{len(divided.outputs)} outputs in place of {len(whole.outputs)}")
+        for theirs, ours in zip(whole.outputs, divided.outputs, strict=True):
+            yield _difference(ours, theirs), "its outputs"
+        of_inputs = zip(whole.inputs, divided.inputs, strict=True)
+        yield from ((_difference(ours, theirs), "the gradients of its inputs") for theirs, ours in of_inputs)
+        boxes: dict[str, Box] = known.boxes()
+        for name, parameter in module.named_parameters():
+            found, expected = divided.parameters[name], whole.parameters[name]
+            if id(parameter) in known.partial:
+                found = self._group.sum(torch.zeros_like(parameter) if found is None else found)
+            expected = None if expected is None else cut(expected, boxes.get(name))
+            yield _difference(found, expected), f"the gradient of {block.name}.{name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Computed:
+    """Outputs, and the gradients of inputs and parameters."""
+
+    outputs: list[Tensor]
+    inputs: list[Tensor | None]
+    parameters: dict[str, Tensor | None]
+
+
+def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    """The largest difference, as a part of the largest element."""
+    if ours is None or theirs is None:
+        known = ours if theirs is None else theirs
+        return 0.0 if known is None or not bool(known.any()) else 1.0
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    size = float(theirs.abs().max())
+    return float((ours - theirs).abs().max()) / size if size else float(ours.abs().max())
+
+
+def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
+    given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+    tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
+    args, kwargs = _copied((args, kwargs), tracked)
+    leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
+    out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
+    named = dict(module.named_parameters())
+    total = sum(((each * way).sum() for each, way in zip(out, directions, strict=True)), torch.zeros(()))
+    wanted = [*leaves, *named.values()]
+    found = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
+    gradients = dict(zip(named, found[len(leaves) :], strict=True))
+    return _Computed([each.detach() for each in out], list(found[: len(leaves)]), gradients)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _copied(value: Any, tracked: Collection[int]) -> Any:
+    """The same arguments for another call: numbers in fp32, everything else a copy.
+
+    Args:
+        tracked: ids of tensors that become leaves with a gradient.
+    """
+    if isinstance(value, Tensor):
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
+    if isinstance(value, dict):
+        return {key: _copied(each, tracked) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_copied(each, tracked) for each in value)
+    if type(value).__name__.endswith("Cache"):
+        return None  # keys and values of what was read before: nothing that a block needs
+    return copy.deepcopy(value)
+
+
+def _without_weights(block: Block) -> nn.Module:
+    """A copy whose parameters are on the meta device, without what others have hooked to it."""
+    try:
+        memo: dict[int, Any] = {
+            id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float32, device="meta"))
+            for each in block.module.parameters()
+        }
+        made = copy.deepcopy(block.module, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"{block.name} ({type(block.module).__name__}) cannot be copied ({type(error).__name__}: {error}), and a plan of "
+            f"tensor parallelism is proven on a copy of each block; leave it out of tensor_parallel_plan, or let it be copied"
+        ) from error
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+                setattr(module, name, type(value)())
+        module._compiled_call_impl = None
+        module.__dict__.pop("_call_impl", None)
+    return made.eval()
+
+
+def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """A copy with random weights, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    made = copy.deepcopy(skeleton)
+    known: dict[int, nn.Parameter] = {}
+    for path, module in made.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in known:
+                generator.manual_seed(seed ^ zlib.crc32(f"{path}.{name}".encode()))
+                values = torch.randn(parameter.shape, generator=generator)
+                values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + values / 4
+                known[id(parameter)] = nn.Parameter(values.to(device))
+            module._parameters[name] = known[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = (
+                    buffer.to(device, torch.float32) if buffer.is_floating_point() else buffer.to(device)
+                )
+    return made
+
+
+__all__ = ["Block", "Proof", "blocks_of"]

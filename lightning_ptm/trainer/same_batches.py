@@ -1,0 +1,147 @@
+"""Whether the ranks of a tensor group compute the same batches with the same random numbers: each has parts of the same
+layers, and of different batches they would compute, in silence, what is nobody's.
+
+Owns how many batches of each loader were compared in a run. Knows batches as nested data, and nothing of models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import Backend
+
+FIRST = 3
+"""Batches of each loader that are compared, and behind them the first of each pass over it. A sampler that goes by rank shows
+in the first one, if a small set of data does not begin alike by chance. What draws in this process (an augmentation, dropout)
+comes apart after the first batch was drawn, or the first step was computed, so that the second and third show it."""
+
+
+class SameBatches:
+    """Compares.
+
+    Args:
+        group: the tensor group of this rank.
+        backend: of the device that computes.
+    """
+
+    def __init__(self, group: ProcessGroup, backend: Backend) -> None:
+        self._group = group
+        self._backend = backend
+        self._compared: dict[tuple[str, int], int] = {}
+        """By what the batches are for, and by loader."""
+
+    def check(self, batch: Any, stage: str, *, loader: int = 0, index: int = 0) -> None:
+        """Compares a batch, if it is one of those that are. Collective in the group, for ranks that have batches; a rank that
+        has none is heard of as with any collective.
+
+        Args:
+            stage: what it is for ("train", "validate"...).
+            index: its number in this pass over its loader.
+
+        Raises:
+            UsageError: ranks have different ones, on all ranks of the group.
+        """
+        known = self._compared.get((stage, loader), 0)
+        if known >= FIRST and index:
+            return
+        self._compared[stage, loader] = known + 1
+        ours = torch.tensor([digest(batch), self._random_digest()], device=self._backend.device)
+        table = ours.new_empty(self._group.size(), 2)
+        dist.all_gather(list(table.unbind(0)), ours, group=self._group)
+        batches, numbers = table.t().tolist()
+        where = f"({stage}, loader {loader}, batch {index})"
+        self._refuse_different(batches, f"different batches {where}", _OTHER_BATCHES)
+        self._refuse_different(numbers, f"different states of torch's random numbers {where}", _OTHER_NUMBERS)
+
+    def _refuse_different(self, found: list[int], what: str, remedy: str) -> None:
+        ranks = dist.get_process_group_ranks(self._group)
+        others = [rank for rank, each in zip(ranks, found, strict=True) if each != found[0]]
+        if others:
+            raise UsageError(
+                f"ranks {', '.join(map(str, ranks))} share the layers of one model (tensor_parallel_size={len(ranks)}) and "
+                f"have {what}: {_named(others)} not what rank {ranks[0]} has; what they would compute is of neither. {remedy}"
+            )
+
+    def _random_digest(self) -> int:
+        own = self._backend.random_state()
+        return digest([torch.get_rng_state(), own])
+
+
+def _named(ranks: list[int]) -> str:
+    one = len(ranks) == 1
+    return f"rank{'' if one else 's'} {', '.join(map(str, ranks))} {'has' if one else 'have'}"
+
+
+_OTHER_BATCHES = (
+    "A sampler or data set that divides data by trainer.world_size and trainer.global_rank has to go by "
+    "trainer.strategy.distributed_sampler_kwargs instead (num_replicas, rank), as in "
+    "DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs); what a data set draws at random needs the same "
+    "seed on these ranks: seed_everything(seed, workers=True); or train with tensor_parallel_size=1"
+)
+_OTHER_NUMBERS = (
+    "Draw random numbers on all of these ranks alike, or from a generator of your own (torch.Generator, numpy's default_rng) "
+    "where one rank alone draws"
+)
+
+
+def digest(batch: Any) -> int:
+    """A number, below 2**63, that tells batches apart by their tensors, arrays, numbers and texts, wherever these are in
+    mappings, sequences, data classes and objects that can be moved to a device (`to`). Of other objects, by their class. One
+    pass over the bytes: 2 ms for 37 MiB, on one core."""
+    hasher = xxhash.xxh3_64()
+    _add(hasher, batch, set())
+    return int(hasher.intdigest()) >> 1
+
+
+def _add(hasher: Any, value: Any, around: set[int]) -> None:
+    if id(value) in around:
+        return
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Tensor):
+        _add_tensor(hasher, value)
+    elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object:
+        hasher.update(f"{value.dtype}{value.shape}".encode())
+        hasher.update(value.tobytes())
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        hasher.update(f"{type(value).__name__}:{value!r};".encode())
+    else:
+        parts = _parts_of(value)
+        hasher.update(f"{type(value).__qualname__}[{len(parts)}".encode())
+        for part in parts:
+            _add(hasher, part, around | {id(value)})
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if callable(getattr(value, "to", None)):  # what Lightning moves to a device as a whole
+        return list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return []
+
+
+def _add_tensor(hasher: Any, value: Tensor) -> None:
+    hasher.update(f"{value.dtype}{tuple(value.shape) if not value.is_nested else ''}".encode())
+    if value.is_nested or value.layout is torch.sparse_coo:
+        whole = value.detach()
+        for part in whole.unbind() if whole.is_nested else (whole.coalesce().indices(), whole.coalesce().values()):
+            _add_tensor(hasher, part)
+    elif value.layout is torch.strided and not value.is_meta and not value.is_quantized:
+        flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+        hasher.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+
+
+__all__ = ["FIRST", "SameBatches", "digest"]

@@ -1,0 +1,206 @@
+"""Models by name, trained by ranks that divide their parameters, and by one rank that has them whole.
+
+Each takes the same batches of tokens; its loss is in the dtype of its weights, so that float64 shows what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from rank_training import TIERS
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.models import GPT, T5, T5MoE
+from lightning_ptm.models.t5 import shifted
+from lightning_ptm.parallel import Columns, Rows, Rule
+
+STEPS, BATCH, LENGTH = 12, 4, 17
+VOCABULARY = 64
+
+
+class Losses:
+    """Of training steps, as they come."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(batch)  # type: ignore[attr-defined]
+        self.__dict__.setdefault("losses", []).append(float(loss))
+        return loss
+
+    def token_count(self, batch: Tensor) -> int:
+        return batch.numel()
+
+
+class PreciseGPT(Losses, GPT):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(
+            **{"vocab_size": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "sequence_length": LENGTH - 1, **sizes}
+        )
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+_T5 = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "buckets": 8, "max_distance": 16}
+
+
+class PreciseT5(Losses, T5):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**{**_T5, **sizes})
+
+    def loss(self, batch: Tensor) -> Tensor:
+        targets = batch[:, 9:]
+        return F.cross_entropy(self(batch[:, :9], shifted(targets)).flatten(0, 1), targets.flatten())
+
+
+class PreciseT5MoE(Losses, T5MoE):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**{"experts": 4, "choices": 2, "jitter": 0.0, **_T5, **sizes})
+
+    def loss(self, batch: Tensor) -> Tensor:
+        targets = batch[:, 9:]
+        logits, routings = self.run(batch[:, :9], shifted(targets))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss + 0.01 * torch.stack([each.balance_loss for each in routings]).sum()
+
+
+IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**IDS, **SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "qwen3": ("Qwen3", LLAMA),
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}),
+    "gemma": ("Gemma", LLAMA),
+    "gpt2": ("GPT2", {**IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **_NO_DROPOUT}),
+}
+"""By name the family, and its configuration."""
+
+GPT2_PLAN: dict[str, Rule] = {
+    "model.transformer.h.*.attn.c_attn": Columns(parts=3, heads=("num_heads", "split_size")),
+    "model.transformer.h.*.attn.c_proj": Rows(),
+    "model.transformer.h.*.mlp.c_fc": Columns(),
+    "model.transformer.h.*.mlp.c_proj": Rows(),
+}
+"""A user's: Transformers has none for it."""
+
+
+class Held(Losses, L.LightningModule):
+    """A model of Transformers in a LightningModule."""
+
+    def __init__(self, name: str, *, lora: bool = False, meta: bool = False, rate: float = 1e-3, **sizes: Any) -> None:
+        super().__init__()
+        self.name, self.lora, self.meta, self.rate, self.sizes = name, lora, meta, rate, sizes
+
+    def configure_model(self) -> None:
+        if "model" in self._modules:
+            return
+        import transformers
+
+        family, settings = TRANSFORMERS[self.name]
+        config = getattr(transformers, f"{family}Config")(**{**settings, **self.sizes})
+        kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+        with torch.device("meta" if self.meta else "cpu"):
+            self.model: nn.Module = kind(config)
+        if self.lora:
+            import peft
+
+            targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+            adapters = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
+            self.model = peft.get_peft_model(self.model, adapters)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits = self.model(input_ids=batch[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.rate)
+
+
+MODELS: dict[str, Callable[..., L.LightningModule]] = {
+    "gpt": PreciseGPT,
+    "t5": PreciseT5,
+    "t5_moe": PreciseT5MoE,
+}
+
+
+def build(model: str, sizes: Mapping[str, Any]) -> L.LightningModule:
+    return MODELS[model](**sizes) if model in MODELS else Held(model, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How ranks train a model."""
+
+    model: str
+    ranks: int = 1
+    tensor: int = 1
+    tier: str = "ram"
+    precision: str = "64-true"
+    steps: int = STEPS
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def on_one(self) -> Run:
+        settings = {name: value for name, value in self.settings.items() if not name.startswith("tensor_parallel")}
+        return dataclasses.replace(self, ranks=1, tensor=1, settings=settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def train(how: Run, disk: Path) -> Outcome:
+    """One rank's part."""
+    os.environ.setdefault("RANK", "0")
+    torch.manual_seed(0)
+    module = build(how.model, how.sizes)
+    strategy = AngelPTMStrategy(
+        page_size="64KiB",
+        poison=True,
+        disk_path=str(disk),
+        tensor_parallel_size=how.tensor,
+        timeout=timedelta(seconds=60),
+        **{**TIERS[how.tier], **how.settings},
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=how.ranks,
+        strategy=strategy,
+        precision=how.precision,  # type: ignore[arg-type]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # it would shuffle
+        **{"max_steps": how.steps, **how.trainer},
+    )
+    rows = torch.randint(3, VOCABULARY, (how.steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    data = how.ranks // how.tensor
+    sampler = DistributedSampler(rows, data, int(os.environ["RANK"]) // how.tensor, shuffle=False)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows, BATCH // data, sampler=sampler))  # type: ignore[arg-type]
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    return Outcome(vars(module)["losses"], weights)
+
+
+def assert_same_learning(outcomes: list[Outcome], whole: Outcome, losses: float = 1e-12, weights: float = 1e-9) -> None:
+    assert len(outcomes[0].losses) == len(whole.losses)
+    mean = torch.tensor([each.losses for each in outcomes], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(whole.losses, dtype=torch.float64), rtol=0, atol=losses)
+    for each in outcomes:
+        assert each.weights.keys() == whole.weights.keys()
+        for name, value in whole.weights.items():
+            torch.testing.assert_close(each.weights[name], value, rtol=0, atol=weights, msg=name)

@@ -1,0 +1,124 @@
+"""`lightning-ptm plan` against runs whose layers are cut over ranks: bytes of pages, and of what ranks exchange."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from planned_runs import LIMITS, NEAR, make_trainer, planned
+from rank_harness import run_ranks
+
+from lightning_ptm.data import TextBytes
+from lightning_ptm.models import GPT
+from lightning_ptm.planning import Link
+from lightning_ptm.terms import TIERS
+
+MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
+BATCH, LENGTH, STEPS = 4, 64, 3
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": {},
+    "three tiers, recomputed": {
+        "device_memory": "3MiB",
+        "parameter_home": "host",
+        "master_home": "disk",
+        "recompute": "all",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of pages at the peak, by tier; that a rank of a ring sends in a step."""
+
+    pages: dict[str, int]
+    sent: float
+
+
+class Watch(L.Callback):
+    """Counts what is added up and gathered in the last step, as rings send it."""
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self.pages: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
+        self.sent = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
+        allocator = trainer.strategy.engine.allocator  # type: ignore[attr-defined]
+        self.pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
+
+    def counts(self) -> None:
+        sums, gathers = dist.all_reduce, dist.all_gather_into_tensor
+
+        def all_reduce(value: Any, *args: Any, **options: Any) -> Any:
+            size = dist.get_world_size(options.get("group"))
+            self.sent += 2 * value.nbytes * (size - 1) / size
+            return sums(value, *args, **options)
+
+        def all_gather(out: Any, value: Any, *args: Any, **options: Any) -> Any:
+            self.sent += value.nbytes * (dist.get_world_size(options.get("group")) - 1)
+            return gathers(out, value, *args, **options)
+
+        dist.all_reduce, dist.all_gather_into_tensor = all_reduce, all_gather
+
+
+def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
+    """One rank's part of several trainings, one after the other."""
+    found = []
+    kept = dist.all_reduce, dist.all_gather_into_tensor
+    for settings in runs:
+        watch = Watch()
+        chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": disk}
+        trainer = make_trainer(chosen, STEPS, watch, int(os.environ["WORLD_SIZE"]))
+        torch.manual_seed(0)
+        watch.counts()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
+        finally:
+            dist.all_reduce, dist.all_gather_into_tensor = kept
+        found.append(Measured(watch.pages, watch.sent))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_are_those_of_the_run(ranks: int, disk: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(256)) * 256)
+    data = {"path": str(text), "sequence_length": LENGTH, "batch_size": BATCH}
+    described = (
+        {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL},
+        {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
+    )
+    measured = run_ranks(train, ranks, str(disk), data, list(RUNS.values()), limit_s=200)
+    for place, (name, settings) in enumerate(RUNS.items()):
+        chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": str(disk)}
+        found = planned(tmp_path, chosen, STEPS, *described, ranks=ranks)
+        assert found.fits and found.timing is not None
+        assert found.numel == sum(each.numel() for each in whole().parameters())
+        pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
+        exchanged = {use.link: use.bytes for use in found.timing.links}[Link.EXCHANGE]
+        for of_rank in measured:
+            taken = of_rank[place].pages
+            if ranks == 2:  # parts are nobody else's: the plan counts copies of them all the same (docs/limits.md)
+                assert taken["device"] <= pages["device"], name
+                taken = {**taken, "device": pages["device"]}
+            assert pages == pytest.approx(taken, rel=NEAR), name
+            assert exchanged == pytest.approx(of_rank[place].sent, rel=NEAR) and exchanged > 0, name
+
+
+def whole() -> GPT:
+    model = GPT(**MODEL)
+    model.configure_model()
+    return model

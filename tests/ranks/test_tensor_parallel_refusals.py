@@ -1,0 +1,167 @@
+"""What tensor parallelism cannot cut is refused by its name, with what to do instead, before anything was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+from rank_harness import run_ranks
+from torch import Tensor, nn
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel import Columns, Part, Rows, Rule, Summed, Vocabulary
+from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.rules import plan_of
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int = 4, of_keys: int = 4) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, 8
+        self.query, self.key = nn.Linear(16, heads * 8), nn.Linear(16, of_keys * 8)
+        self.project = nn.Linear(heads * 8, 16)
+
+
+class Small(nn.Module):
+    """A model with one block and a head."""
+
+    def __init__(self, block: nn.Module | None = None, **embedding: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16, **embedding)
+        self.blocks = nn.ModuleList([Attention() if block is None else block])
+        self.head = nn.Linear(16, 32, bias=False)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Adapted(nn.Module):
+    """What is around a layer of another kind of adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(16, 16)
+
+
+def tied() -> nn.Module:
+    model = Small()
+    model.head.weight = model.embedding.weight  # type: ignore[assignment]
+    return model
+
+
+def quantized() -> nn.Module:
+    model = Small()
+    model.head.weight = nn.Parameter(torch.zeros(32, 16, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+QUERY: dict[str, Rule] = {"blocks.*.query": Columns(heads="heads"), "blocks.*.project": Rows()}
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
+    "counted heads": (
+        lambda: Small(nn.ModuleDict({"query": nn.Linear(16, 16)})),
+        {"blocks.*.query": Columns(heads="heads")},
+        ["heads of a ModuleDict", "None"],
+    ),
+    "heads": (lambda: Small(Attention(3)), QUERY, ["blocks.0.query has 3 heads", "head_dim=8", "divides 3"]),
+    "heads of keys": (
+        lambda: Small(Attention(4, 1)),
+        {**QUERY, "blocks.*.key": Columns()},
+        ["blocks.0.key has 1 heads", "fewer heads than of queries", "leaves this attention whole"],
+    ),
+    "an entry for nothing": (Small, {**QUERY, "blocks.*.gate": Rows()}, ["'blocks.*.gate'", "named_modules()"]),
+    "a word that is not known": (Small, {"head": "sequence_parallel"}, ["'sequence_parallel' for head", "Columns()"]),
+    "a layer of its own kind": (
+        lambda: Small(nn.ModuleDict({"query": Doubled(16, 16)})),
+        {"blocks.*.query": Columns()},
+        ["blocks.0.query, a Doubled", "leave it out of the plan"],
+    ),
+    "a convolution": (
+        lambda: Small(nn.Conv1d(16, 16, 3)),
+        {"blocks.*": Columns()},
+        ["blocks.0, a Conv1d", "leave it out of the plan"],
+    ),
+    "a quantized layer": (quantized, {"head": Columns(gather=True)}, ["head, a Linear", "no quantized ones"]),
+    "tied, cut in two ways": (
+        tied,
+        {"embedding": Vocabulary(), "head": Columns(parts=2)},
+        ["head shares weight with another module", "cut both in the same way"],
+    ),
+    "tied, one of them left out": (
+        tied,
+        {"embedding": Vocabulary()},
+        ["head.weight is one parameter with another", "leave both out"],
+    ),
+    "an embedding that keeps norms": (
+        lambda: Small(max_norm=1.0),
+        {"embedding": Vocabulary()},
+        ["embedding is an Embedding with max_norm", "leave it out"],
+    ),
+    "sizes that do not divide": (
+        lambda: Small(nn.ModuleDict({"up": nn.Linear(16, 17)})),
+        {"blocks.*.up": Columns()},
+        ["blocks.0.up.weight cannot be cut for tensor_parallel_size=2", "leaves it whole"],
+    ),
+    "another kind of adapter": (
+        lambda: Small(Adapted()),
+        {"blocks.*": Columns()},
+        ["blocks.0, a Adapted around a Linear", "plain LoRA"],
+    ),
+    "no plan": (Small, "auto", ["no module of the Small says", "give a plan"]),
+    "nothing to cut": (
+        Small,
+        {"embedding": "replicate"},
+        ["nothing of the Small can be cut", "tensor_parallel_size=1"],
+    ),
+    "a part of a layer": (Small, {"head": Part(0)}, ["head, a Linear", "leave it out"]),
+    "rows of a vector": (Small, {"head.weight": Vocabulary()}, ["for head.weight, a parameter of shape (32, 16)"]),
+    "all of a model": (Small, {"blocks.*.query.weight": Summed()}, ["blocks.0.query.weight", "Partial()"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_by_name(case: str) -> None:
+    build, plan, words = CASES[case]
+    model = build()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    with pytest.raises(ConfigError) as refused:
+        CutModule(model, plan_of(model, plan), CountedGroup(2), strict=plan != "auto")
+    assert [word for word in words if word not in str(refused.value)] == [], refused.value
+    assert [name for name, each in model.named_parameters() if not torch.equal(each, before[name])] == []
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert getattr(model.blocks[0], "heads", 4) in (3, 4)
+
+
+def of_distributed_parameters() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    model = parallelize_module(Small(), init_device_mesh("cpu", (2,)), {"head": ColwiseParallel()})
+    with pytest.raises(ConfigError) as refused:
+        CutModule(model, plan_of(model, {"head": Columns(gather=True)}), CountedGroup(2), strict=True)
+    return str(refused.value)
+
+
+def test_what_something_else_has_distributed_is_refused() -> None:
+    for refused in run_ranks(of_distributed_parameters, 2):
+        assert "head.weight is a DTensor" in refused and "ColwiseParallel is Columns()" in refused
+
+
+def test_one_rank_makes_no_group_of_two() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and 1 ranks .*use a multiple of 2 ranks"):
+        strategy = AngelPTMStrategy(tensor_parallel_size=2)
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False).fit(BoringModel())
+
+
+def test_ranks_are_divided_in_one_way_at_a_time() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and expert_parallel_size=2.*one way at a time"):
+        AngelPTMStrategy(tensor_parallel_size=2, expert_parallel_size=2)

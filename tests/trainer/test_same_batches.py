@@ -1,0 +1,85 @@
+"""A digest of a batch tells batches apart by value, whatever they are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from lightning_ptm.trainer.same_batches import digest
+
+
+@dataclasses.dataclass
+class Record:
+    tokens: torch.Tensor
+    weight: float = 1.0
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+class Moved:
+    """As libraries' own batches are."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.itself = value, self
+
+    def to(self, device: Any) -> Moved:
+        return self
+
+
+def numbers(value: float = 3.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor([[1, 2], [value, 4]], dtype=dtype)
+
+
+SAME: dict[str, Callable[[], Any]] = {
+    "tensor": numbers,
+    "double": lambda: numbers(dtype=torch.float64),
+    "sixteen bits": lambda: numbers(dtype=torch.bfloat16),
+    "complex": lambda: numbers(dtype=torch.complex64),
+    "conjugate": lambda: (numbers(dtype=torch.complex64) * (1 + 1j)).conj(),
+    "another value": lambda: numbers(5.0),
+    "another shape": lambda: numbers().reshape(4),
+    "strided": lambda: numbers().t(),
+    "sparse": lambda: numbers().to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "number": lambda: torch.tensor(2),
+    "empty": lambda: torch.empty(0, 3),
+    "mapping": lambda: {"a": numbers(), "b": [1, 2.5]},
+    "other key": lambda: {"a": numbers(), "c": [1, 2.5]},
+    "list": lambda: [numbers(), [1, 2]],
+    "other nesting": lambda: [numbers(), 1, 2],
+    "data class": lambda: Record(numbers()),
+    "weight": lambda: Record(numbers(), 2.0),
+    "named": lambda: Pair(numbers(), "text"),
+    "text": lambda: Pair(numbers(), "other text"),
+    "array": lambda: numpy.arange(6).reshape(2, 3),
+    "array of other numbers": lambda: numpy.arange(6).reshape(2, 3) + 1,
+    "moved": lambda: Moved(numbers()),
+    "moved, of other numbers": lambda: Moved(numbers(9.0)),
+    "bool": lambda: True,
+    "int": lambda: 1,
+    "float": lambda: 1.0,
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_batches_have_equal_digests(name: str) -> None:
+    assert digest(SAME[name]()) == digest(SAME[name]())
+    assert 0 <= digest(SAME[name]()) < 1 << 63
+
+
+def test_different_batches_have_different_digests() -> None:
+    found = {digest(make()): name for name, make in SAME.items()}
+    assert sorted(found.values()) == sorted(SAME)
+
+
+def test_what_nobody_can_look_into_counts_by_its_class() -> None:
+    assert digest([object(), iter([1])]) == digest([object(), iter([2])]) != digest([object(), 1])
