@@ -23,6 +23,7 @@ from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.demand import pages_beside_full_gradients
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Holders, everybodys
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
@@ -179,7 +180,10 @@ class Blueprint:
         """Device bytes that plans leave to such units: one that computes and one that is fetched, and gradients of one."""
         layout = self.layout
         most = max((2 * layout.full_pages(unit) + layout.shard_pages(unit) for unit in self.by_need), default=0)
-        gradients = (layout.full_gradient_pages(unit) + layout.trainable_pages(unit) for unit in self.by_need)
+        gradients = (
+            layout.full_gradient_pages(unit) + pages_beside_full_gradients(layout, unit, self.placement.gradients(unit))
+            for unit in self.by_need
+        )
         return (most + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:
@@ -455,6 +459,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         wishes=asked.wishes,
         unified=asked.unified,
         staging_bytes=room.staging_bytes,
+        sums_gradients=request.sums_gradients,
         update_on_device=machine.device_apart or asked.unified,
     )
     keep = room.at_step or asked.lock_free
