@@ -23,7 +23,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
-from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.backend import Backend, Mark
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyMachine, CopyRange, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
@@ -91,6 +91,8 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
+        self._marks: dict[int, Mark] = {}
+        """By frame of a device apart, where its stream was when the frame was last given back."""
         self._ledgers = {
             tier: TierLedger(tier, count, page_size, (uses or {}).get(tier, "")) for tier, count in frames.items()
         }
@@ -124,6 +126,7 @@ class Allocator:
             self._machine = CopyMachine(page_size, regions, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
+            self._made = backend.mark()
             self._resources = undo.pop_all()
 
     # Sizes, all in bytes.
@@ -234,6 +237,16 @@ class Allocator:
             started = self._copier.begin(copy_range(source, target, source_start, target_start, numel))
         return self._copier.launch(started)
 
+    def fill(self, source: PagedTensor, target: PagedTensor) -> Transfer:
+        """As `copy`, from a complete source to an unused device tensor: waits for its pages' last use only."""
+        with self._lock:
+            self._check_open()
+            self._check_usable(source)
+            self._check_usable(target)
+            behind = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
+            started = self._copier.begin(copy_range(source, target, 0, 0, None), behind=[*behind.values()])
+        return self._copier.launch(started)
+
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
         """Start to move a tensor to another tier (the paper's Tensor.move).
 
@@ -313,6 +326,9 @@ class Allocator:
         if self._poison:
             self._poison_pages(tensor)
         ledger.vacate(tensor.id, tensor.pages)
+        if tensor.tier.computes and self.backend.apart:
+            mark = self.backend.mark()  # the last use of the pages is behind us, on this stream
+            self._marks.update((span.frame, mark) for span in tensor.pages)
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
         for span in tensor.pages:

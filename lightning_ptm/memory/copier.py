@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.backend import Mark
 from lightning_ptm.memory.copies import CopyMachine, CopyRange, disk_jobs, ram_pairs, source_pieces, target_pieces
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
@@ -49,6 +50,8 @@ class StartedCopy:
     meter: LinkMeter
     settle: Settle | None
     began_s: float
+    behind: Sequence[Mark] | None
+    """What a stream's part in it waits for; None: for what the launching thread's stream has queued."""
 
 
 class Copier:
@@ -84,8 +87,8 @@ class Copier:
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: CopyRange, settle: Settle | None = None) -> StartedCopy:
-        """Hold a copy's pages (lock held); `launch` it afterwards, without the lock.
+    def begin(self, copy: CopyRange, settle: Settle | None = None, behind: Sequence[Mark] | None = None) -> StartedCopy:
+        """Hold a copy's pages (lock held); `launch` it afterwards, without the lock. See StartedCopy.
 
         Raises:
             InternalError: bytes of it are in another transfer's way; nothing is held.
@@ -99,7 +102,7 @@ class Copier:
             self._any.begin(copy.length_bytes, now_s)
         if copy.by_io:
             self._disk.begin(copy.length_bytes, now_s)
-        return StartedCopy(copy, holds, meter, settle, now_s)
+        return StartedCopy(copy, holds, meter, settle, now_s, behind)
 
     def launch(self, started: StartedCopy) -> Transfer:
         """Set a copy's bytes on their way (lock not held)."""
@@ -118,10 +121,10 @@ class Copier:
 
         try:
             if copy.by_io:
-                jobs = disk_jobs(copy, machine)
+                jobs = disk_jobs(copy, machine, started.behind)
             else:
                 pairs = ram_pairs(copy, machine)
-                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs)
+                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs, started.behind)
         except BaseException as error:
             finish(error)
             raise

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import Mark
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import Job
 from lightning_ptm.memory.jobs import DiskToDisk, ReadBounced, ReadStraight, WriteBounced, WriteStraight
@@ -160,13 +161,17 @@ def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: CopyRange, machine: CopyMachine) -> list[DiskJob]:
-    """The jobs of a copy that has a disk side; each is at most a page."""
+def disk_jobs(copy: CopyRange, machine: CopyMachine, behind: Sequence[Mark] | None = None) -> list[DiskJob]:
+    """The jobs of a copy that has a disk side, each at most a page.
+
+    Args:
+        behind: where a stream takes part, it does so behind these; None: behind what the caller's has queued so far.
+    """
     if machine.disk is None:
         return []  # of a tier without bytes there are tensors without elements only
     if not copy.source.tier.addressable and not copy.target.tier.addressable:
         return _disk_to_disk(copy, machine, machine.disk)
-    return _disk_and_ram(copy, machine, machine.disk)
+    return _disk_and_ram(copy, machine, machine.disk, behind)
 
 
 def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
@@ -183,7 +188,9 @@ def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> li
     ]
 
 
-def _disk_and_ram(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
+def _disk_and_ram(
+    copy: CopyRange, machine: CopyMachine, disk: DiskRegion, behind: Sequence[Mark] | None
+) -> list[DiskJob]:
     reading = not copy.source.tier.addressable
     if reading:
         on_disk, in_ram = copy.source, copy.target
@@ -208,9 +215,8 @@ def _disk_and_ram(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> li
             ram_at += piece.bytes
 
     if straight_bytes < copy.length_bytes:
-        # On CUDA the bounce runs behind what the caller's stream has queued so far.
         stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
-        behind = stream.mark()
+        behind = (stream.mark(),) if behind is None else behind
         ram_at = ram_start + straight_bytes
         for piece in pieces(on_disk.pages, page_size, disk_start + straight_bytes, disk_start + copy.length_bytes):
             views_bounced = machine.byte_views(in_ram, ram_at, ram_at + piece.bytes)

@@ -47,7 +47,7 @@ class ReadBounced:
     piece: PagePiece
     targets: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Mark
+    behind: Sequence[Mark]
 
     def run(self, staging: Staging) -> None:
         region = staging.region
@@ -67,7 +67,7 @@ class WriteBounced:
     piece: PagePiece
     sources: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Mark
+    behind: Sequence[Mark]
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:

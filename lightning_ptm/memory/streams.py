@@ -2,7 +2,8 @@
 it; on a CPU, stand-ins.
 
 Order: a copy starts behind everything that the launching thread's current stream had queued (its source is complete,
-its target no longer read), and whoever uses the target next waits on the completion.
+its target no longer read), and whoever uses the target next waits on the completion. One whose source the host knows to be
+complete, and whose target's pages were taken for it, starts behind what had used these pages before (`Allocator.fill`).
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class CopyStream(Protocol):
     def mark(self) -> Mark:
         """The current stream's place now; hand it to `launch` in a thread whose current stream is another one."""
 
-    def launch(self, pairs: Sequence[Pair], behind: Mark | None = None) -> Completion:
-        """Start copies behind `behind`, or behind this thread's current stream."""
+    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
+        """Start copies behind these marks; None: behind this thread's current stream."""
 
 
 class Copies:
@@ -111,8 +112,12 @@ class Copies:
     def mark(self) -> Mark:
         return self._backend.mark()
 
-    def launch(self, pairs: Sequence[Pair], behind: Mark | None = None) -> Completion:
-        self._stream.follow(behind)
+    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
+        if behind is None:
+            self._stream.follow()
+        else:
+            for mark in behind:
+                self._stream.follow(mark)
         with self._stream.entered():
             started = self._backend.mark(timed=True)
             for pair in pairs:

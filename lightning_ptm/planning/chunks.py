@@ -57,13 +57,27 @@ class Job(abc.ABC, Generic[F, C]):
         numel: of its shard; chunk_numel: of a chunk of it.
         starts: of the chunks that are to be updated, in order.
         streams: its chunks pass through buffers.
+        reads_ahead: something of them may be read before its gradient is there.
+        turn: jobs of earlier turns are served first, those of one in the order of submission.
     """
 
-    def __init__(self, flat: F, numel: int, chunk_numel: int, starts: Sequence[int], *, streams: bool) -> None:
+    def __init__(
+        self,
+        flat: F,
+        numel: int,
+        chunk_numel: int,
+        starts: Sequence[int],
+        *,
+        streams: bool,
+        reads_ahead: bool = True,
+        turn: int = 0,
+    ) -> None:
         self.flat = flat
         self.numel = numel
         self.chunk_numel = chunk_numel
         self.streams = streams
+        self.reads_ahead = reads_ahead
+        self.turn = turn
 
         self.waiting = list(reversed(starts))
         """Starts of the chunks that were not begun, the first last."""
@@ -177,7 +191,10 @@ class Chunks(Generic[F, J, C]):
         """Take a job; chunks that were read ahead for it become its own."""
         flat = job.flat
         job.predecessor = next((other for other in reversed(self.queue) if other.flat is flat), None)
-        self.queue.append(job)
+        place = len(self.queue)
+        while place and self.queue[place - 1].turn > job.turn:
+            place -= 1
+        self.queue.insert(place, job)
         if self.told is not None:
             self.told(Act(Doing.SUBMITTED, flat, numel=job.numel))
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
@@ -273,7 +290,7 @@ class Chunks(Generic[F, J, C]):
     def _issue(self) -> bool:
         moved = False
         for job in self.queue:
-            if not job.streams or not job.may_start():
+            if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
                 continue
             for chunk in [*job.lacking]:
                 moved = self._hands.read(job, chunk) or moved

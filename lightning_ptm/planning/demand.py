@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.homes import Gradients
+from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.terms import Tier
@@ -62,38 +63,51 @@ def parameter_demands(
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
-def gradient_demands(
-    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
-) -> Iterator[Demand]:
+def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """A unit's gradients, in each backward pass from the first tick that may write them until they are at home or used up.
 
-    Without `keeps_gradients`, a device home holds them only until the update, in pages taken for that time.
+    Those that pass through hold pages until the update, taken for that time.
     """
     use = uses.units[unit]
-    passing = gradient_home.computes and not keeps_gradients
-    yield from full_gradient_demands(layout, uses, unit, gradient_home, keeps_gradients)
-    if layout.shared and layout.trainable_pages(unit):
-        for written in gradient_spans(use, passing=passing):
-            # The reduction reads the full gradients while it writes the shard: both are there at its trigger.
-            reduced = written.end + 1
-            last = compute_instant(use.ticks[-1] + 1 if passing else reduced)
-            yield Demand(trigger_instant(reduced), last, layout.trainable_pages(unit))
+    passing = gradients.pass_through
+    yield from full_gradient_demands(layout, uses, unit, gradients)
+    beside = pages_beside_full_gradients(layout, unit, gradients)
+    for written in gradient_spans(use, passing=passing) if beside else ():
+        # What they are reduced to, or added to, is there while the full ones are read.
+        leaves = written.end + 1
+        if layout.shared:
+            yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), beside)
+        else:
+            # Autograd may enter the next unit before the last gradient comes: between two units of any sizes there is
+            # room for this unit's parameters, or for the next one's gradients.
+            yield Demand(compute_instant(written.end), trigger_instant(leaves), beside)
 
 
-def full_gradient_demands(
-    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
-) -> Iterator[Demand]:
+def full_gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """Of these, the full gradients, which end at the trigger at which they are reduced, offloaded or used."""
     use = uses.units[unit]
-    passing = gradient_home.computes and not keeps_gradients
+    passing = gradients.pass_through
     if not layout.trainable_pages(unit):
         return
-    if not layout.shared and gradient_home.computes and keeps_gradients:
+    if not layout.shared and gradients.home.computes and gradients.outlive_backward:
         return  # written where they are at home
     for written in gradient_spans(use, passing=passing):
         # Passing, on one rank: the full gradients are the shard.
         end = use.ticks[-1] if passing and not layout.shared else written.end
         yield Demand(compute_instant(written.first), trigger_instant(end + 1), layout.full_gradient_pages(unit))
+
+
+def pages_beside_full_gradients(layout: ModelLayout, unit: int, gradients: Gradients) -> int:
+    """Pages that a unit's gradients take beside the full ones where these leave: the shards to which ranks reduce them, and
+    buffers in which whole ones are added to what comes from their home. A reduced one's buffer takes no more than the full
+    ones, which are gone by then."""
+    pages = 0
+    for flat in layout.flats_of(unit):
+        if flat.trainable:
+            reduced = flat.stripe_count if layout.shared else 0
+            whole = gradients.add_up_in_buffer and not flat.shared
+            pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
+    return pages
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
@@ -104,9 +118,7 @@ def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
-def gradient_linger(
-    layout: ModelLayout, uses: Uses, unit: int, gradient_home: Tier, keeps_gradients: bool
-) -> Iterator[Demand]:
+def gradient_linger(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """The tick in which a unit's gradients still leave while the next tick computes: wanted, not needed."""
-    for full in full_gradient_demands(layout, uses, unit, gradient_home, keeps_gradients):
+    for full in full_gradient_demands(layout, uses, unit, gradients):
         yield Demand(full.last + 1, full.last + 1, full.pages)

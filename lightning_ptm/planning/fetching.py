@@ -93,10 +93,13 @@ class Fetching:
         units: does as it is told.
         count: of units.
         by_need: units that a plan cannot foresee.
+        one_way: fetches take one way, one behind the other: none begins before one of an earlier need that waits for an
+            update, which would then come behind it.
     """
 
-    def __init__(self, units: Units, count: int, by_need: Collection[int] = ()) -> None:
+    def __init__(self, units: Units, count: int, by_need: Collection[int] = (), *, one_way: bool = False) -> None:
         self._units = units
+        self._one_way = one_way
         self._all = range(count)
         self._by_need = dict.fromkeys(sorted(by_need))
         self.leases = Leases(count)
@@ -260,7 +263,7 @@ class Fetching:
         """Starts the fetches that waited for an update."""
         waiting, self._waiting = self._waiting, []
         for task in waiting:
-            if self._units.update_pending(task.unit):
+            if self._waits(task):
                 self._waiting.append(task)
             elif not self._starts(task):
                 self.misses += 1
@@ -269,8 +272,11 @@ class Fetching:
         """A fetch that is in no plan."""
         return Task(Operation.GATHER if self._units.gathers(unit) else Operation.FETCH, unit, Kind.FULL, self._now)
 
+    def _waits(self, task: Task) -> bool:
+        return (self._one_way and bool(self._waiting)) or self._units.update_pending(task.unit)
+
     def _fetch_ahead(self, task: Task) -> None:
-        if self._units.update_pending(task.unit):
+        if self._waits(task):
             self.told(task)
             self._waiting.append(task)
         elif self._starts(task):

@@ -15,7 +15,7 @@ from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import uses_of
 from lightning_ptm.planning.plan import Task
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.terms import Kind, Operation, Tier
+from lightning_ptm.terms import Kind, Operation
 
 
 def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> Iterator[Task]:
@@ -24,11 +24,11 @@ def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> I
     for unit, use in enumerate(uses.units):
         if not layout.trainable_pages(unit) or not use.backward:
             continue
-        at_home = placement.homes[unit].gradient is Tier.DEVICE
-        for written in gradient_spans(use, passing=at_home and not placement.keeps_gradients):
+        gradients = placement.gradients(unit)
+        for written in gradient_spans(use, passing=gradients.pass_through):
             if layout.shared:
                 yield Task(Operation.REDUCE, unit, Kind.GRADIENT, written.end + 1)
-            if not at_home:
+            if not gradients.home.computes:
                 yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, written.end + 1)
         # A forward may follow the unit's last backward: it has to see the parameters of this step.
         trigger = uses.tick_count if placement.keeps_gradients else use.ticks[-1] + 1

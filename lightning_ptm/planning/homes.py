@@ -47,6 +47,31 @@ class Homes:
     master: Tier
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How one unit's gradients are kept from its backward to its update.
+
+    Args:
+        home: where they wait.
+        outlive_backward: for the step, whatever their home (see Placement).
+        add_up: over several backward passes.
+    """
+
+    home: Tier
+    outlive_backward: bool
+    add_up: bool
+
+    @property
+    def pass_through(self) -> bool:
+        """They have no home: they hold device pages until the update has used them."""
+        return self.home.computes and not self.outlive_backward
+
+    @property
+    def add_up_in_buffer(self) -> bool:
+        """What there is of a sum comes to the device, to be added to: where it is at home no tensor is a view of it."""
+        return self.add_up and not self.home.addressable
+
+
 def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
     """Where what has this home is updated: there, or in staging."""
     return home if home.updates else staging_tier
@@ -68,6 +93,7 @@ class Placement:
         homes: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
+        sums_gradients: whether those of several backward passes may add up (accumulation).
         at_home_bytes: of homes, by tier.
         gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
             than they could all use at once.
@@ -78,10 +104,15 @@ class Placement:
     homes: tuple[Homes, ...]
     master_bytes_per_element: tuple[int, ...]
     keeps_gradients: bool
+    sums_gradients: bool
     at_home_bytes: Mapping[Tier, int]
     gather_bytes: int
     staging_bytes: int
     staging_tier: Tier
+
+    def gradients(self, unit: int) -> Gradients:
+        """How a unit's are kept."""
+        return Gradients(self.homes[unit].gradient, self.keeps_gradients, self.sums_gradients)
 
     def staged_bytes(self, tier: Tier) -> int:
         """Bytes of staging in one tier."""

@@ -13,8 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.demand import Demand, gradient_demands, gradient_linger, parameter_demands
-from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
+from lightning_ptm.planning.demand import (
+    Demand,
+    gradient_demands,
+    gradient_linger,
+    pages_beside_full_gradients,
+    parameter_demands,
+)
+from lightning_ptm.planning.homes import Budget, Gradients, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -39,6 +45,7 @@ def place(
     wishes: Wishes = _NO_WISHES,
     unified: bool,
     keep_gradients: bool,
+    sums_gradients: bool = False,
     staging_bytes: int,
     update_on_device: bool,
 ) -> Placement:
@@ -54,6 +61,7 @@ def place(
         wishes: homes that are asked for.
         unified: the device tier is RAM: there is no host tier, and updates always run beside it.
         keep_gradients: gradients outlive the backward pass, so they need homes.
+        sums_gradients: those of several backward passes may add up there.
         staging_bytes: bytes through which updates stream; rounded up to pages.
         update_on_device: the optimizer can run on the device, so master states may be cached there.
 
@@ -89,6 +97,7 @@ def place(
         budget,
         wishes,
         keep_gradients,
+        sums_gradients,
         unified,
         staging_bytes,
         caches_masters=update_on_device or unified,
@@ -108,6 +117,7 @@ class _Problem:
         budget: Budget,
         wishes: Wishes,
         keep_gradients: bool,
+        sums_gradients: bool,
         unified: bool,
         staging_bytes: int,
         *,
@@ -121,6 +131,7 @@ class _Problem:
         self._budget = budget
         self._wishes = wishes
         self._keep_gradients = keep_gradients
+        self._sums_gradients = sums_gradients
         self._unified = unified
         self._staging_tier = Tier.HOST if budget[Tier.HOST] else Tier.DEVICE
         self._staging_bytes = staging_bytes
@@ -180,13 +191,15 @@ class _Problem:
         most_pages = sum(
             2 * self._layout.full_pages(unit)
             + self._layout.shard_pages(unit)
-            + 2 * (self._layout.full_gradient_pages(unit) + self._layout.trainable_pages(unit))
-            for unit in self._units
+            + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
+            for unit, home in enumerate(parameter_homes)
+            for beside in (pages_beside_full_gradients(self._layout, unit, self._gradients(home)),)
         )
         return Placement(
             homes=homes,
             master_bytes_per_element=self._per_element,
             keeps_gradients=self._keep_gradients,
+            sums_gradients=self._sums_gradients,
             at_home_bytes=used,
             gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
             staging_bytes=self._staging_bytes,
@@ -284,12 +297,15 @@ class _Problem:
         return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
 
     def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
-        gradient = (unit, self._gradient_home(parameter_home), self._keep_gradients)
+        gradients = self._gradients(parameter_home)
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._layout, self._uses, *gradient)
+        demands += gradient_demands(self._layout, self._uses, unit, gradients)
         if self._comfortable:
-            demands += gradient_linger(self._layout, self._uses, *gradient)
+            demands += gradient_linger(self._layout, self._uses, unit, gradients)
         return demands
+
+    def _gradients(self, parameter_home: Tier) -> Gradients:
+        return Gradients(self._gradient_home(parameter_home), self._keep_gradients, self._sums_gradients)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:

@@ -122,9 +122,7 @@ class _Scheduler:
             )
             for stay in self._full[unit] + self._shards[unit]:
                 self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            for demand in gradient_demands(
-                self._layout, self._uses, unit, homes.gradient, self._placement.keeps_gradients
-            ):
+            for demand in gradient_demands(self._layout, self._uses, unit, self._placement.gradients(unit)):
                 demand.add_to(self._occupancy)
         if self._occupancy.peak() > self._limit:
             raise device_refusal(
@@ -149,9 +147,8 @@ class _Scheduler:
             self._advance_gather(stay, floor=early)
             if shards:
                 self._advance(shards[stay.position], floor=max(early - 1, 0))
-        for unit, homes in enumerate(self._placement.homes):
-            keeps = self._placement.keeps_gradients
-            for linger in gradient_linger(self._layout, self._uses, unit, homes.gradient, keeps):
+        for unit in range(len(self._placement.homes)):
+            for linger in gradient_linger(self._layout, self._uses, unit, self._placement.gradients(unit)):
                 if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
                     linger.add_to(self._occupancy)
 

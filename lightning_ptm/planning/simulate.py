@@ -7,7 +7,8 @@ I1: at every tick all live units are whole on the device.
 I2: nothing is fetched or gathered twice; nothing is left behind.
 I3: pages held, homes and staging never exceed a tier's budget, at triggers included.
 I4: copies leave at the trigger after their last use, gradients at the trigger after the last backward tick, or, where they
-    stay on the device for the update alone, after the unit's last tick. That is no plan's: they do it in a run.
+    stay on the device for the update alone, after the unit's last tick. That is no plan's: they do it in a run. Sums of
+    several passes that wait in a tier without addresses come to the device for that moment, to be added to.
 """
 
 from __future__ import annotations
@@ -188,14 +189,16 @@ class _Replay:
         before = self._trigger - 1
         complete = self._complete.get(before, [])
         for unit in complete if self._layout.shared else ():
-            shard_pages = self._pages(unit, Kind.GRADIENT)
-            self._hold(shard_pages)  # Written while the full gradients are read.
+            beside = self._beside_gradients(unit)
+            self._hold(beside)  # Written while the full gradients are read.
             self._used -= self._gradient_pages.pop(unit)
             if self._passes(unit):
-                self._gradient_pages[unit] = shard_pages
+                self._gradient_pages[unit] = beside
             else:
-                self._leaving += shard_pages
+                self._leaving += beside
         for unit in complete:
+            if not self._layout.shared:
+                self._used -= self._beside_gradients(unit)
             if not self._passes(unit):
                 self._used -= self._gradient_pages.pop(unit, 0)
         for unit in [unit for unit in self._gradient_pages if self._passes(unit) and self._last_use[unit] == before]:
@@ -214,6 +217,8 @@ class _Replay:
                 raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name}, which is not there")
             if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                 self._write_gradients(unit)
+        for unit in self._complete.get(self._trigger, ()) if not self._layout.shared else ():
+            self._hold(self._beside_gradients(unit))  # its last gradient may come when the next unit has been entered
 
     def _write_gradients(self, unit: int) -> None:
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
@@ -285,6 +290,17 @@ class _Replay:
             count = sum(-(-flat.shard_bytes // self._layout.page_size) for flat in flats)
             self._page_counts[unit, kind] = count
         return count
+
+    def _beside_gradients(self, unit: int) -> int:
+        """Pages of what a unit's full gradients are reduced to, or added to when they leave. A shard is added to when the
+        full gradients have gone, in whose pages there is room for that."""
+        to_device = self._placement.sums_gradients and not self._placement.homes[unit].gradient.addressable
+        pages = 0
+        for flat in self._layout.flats_of(unit):
+            reduced = flat.shard_bytes if flat.trainable and self._layout.shared else 0
+            so_far = flat.gradient_bytes if flat.trainable and to_device and flat.world_size == 1 else 0
+            pages += -(-max(reduced, so_far) // self._layout.page_size)
+        return pages
 
     def _run_pages(self, unit: int, *, gradient: bool) -> int:
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not gradient]

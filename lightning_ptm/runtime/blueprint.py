@@ -23,10 +23,11 @@ from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.planning.demand import pages_beside_full_gradients
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Holders, everybodys
 from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
-from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, pages_of
+from lightning_ptm.planning.inventory import NOTHING, Inventory, Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.pace import paced_steps
 from lightning_ptm.planning.placement import place
@@ -55,6 +56,8 @@ _ROOMY_SHARE = 1 / 4
 """With a disk tier: where pages take less of the free RAM than this, freed memory may stay for the next step."""
 _STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
+_DEVICE_CHUNKS = 3
+"""Without a disk: one that comes from the device, one that is updated, one that goes back."""
 _SPARES = 2
 """Least versions in the making for flats of one size: one, and one for a flat that compute waits for."""
 _SPARE_PAGES = 8
@@ -130,7 +133,7 @@ class Blueprint:
         may_be_outside: the run could do so.
         inventory: all that a run takes of each tier.
         keep_freed_memory: on a CPU, freed memory stays for the next step.
-        gradient_room_bytes: gradients in `.grad` that may wait for updates behind the backward pass.
+        gradient_room_bytes: gradients that may wait for updates behind the backward pass; on a CPU, in `.grad`.
     """
 
     units: tuple[Unit, ...]
@@ -179,7 +182,10 @@ class Blueprint:
         """Device bytes that plans leave to such units: one that computes and one that is fetched, and gradients of one."""
         layout = self.layout
         most = max((2 * layout.full_pages(unit) + layout.shard_pages(unit) for unit in self.by_need), default=0)
-        gradients = (layout.full_gradient_pages(unit) + layout.trainable_pages(unit) for unit in self.by_need)
+        gradients = (
+            layout.full_gradient_pages(unit) + pages_beside_full_gradients(layout, unit, self.placement.gradients(unit))
+            for unit in self.by_need
+        )
         return (most + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:
@@ -457,6 +463,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         wishes=asked.wishes,
         unified=asked.unified,
         staging_bytes=room.staging_bytes,
+        sums_gradients=request.sums_gradients,
         update_on_device=machine.device_apart or asked.unified,
     )
     keep = room.at_step or asked.lock_free
@@ -540,12 +547,20 @@ def _gradient_home(homes: Homes, *, unified: bool) -> Tier:
 
 def _stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
     """With the inventory, and what depends on how much of RAM it takes."""
+    if machine.device_apart and not blueprint.placement.streams:
+        blueprint = _with_spare_staging(blueprint, settings)
     inventory = take_stock(blueprint)
     per_unit = [
         sum(flat.shard_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
         for unit in range(len(blueprint.units))
     ]
     left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
+    if machine.device_apart:  # beside those that have left it for pages of their own
+        left = sum(
+            flat.gradient_bytes
+            for flat in blueprint.trained_flats()
+            if (tier := blueprint.route(flat).own_pages) is not None and not tier.computes
+        )
     return dataclasses.replace(
         blueprint,
         inventory=inventory,
@@ -553,6 +568,22 @@ def _stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blue
         # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
         gradient_room_bytes=max(2 * max(per_unit), left),
     )
+
+
+def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
+    """Several chunks of what passes between a device and updates in RAM, as far as the budgets leave them and the device
+    needs no more for them: while one is updated, others come and go."""
+    least = take_stock(blueprint)
+    for chunks in range(_DEVICE_CHUNKS, 1, -1):
+        wider = dataclasses.replace(blueprint, staging_chunks=chunks)
+        inventory = take_stock(wider)
+        staging = sum(inventory.by_what(tier).get(What.STAGING, 0) for tier in blueprint.budget)
+        if (settings.staging_bytes is None or staging <= settings.staging_bytes) and all(
+            inventory.pool_bytes(tier) <= max(least.pool_bytes(tier), 0 if tier.computes else blueprint.budget[tier])
+            for tier in blueprint.budget
+        ):
+            return wider
+    return blueprint
 
 
 def _may_be_outside(request: Request, blueprint: Blueprint) -> bool:

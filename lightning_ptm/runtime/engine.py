@@ -226,6 +226,7 @@ class Engine:
             self.events,
             self._used_bytes,
             blueprint.by_need,
+            one_way=self.backend.apart,
         )
         self._undo.callback(self.executor.abandon)
         for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
@@ -279,6 +280,8 @@ class Engine:
                 self.updater,
                 blueprint.gradient_room_bytes,
                 in_thread=in_thread,
+                # From the disk, what is read ahead comes in the order of gradients.
+                in_turn=in_thread and all(home.master.updates for home in blueprint.placement.homes),
             )
         return LockFreeUpdates(
             self.stores,

@@ -127,6 +127,7 @@ class Executor:
         events: told of ticks and stalls.
         used_bytes: bytes of pages in use, by tier.
         by_need: units that a plan cannot foresee.
+        one_way: as the policy's.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class Executor:
         events: Events,
         used_bytes: Callable[[], tuple[int, ...]],
         by_need: Collection[int] = (),
+        *,
+        one_way: bool = False,
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -151,7 +154,8 @@ class Executor:
         self._events = events
         self._used_bytes = used_bytes
         self._by_need = frozenset(by_need)
-        self.fetching = Fetching(_Stores(stores, agreement, update_pending, reclaim), len(stores), by_need)
+        units = _Stores(stores, agreement, update_pending, reclaim)
+        self.fetching = Fetching(units, len(stores), by_need, one_way=one_way)
         self._leases = self.fetching.leases
         # state
         self._mode: Mode | None = None

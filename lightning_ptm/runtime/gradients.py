@@ -18,6 +18,7 @@ the user does to it (edits, assigns, sets to None) is carried out in the pages b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -391,11 +392,12 @@ class FlatGradient:
             return
         full = self._take("full gradient", layout.padded_numel)
         other: PagedTensor | None = None
+        so_far: Sequence[PagedTensor] = ()
         try:
             if layout.shared:
                 other = self._take("reduced gradient", layout.shard_numel)
-            elif self._adds_on_device:
-                other = self._take("gradient so far", layout.shard_numel, self.route.dtype)
+            else:
+                so_far = self._take_so_far()
         except CapacityError:
             self._allocator.release(full)
             raise
@@ -405,7 +407,7 @@ class FlatGradient:
         communicator, divisor = self.store.communicator, self._sharing.divisor
         if not layout.shared:  # all ranks' tokens are in the gradient of an expert that is this one's
             communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
-            self._add(full, other)
+            self._add(full, so_far)
             return
         assert other is not None
         work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
@@ -533,10 +535,9 @@ class FlatGradient:
         if arriving.full is not None:
             self._allocator.release(arriving.full)
             arriving.full = None
-        numel = self.store.layout.shard_numel
-        before = self._take("gradient so far", numel, self.route.dtype) if self._adds_on_device else None
+        so_far = self._take_so_far()
         self._arriving = None
-        self._add(arriving.part, before)
+        self._add(arriving.part, so_far)
 
     def source(self) -> GradientSource:
         """What the update reads, once `leaving` has left."""
@@ -679,13 +680,29 @@ class FlatGradient:
             elif grad is not None:
                 binding.view(full, slot).copy_(grad)
 
-    @property
-    def _adds_on_device(self) -> bool:
-        """Whether what is in the pages, or shall be, has to be in a buffer to be added to or widened."""
-        return (self._filled or self._sums) and self._pages is not None and not self._pages.tier.addressable
+    def _take_so_far(self) -> Sequence[PagedTensor]:
+        """Buffers of a page each, wherever one is free, for all of a shard that is in pages without addresses, or shall be,
+        and has to be added to or widened; else none.
 
-    def _add(self, part: PagedTensor, before: PagedTensor | None) -> None:
-        """Adds `part` (shard_numel,) to the pages and gives it back; `before` is the buffer that a sum on disk needs."""
+        Raises:
+            CapacityError: there are too few; nothing is taken.
+        """
+        taken: list[PagedTensor] = []
+        if (self._filled or self._sums) and self._pages is not None and not self._pages.tier.addressable:
+            most, left = self._allocator.page_size // self.route.dtype.itemsize, self.store.layout.shard_numel
+            name = f"flat {self.store.layout.index} gradient so far"
+            try:
+                while left:
+                    taken.append(self._allocator.allocate(name, min(left, most), self.route.dtype, Tier.DEVICE))
+                    left -= taken[-1].numel
+            except CapacityError:
+                for each in taken:
+                    self._allocator.release(each)
+                raise
+        return taken
+
+    def _add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
+        """Adds `part` (shard_numel,) to the pages and gives it back; in `so_far`, where there are any."""
         pages = self._pages
         assert pages is not None
         if pages.tier.computes or (pages.tier.addressable and (self._filled or self._sums)):
@@ -695,17 +712,26 @@ class FlatGradient:
             else:
                 pages.tensor().copy_(value)
             self._allocator.release(part)
+        elif so_far:
+            self._add_through(so_far, part.tensor(), pages)
+            self._allocator.release(part)
         else:
-            if before is not None:
-                if self._filled:
-                    self._allocator.copy(pages, before).wait()
-                    before.tensor().add_(part.tensor())
-                else:
-                    before.tensor().copy_(part.tensor())
-                self._allocator.release(part)
-                part = before
             self._leaving.append((self._allocator.copy(part, pages), part))
         self._filled = True
+
+    def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
+        """Adds values (shard_numel,) to pages without addresses."""
+        starts = [0, *itertools.accumulate(each.numel for each in so_far)]
+        places = list(zip(so_far, starts, values.split([each.numel for each in so_far]), strict=False))
+        coming = [self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if self._filled]
+        for transfer in coming:
+            transfer.wait()
+        for each, start, more in places:
+            if self._filled:
+                each.tensor().add_(more)
+            else:
+                each.tensor().copy_(more)
+            self._leaving.append((self._allocator.copy(each, pages, target_start=start), each))
 
 
 def _nothing() -> None:

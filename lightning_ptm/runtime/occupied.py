@@ -59,6 +59,8 @@ def occupied(blueprint: Blueprint, plan: Plan, trace: Trace, again: Collection[i
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
     fixed = {tier: blueprint.inventory.held_bytes(tier, *lifetimes) // page for tier in blueprint.budget}
     paper = Paper(blueprint, fixed[Tier.DEVICE], again)
+    if blueprint.placement.sums_gradients:
+        paper.run(plan, trace, steps=False)  # to whose gradients others are added
     ticks = paper.run(plan, trace)
     if blueprint.layout.shared:
         order = _order_of_first(trace)

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Collection
 
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning.demand import pages_beside_full_gradients
 from lightning_ptm.planning.fetching import Fetching
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.plan import Plan, Task
@@ -53,6 +54,8 @@ class Paper:
         self._shards: dict[int, int] = {}
         """Pages of shards that were fetched for a gather."""
         self._gradients: dict[int, int] = {}
+        self._summed: set[int] = set()
+        """Units that have gradients of this step already."""
         self._behind: list[int] = []
         """Units whose gradients were laid out and have not gone to the update."""
         self._leaving: list[int] = []
@@ -200,13 +203,15 @@ class Paper:
             return
         away = self._blueprint.gradient_home(unit) is not Tier.DEVICE
         full, part = layout.full_gradient_pages(unit), reduced if layout.gathers(unit) else 0
+        so_far = 0 if part else self._so_far(unit)
         if layout.shared:
             pages = full + part + (reduced if self._passes(unit) else 0)
         else:
             pages = full if away else 0
+        pages += so_far
         self._make_room(pages)
         self._hold(pages)
-        if not part and not away and layout.shared:  # whole on one rank: it is copied at once
+        if not part and (so_far or not away) and pages:  # whole on one rank: it is copied, or added, at once
             self._used -= full
             pages -= full
         self._gradients[unit] = pages
@@ -243,6 +248,16 @@ class Paper:
                 self._end_backward(unit)
         for unit in self._behind:
             self._update(unit)
+        self._summed.clear()
+
+    def _so_far(self, unit: int) -> int:
+        """Pages of the buffers in which a unit's gradients are added to those of earlier passes, or widened."""
+        gradients = self._blueprint.placement.gradients(unit)
+        widens = any(flat.sums_gradients for flat in self._layout.flats_of(unit))
+        if not gradients.add_up_in_buffer or not (widens or unit in self._summed):
+            self._summed.add(unit)
+            return 0
+        return pages_beside_full_gradients(self._layout, unit, gradients)
 
     def _passes(self, unit: int) -> bool:
         """Whether gradients wait in pages that are taken when they come."""

@@ -95,7 +95,7 @@ class FlatStore:
             transfer.wait()
 
     def _copy_home(self, target: PagedTensor) -> Transfer:
-        self._reads = [*self.reads(), self._allocator.copy(self.home, target)]
+        self._reads = [*self.reads(), self._allocator.fill(self.home, target)]
         return self._reads[-1]
 
     def bind_resident(self) -> None:

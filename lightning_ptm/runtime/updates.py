@@ -113,8 +113,7 @@ class UpdateScheduler(abc.ABC):
     # -- update in backward -------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
-        """From now until the step, a unit is updated as soon as its backward has ended, unless its route says that updates
-        come with the step."""
+        """From now until the step, units are updated as their backward ends, unless routes say that the step does it."""
         index = self.index_of(optimizer)
         if not any(flat.gradient.route.outlives_backward for _, flat in self.flats_of(index)):
             self._armed = _Armed(index)
@@ -317,7 +316,7 @@ class SynchronousUpdates(UpdateScheduler):
         units: stores by unit; flats and optimizers: as above.
         updater: runs the jobs.
         gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
-        in_thread: the updater works in a thread of its own, not in that of compute.
+        in_thread: the updater works in a thread of its own; in_turn: as the next forward wants units, not as gradients come.
     """
 
     def __init__(
@@ -329,9 +328,11 @@ class SynchronousUpdates(UpdateScheduler):
         gradient_room_bytes: int,
         *,
         in_thread: bool,
+        in_turn: bool = False,
     ) -> None:
         super().__init__(flats, optimizers)
         self._units = units
+        self._turns = range(len(units)) if in_turn else [0] * len(units)
         self._updater = updater
         self._gradient_room_bytes = gradient_room_bytes
         self._in_thread = in_thread
@@ -345,8 +346,8 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        after = (*flat.gradient.leaving(), *store.reads())
-        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after)
+        after, turn = (*flat.gradient.leaving(), *store.reads()), self._turns[unit]
+        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
 
     def _handed_over(self) -> None:
@@ -357,7 +358,7 @@ class SynchronousUpdates(UpdateScheduler):
             self.finish(first)  # I5
 
     def _stepped(self, optimizer: int) -> None:
-        self._updater.pump()
+        self.progress()
 
     def _waiting_bytes(self) -> dict[int, int]:
         return {unit: sum(job.flat.gradient.bytes for job in jobs) for unit, jobs in self._pending.items()}

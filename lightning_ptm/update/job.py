@@ -64,6 +64,7 @@ class UpdateJob:
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
         forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
             a master parameter and a fresh target.
+        turn: jobs of earlier turns are served first. All of a flat have the same.
         on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
     """
 
@@ -78,6 +79,7 @@ class UpdateJob:
     after: Sequence[Pending] = ()
     fresh_target: bool = False
     forecast: Forecast | None = None
+    turn: int = 0
     on_done: Callable[[], None] | None = None
 
     @property
@@ -209,7 +211,15 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
             for start in starts
             if job.fresh_target or job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
         ]
-        super().__init__(job.states, flat.shard_numel, chunk_numel, updated, streams=bool(self.staged))
+        super().__init__(
+            job.states,
+            flat.shard_numel,
+            chunk_numel,
+            updated,
+            streams=bool(self.staged),
+            reads_ahead=any(column.reads and column.role != GRADIENT for column in self.staged),
+            turn=job.turn,
+        )
         self.landing: list[Transfer] = []
         """Writes of compute parameters in flight."""
         self.submitted: Mark | None = None

@@ -190,7 +190,8 @@ class Pipeline:
             if column.role not in chunk.buffers
             and (column.role != GRADIENT or (progress is not None and progress.has_gradient()))
         ]
-        if missing and progress is not None and progress.submitted is not None:
+        reads = any(column.reads for column in missing)
+        if reads and progress is not None and progress.submitted is not None:
             progress.submitted.order()  # copies of what a device holds start behind the current stream
         for column in missing:
             buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype)

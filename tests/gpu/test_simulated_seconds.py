@@ -73,7 +73,6 @@ STEPS = """
     from torch.utils.data import DataLoader
 
     clock = fake_device.lib
-    fake_device.watch_update_thread(elements_per_s=1e9)
 
     class Seconds(Callback):
         def __init__(self):
@@ -86,10 +85,8 @@ STEPS = """
             self.began_s = self.now()
             clock.fc_clock_waits()
 
-        def on_after_backward(self, *_):
-            self.waits = clock.fc_clock_waits().decode().splitlines()  # of the last step: the first one is traced
-
         def on_train_batch_end(self, *_):
+            self.waits = clock.fc_clock_waits().decode().splitlines()  # of the last step: the first one is traced
             self.steps.append(self.now() - self.began_s)
 
     def train(strategy):
@@ -100,25 +97,35 @@ STEPS = """
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )
         data = torch.randint(0, 256, (24, 65), generator=torch.Generator().manual_seed(1))
-        trainer.fit(Model(width=128, layers=24), DataLoader(data, batch_size=8))
-        return {"step_s": seconds.steps[-1], "waits": seconds.waits}
+        model = Model(width=128, layers=24)
+        trainer.fit(model, DataLoader(data, batch_size=8))
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        return {"step_s": seconds.steps[-1], "waits": seconds.waits, "elements": elements}
 
     homes = {"parameter_home": "host", "master_home": "host", "device_memory": "24MiB", "host_memory": "256MiB"}
-    found = {"plain": train("auto"), "host": train(AngelPTMStrategy(page_size="64KiB", **homes))}
+    found = {"plain": train("auto")}
+    plain = found["plain"]
+    fake_device.watch_update_thread(elements_per_s=plain["elements"] / (UPDATE_SHARE * plain["step_s"]))
+    found["host"] = train(AngelPTMStrategy(page_size="64KiB", **homes))
     found["host masters"] = train(AngelPTMStrategy(page_size="64KiB", master_home="host"))
     print(json.dumps(found))
 """
-"""Parameters and masters in RAM, or masters alone, against Lightning's own strategy with everything on the device."""
+"""Parameters and masters in RAM, or masters alone, against Lightning's own strategy with everything on the device. The CPU's
+arithmetic takes UPDATE_SHARE of the latter's step."""
 
 
-def test_a_step_with_states_in_ram_takes_as_long_as_its_compute_and_the_host_runs_ahead() -> None:
-    """A unit's way to the device takes 0.78 of its forward. The CPU's arithmetic is counted as next to nothing: with what it
-    takes, updates do not hide behind compute yet (benchmarks/LOG.md). Seconds are long beside the millisecond in which
-    the thread of updates looks for gradients."""
-    found = json.loads(on_clock(STEPS, "flops=4e9,memory=1e11,link=1e7,launch=5e-6").splitlines()[-1])
+@pytest.mark.parametrize("update_share", [0.001, 0.5, 0.8])
+def test_a_step_with_states_in_ram_takes_as_long_as_what_takes_longest_and_the_host_runs_ahead(
+    update_share: float,
+) -> None:
+    """A unit's way to the device takes 0.78 of its forward. Seconds are long beside the millisecond in which the thread of
+    updates looks for gradients."""
+    program = STEPS.replace("UPDATE_SHARE", str(update_share))
+    found = json.loads(on_clock(program, "flops=4e9,memory=1e11,link=1e7,launch=5e-6").splitlines()[-1])
+    longest_s = max(1.0, update_share) * found["plain"]["step_s"]
     assert found["host"]["waits"] == []
-    assert found["host"]["step_s"] <= 1.05 * found["plain"]["step_s"], found
-    assert found["host masters"]["step_s"] <= 1.10 * found["plain"]["step_s"], found
+    assert found["host"]["step_s"] <= (1.05 if update_share < 0.1 else 1.10) * longest_s, found
+    assert found["host masters"]["step_s"] <= 1.10 * longest_s, found
 
 
 def test_a_clock_of_unknown_speeds_is_refused() -> None:

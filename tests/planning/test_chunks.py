@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,10 @@ class HandChunk(Chunk[str]):
 
 
 class HandJob(Job[str, HandChunk]):
-    def __init__(self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True) -> None:
-        super().__init__(flat, chunks * CHUNK, CHUNK, range(0, chunks * CHUNK, CHUNK), streams=streams)
+    def __init__(
+        self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True, **options: Any
+    ) -> None:
+        super().__init__(flat, chunks * CHUNK, CHUNK, range(0, chunks * CHUNK, CHUNK), streams=streams, **options)
         self.gradient = gradient
 
     def has_gradient(self) -> bool:
@@ -109,6 +112,26 @@ def test_chunks_are_read_as_staging_allows_and_computed_as_they_come() -> None:
     bench.land(3)
     bench.run()
     assert not bench.chunks.busy and not bench.held
+
+
+def test_jobs_are_served_in_turn_and_those_of_one_turn_as_they_come() -> None:
+    bench = Bench()
+    for flat, turn in (("c", 2), ("b", 1), ("d", 2), ("a", 0), ("b", 1)):
+        bench.chunks.enqueue(HandJob(flat, 1, streams=False, turn=turn))
+    assert [flat for doing, flat, _ in bench.run() if doing == "ended"] == ["a", "b", "b", "c", "d"]
+
+
+def test_what_comes_from_nowhere_but_its_gradient_takes_no_buffers_before_that_is_there() -> None:
+    bench = Bench(staging=2)
+    first = HandJob("a", gradient=False, reads_ahead=False, turn=0)
+    bench.chunks.enqueue(first)
+    bench.chunks.enqueue(HandJob("b", 1, reads_ahead=False, turn=1))
+    assert bench.run() == [("read", "b", 0)]
+    bench.come(1)
+    bench.run()
+    bench.land(1)
+    first.gradient = True
+    assert bench.run() == [("written", "b", 0), ("read", "a", 0), ("read", "a", 10)]
 
 
 def test_a_chunk_is_not_read_before_its_last_write_has_landed() -> None:

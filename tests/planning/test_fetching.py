@@ -279,3 +279,23 @@ def test_a_failed_iteration_is_forgotten() -> None:
     it.told()
     it.fetching.end()
     assert it.told() == []
+
+
+@pytest.mark.parametrize(("one_way", "at_once"), [(False, [0, 2]), (True, [0])])
+def test_on_one_way_nothing_is_fetched_before_what_is_needed_earlier_and_waits_for_an_update(
+    one_way: bool, at_once: list[int]
+) -> None:
+    shelf = Shelf(4)
+    fetching = Fetching(shelf, 3, one_way=one_way)
+    trace = Trace(tuple(Tick(unit, F, (unit,)) for unit in range(3)))
+    fetches = [Task(Operation.FETCH, unit, Kind.FULL, 0) for unit in range(3)]
+    computes = [Task(Operation.COMPUTE, unit, Kind.FULL, unit) for unit in range(3)]
+    shelf.updating.add(1)
+    fetching.begin((Plan((*fetches, *computes), 3), trace), None, begins_again=False)
+    fetching.enter(0, F)
+    assert shelf.there == at_once
+    fetching.pump()
+    assert shelf.there == at_once
+    shelf.updating.clear()
+    fetching.pump()
+    assert sorted(shelf.there) == [0, 1, 2] and fetching.misses == 0

@@ -16,7 +16,9 @@ from lightning_ptm.planning import (
     build_layout,
     forward_trace,
     place,
+    schedule,
     sequential_trace,
+    simulate,
 )
 from lightning_ptm.terms import Tier
 
@@ -38,6 +40,7 @@ def placed(
     wishes: Wishes = NO_WISHES,
     unified: bool | None = None,
     keep_gradients: bool = False,
+    sums_gradients: bool = False,
     staging_bytes: int = 0,
     update_on_device: bool = True,
 ) -> Placement:
@@ -50,6 +53,7 @@ def placed(
         wishes=wishes,
         unified=not budget[HOST] if unified is None else unified,
         keep_gradients=keep_gradients,
+        sums_gradients=sums_gradients,
         staging_bytes=staging_bytes,
         update_on_device=update_on_device,
     )
@@ -234,3 +238,25 @@ def test_each_flat_needs_the_size_of_its_master_states() -> None:
             staging_bytes=0,
             update_on_device=True,
         )
+
+
+@pytest.mark.parametrize(("home", "ranks", "more"), [(DISK, 1, 3), (HOST, 1, 0), (DISK, 2, 0)])
+def test_sums_that_wait_without_addresses_take_their_pages_again_where_they_are_added_to(
+    home: Tier, ranks: int, more: int
+) -> None:
+    """Once more the gradients of the largest unit. What ranks have reduced is added to in the place of whole gradients."""
+    layout = even_layout([1, 2, 3], world_size=ranks)
+
+    def least(sums: bool) -> int:
+        for device in range(1, 40):
+            budget = pages(device, host=1000, disk=1000)
+            try:
+                placement = placed(layout, budget, wishes=Wishes(home, home), keep_gradients=True, sums_gradients=sums)
+            except CapacityError:
+                continue
+            plan = schedule(layout, placement, sequential_trace(layout), budget)
+            simulate(layout, placement, plan, sequential_trace(layout), budget)
+            return device
+        raise AssertionError("no device is large enough")
+
+    assert least(True) - least(False) == more

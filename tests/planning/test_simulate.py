@@ -73,6 +73,7 @@ def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Tra
             wishes=Wishes(data.draw(wish), data.draw(wish)),
             unified=unified,
             keep_gradients=keep_gradients,
+            sums_gradients=keep_gradients and data.draw(st.booleans()),
             staging_bytes=data.draw(st.sampled_from((0, PAGE))),
             update_on_device=True,
         )
@@ -217,11 +218,13 @@ def test_a_plan_for_another_trace_is_found() -> None:
         simulate(layout, placement, replace(plan, tasks=plan.tasks[::-1]), trace, budget)
 
 
-def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted() -> None:
+@pytest.mark.parametrize(("sums", "pages_at"), [(False, (1, 2, 2)), (True, (1, 3, 3))])
+def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted(sums: bool, pages_at: tuple[int, ...]) -> None:
+    """The unit; its gradient; and where there are several on disk, what there is of their sum."""
     layout = even_layout([1])
     trace = Trace((Tick(0, Phase.FORWARD, (0,)), Tick(0, Phase.BACKWARD, (0,))))
     budget = pages(6, disk=100)
-    placement = placed(layout, budget, trace=trace, wishes=ON_DISK)
+    placement = placed(layout, budget, trace=trace, wishes=ON_DISK, keep_gradients=sums, sums_gradients=sums)
     plan = Plan(
         (
             Task(Operation.FETCH, 0, Kind.FULL, 0),
@@ -233,6 +236,8 @@ def test_a_plan_written_by_hand_is_accepted_and_its_bytes_are_counted() -> None:
     )
     simulation = simulate(layout, placement, plan, trace, budget)
     device, disk = simulation.tier(Tier.DEVICE), simulation.tier(Tier.DISK)
-    assert device.bytes_per_tick == (PAGE, 2 * PAGE, 2 * PAGE)
-    assert (device.peak_bytes, device.peak_tick) == (2 * PAGE, 1)
-    assert disk.bytes_per_tick == (7 * PAGE,) * 3
+    assert device.bytes_per_tick == tuple(each * PAGE for each in pages_at)
+    assert (device.peak_bytes, device.peak_tick) == (pages_at[1] * PAGE, 1)
+    assert disk.bytes_per_tick == ((7 + sums) * PAGE,) * 3
+    with pytest.raises(CapacityError, match=f"needs {pages_at[1]} pages at once"):
+        simulate(layout, replace(placement, gather_bytes=(pages_at[1] - 1) * PAGE), plan, trace, budget)

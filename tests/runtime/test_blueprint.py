@@ -15,6 +15,7 @@ from torch import nn
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.planning.homes import Budget, Homes
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.blueprint import Blueprint, compute_dtype, decide, draw, keeps_fp32
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.runtime.route import Waits
@@ -395,6 +396,34 @@ def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     """Of four pages each: parameter, gradient and two moments."""
     found = drawn(disk_path="/d", master_home="disk", staging_memory=staging, host_memory=host)
     assert found.staging_chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks"),
+    [
+        ({"machine": CLUSTER}, 3),
+        ({"machine": CLUSTER, "host_memory": 24 * PAGE}, 3),
+        ({"machine": CLUSTER, "host_memory": 23 * PAGE}, 2),
+        ({"machine": CLUSTER, "host_memory": 22 * PAGE}, 1),
+        ({"machine": CLUSTER, "staging_memory": 2 * PAGE}, 2),
+        ({"device_memory": 64 * PAGE}, 1),  # copies of a CPU do not go on beside it
+    ],
+)
+def test_between_a_device_and_ram_as_many_chunks_as_there_is_room_for(settings: dict[str, Any], chunks: int) -> None:
+    """A page each, of parameters; the homes take 14 pages of moments and 7 of gradients."""
+    found = drawn(parameter_home="device", master_home="host", **settings)
+    assert found.staging_chunks == chunks
+    assert found.inventory.by_what(Tier.HOST)[What.STAGING] == chunks * PAGE
+    assert found.pool_bytes[Tier.HOST] <= found.budget[Tier.HOST]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_in_pages_of_their_own_beside_a_device_wait_as_long_as_they_like(keep: bool) -> None:
+    options: dict[str, Any] = {"parameter_home": "device", "master_home": "host", "keep_gradients": keep}
+    found = drawn(machine=CLUSTER, **options)
+    assert found.gradient_room_bytes == sum(flat.gradient_bytes for flat in found.trained_flats()) == 7 * PAGE
+    in_grad = drawn(machine=CLUSTER, parameter_home="device", master_home="device")
+    assert in_grad.gradient_room_bytes == 2 * 3 * PAGE
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.paper import Paper
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
@@ -194,3 +195,21 @@ def test_what_is_fetched_is_given_up_once() -> None:
                 case Operation.COMPUTE:
                     assert task.unit in there
         assert not there
+
+
+def test_sums_on_disk_are_added_to_in_pages_beside_the_gradients_from_the_second_pass_on() -> None:
+    """Blocks and their gradients as without; once more as many pages for what there is of each sum."""
+    found = drawn(
+        device_memory=32 * PAGE,
+        parameter_home="disk",
+        master_home="disk",
+        disk_path="/d",
+        keep_gradients=True,
+        sums_gradients=True,
+    )
+    plan = make_plan(found, Mode.TRAIN, found.trace)
+    paper = Paper(found, 0)
+    passes = [paper.run(plan, found.trace, steps=steps) for steps in (False, True, False)]
+    first = [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]
+    assert passes == [first, [7, 7, 7, 7, 7 + 2 * 3, 4 + 2 * 2, 2 + 2 * 1, 1 + 2 * 1, 1], first]
+    assert [size // PAGE for size in occupied(found, plan, found.trace).device_per_tick] == passes[1]

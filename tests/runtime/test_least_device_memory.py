@@ -1,0 +1,104 @@
+"""Whatever device memory a plan is accepted with, the run fits in, from the least on (promise 4 of the design)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
+from test_micro_batches import ALL_FIRST, Staged
+from test_run_and_paper import Tower
+from torch import Tensor, nn
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import CapacityError
+
+
+class Wide(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, inner)
+        self.outer = nn.Linear(inner, 128)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.outer(self.inner(value).tanh())
+
+
+class Uneven(Tower):
+    """Blocks of three, seven, five and one pages, whose gradients come after the next one has been entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Wide, (128, 384, 256, 32)))
+
+
+class InFlight(Staged):
+    """Forwards first; its gradients come in three backward passes of one iteration."""
+
+    width = 128
+
+    def __init__(self) -> None:
+        super().__init__(ALL_FIRST)
+
+
+ROWS = vectors(4, 8, 32)
+MICRO_BATCHES = vectors(2, 4, 3, 32)
+TWO = {"accumulate_grad_batches": 2}
+CLIPPED = {"gradient_clip_val": 0.1}
+CASES: dict[str, tuple[type[TrainModule], Batches, str, dict[str, Any], int]] = {
+    "one backward pass a step": (Tower, ROWS, "32-true", {}, 12),
+    "accumulated": (Tower, ROWS, "32-true", TWO, 17),
+    "accumulated and clipped": (Tower, ROWS, "32-true", {**TWO, **CLIPPED}, 17),
+    "clipped": (Tower, ROWS, "32-true", CLIPPED, 12),
+    "accumulated in a wider dtype": (Tower, ROWS, "bf16-mixed", TWO, 13),
+    "accumulated in blocks of several sizes": (Uneven, ROWS, "32-true", TWO, 23),
+    "in flight": (InFlight, MICRO_BATCHES, "32-true", {}, 17),
+}
+"""What is trained, and the least pages of device memory with everything on disk: the root and the largest block, with the
+gradients of both, are 12 (8 in 16 bits, 16 in blocks of several sizes); the sum to which the block's are added is 5 (7)."""
+
+
+class Begun(L.Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batches += 1
+
+
+def attempt(name: str, disk: Path, **memory: str) -> None:
+    """Trains, with as many bits as without pages.
+
+    Raises:
+        CapacityError: the plan is not accepted; nothing has been computed.
+    """
+    kind, batches, precision, options, _ = CASES[name]
+    strategy = AngelPTMStrategy(
+        page_size="64KiB",
+        units=["Wide" if kind is Uneven else "Block"],
+        parameter_home="disk",
+        master_home="disk",
+        disk_path=disk,
+        **memory,
+    )
+    begun = Begun()
+    try:
+        ours = fit(kind, batches, strategy, precision, callbacks=[begun], **options)
+    except CapacityError:
+        assert not begun.batches, "the plan was accepted, and the run did not fit"
+        raise
+    plain = PlainLoop(kind, precision, options.get("accumulate_grad_batches", 1), options.get("gradient_clip_val")).run(
+        batches
+    )
+    ours.assert_equal(plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_device_memory_from_the_least_that_is_accepted(disk: Path, name: str) -> None:
+    least = CASES[name][-1]
+    with pytest.raises(CapacityError):
+        attempt(name, disk, device_memory=f"{64 * (least - 1)}KiB", host_memory="64MiB")
+    for pages in range(least, least + 5):
+        attempt(name, disk, device_memory=f"{64 * pages}KiB", host_memory="64MiB")
