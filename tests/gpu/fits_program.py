@@ -1,6 +1,6 @@
 """Whole fits on the fake device, in a process that has no other: `python fits_program.py FOLDER NUMBER...`, with numbers
-of `fit_cases.CASES`; as one rank of several, which torchrun's variables tell, of `CASES_OF_RANKS`. For each it prints a line,
-`case NUMBER: ok` or `case NUMBER: failed`, the latter with a traceback.
+of `fit_cases.CASES`; as one rank of several, which torchrun's variables tell, of `CASES_OF_RANKS` and then `CASES_OF_PARTS`.
+For each it prints a line, `case NUMBER: ok` or `case NUMBER: failed`, the latter with a traceback.
 
 I1: losses and weights of a case are, bit for bit, those of the same training with everything on the device, nothing
     recomputed, activations kept and updates synchronous; of 32-true on one rank those are a plain Trainer's.
@@ -22,17 +22,18 @@ from typing import Any
 import fake_device  # before torch
 import lightning as L
 import torch
-from fit_cases import ACCUMULATED, CASES, CASES_OF_RANKS, CLIPS, HOMES, SAVES, settings_of
+from fit_cases import ACCUMULATED, CASES, CASES_OF_PARTS, CASES_OF_RANKS, CLIPS, HOMES, SAVES, settings_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.models.moe import MixtureOfExperts
+from lightning_ptm.parallel import Columns, Rows
 from lightning_ptm.runtime import offload
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-ALL = CASES if WORLD_SIZE == 1 else CASES_OF_RANKS
+ALL = CASES if WORLD_SIZE == 1 else [*CASES_OF_RANKS, *CASES_OF_PARTS]
 if WORLD_SIZE > 1:
     import fake_nccl  # noqa: F401 in place of NCCL
 
@@ -48,10 +49,11 @@ class Dense(nn.Module):
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = 2
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        query, key, value = self.qkv(self.first(x)).view(batch, length, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1, self.training)
         return x + self.down(functional.gelu(self.up(self.second(x))))
@@ -82,7 +84,21 @@ class Experts(nn.Module):
 
 
 EXPERTS = {"units": ["Dense", "MixtureOfExperts", "Expert"]}
-UNITS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS, "divided": {**EXPERTS, "expert_parallel_size": 2}}
+CUT = {
+    "tensor_parallel_size": 2,
+    "tensor_parallel_plan": {
+        "blocks.*.qkv": Columns(parts=3, heads="heads"),
+        "blocks.*.out": Rows(),
+        "blocks.*.up": Columns(),
+        "blocks.*.down": Rows(),
+    },
+}
+UNITS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": EXPERTS,
+    "divided": {**EXPERTS, "expert_parallel_size": 2},
+    "cut": CUT,
+}
 """Settings of the strategy by model."""
 
 
@@ -90,7 +106,7 @@ class Net(L.LightningModule):
     def __init__(self, model: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Dense(), *(Dense() if model == "dense" else Experts() for _ in range(2))])
+        self.blocks = nn.ModuleList([Dense(), *(Dense() if model in ("dense", "cut") else Experts() for _ in range(2))])
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[Tensor] = []
         self.sent_bytes = 0
@@ -133,9 +149,8 @@ def train(training: Training, strategy: Any, resume: Path | None = None, *callba
     gc.collect()  # the pool of the fit before may still be there
     torch.manual_seed(0)
     module = Net(model)
-    rows = torch.randint(
-        0, VOCABULARY, (WORLD_SIZE * BATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
-    )
+    batches = BATCHES * WORLD_SIZE // UNITS[model].get("tensor_parallel_size", 1)
+    rows = torch.randint(0, VOCABULARY, (batches * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
         accelerator="gpu",
         devices=WORLD_SIZE,

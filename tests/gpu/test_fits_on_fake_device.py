@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_process import ORDERS, need_fake_device, ranks_on_fake
-from fit_cases import CASES, CASES_OF_RANKS
+from fit_cases import CASES, CASES_OF_PARTS, CASES_OF_RANKS
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = range(4)
@@ -46,3 +46,10 @@ def test_fits_have_the_same_bits_and_no_race(order: str, half: int, tmp_path: Pa
 def test_fits_of_two_ranks_have_the_same_bits_and_no_race(order: str, half: int, tmp_path: Path) -> None:
     """On a stand-in for NCCL; some with experts that the ranks divide."""
     check(range(half, len(CASES_OF_RANKS), 2), order, tmp_path, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_fits_of_ranks_with_parts_of_layers_have_the_same_bits_and_no_race(order: str, tmp_path: Path) -> None:
+    first = len(CASES_OF_RANKS)
+    check(range(first, first + len(CASES_OF_PARTS)), order, tmp_path, world_size=2)
