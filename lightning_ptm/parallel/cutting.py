@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import with_adapters
+from lightning_ptm.parallel.blocks import blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
-from lightning_ptm.parallel.proof import Proof, blocks_of
+from lightning_ptm.parallel.proof import Proof
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
