@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.rules import Columns, Place, Rows, Rule, Vocabulary
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +38,40 @@ class Block:
     @property
     def kind(self) -> str:
         """Equal for blocks of which one proves the other."""
+        index = next((int(part) for part in reversed(self.name.split(".")) if part.isdecimal()), -1)
         shapes = [(name, tuple(each.shape)) for name, each in self.module.named_parameters()]
-        modules = [(name, type(each)) for name, each in self.module.named_modules()]
-        return hashlib.blake2b(repr((modules, shapes, sorted(map(repr, self.plan.items())))).encode()).hexdigest()
+        buffers = [(name, tuple(each.shape)) for name, each in self.module.named_buffers()]
+        modules = [(name, type(each), _attributes(each, index)) for name, each in self.module.named_modules()]
+        told = repr((modules, shapes, buffers, sorted(map(repr, self.plan.items()))))
+        return hashlib.blake2b(told.encode()).hexdigest()
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
+    """What a module's own attributes say of what it computes, such as flags and counts.
+
+    Args:
+        index: of its block among others, which many know; it is left out.
+    """
+    return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+
+
+def _told(value: Any, index: int) -> str:
+    if type(value) is int and value == index:
+        return "its number"
+    if isinstance(value, str):  # it may be a name with the number in it
+        return re.sub(rf"\b{index}\b", "its number", value)
+    if value is None or isinstance(value, (bool, int, float, complex, Enum, torch.dtype)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_told(each, index) for each in value)})"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{_told(key, index)}: {_told(each, index)}' for key, each in value.items())})"
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return value.__qualname__
+    return type(value).__qualname__
 
 
 def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
@@ -54,7 +91,7 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
             else:
                 found.setdefault(around, {})[place.name.removeprefix(f"{around}.")] = place.rule
     if others:
-        around = _around(others)
+        around = _around(modules, others)
         if not around:
             names = ", ".join(place.name for place in others[:3])
             raise ConfigError(
@@ -74,22 +111,28 @@ def _alone(rule: Rule) -> bool:
 
 
 def _element(modules: Mapping[str, nn.Module], name: str) -> str | None:
-    """The outermost element of a container around something, or None."""
+    """The outermost element of a container around something that can be called, or None."""
     parts = name.split(".")
     for end in range(1, len(parts)):
-        if isinstance(modules[".".join(parts[: end - 1])], _CONTAINERS):
-            return ".".join(parts[:end])
+        element = ".".join(parts[:end])
+        # An element may be a container itself, such as a pair of attention and feed-forward.
+        if isinstance(modules[".".join(parts[: end - 1])], _CONTAINERS) and not isinstance(
+            modules[element], _NEVER_CALLED
+        ):
+            return element
     return None
 
 
-def _around(places: Sequence[Place]) -> str:
-    """The name of the innermost module around all of them."""
+def _around(modules: Mapping[str, nn.Module], places: Sequence[Place]) -> str:
+    """The name of the innermost module around all of them that can be called."""
     paths = [place.name.split(".")[:-1] for place in places]
     common: list[str] = []
     for names in zip(*paths, strict=False):
         if len(set(names)) > 1:
             break
         common.append(names[0])
+    while isinstance(modules[".".join(common)], _NEVER_CALLED):
+        common.pop()
     return ".".join(common)
 
 

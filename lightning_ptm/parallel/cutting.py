@@ -91,14 +91,15 @@ class CutModule:
                         f"{place.name} shares {name} with another module, and tensor_parallel_plan cuts it in two ways "
                         f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out"
                     )
-        inside = {id(place.module._parameters[name]) for place, each in self._with(layers) for name in each.boxes}
+        names = [(place.module, (*each.boxes, *each.partial)) for place, each in self._with(layers)]
+        inside = {id(module._parameters[name]) for module, of_module in names for name in of_module}
+        holders = {id(module) for module, of_module in names if of_module}
         for name, module in self.root.named_modules():
-            holders = {id(place.module) for place, each in self._with(layers) if each.boxes}
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in inside and id(module) not in holders:
                     raise ConfigError(
-                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan cuts, and this module "
-                        f"is not in the plan; put both into it (for a head that is tied to an embedding: "
+                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan has a rule for, and "
+                        f"this module is not in the plan; put both into it (for a head that is tied to an embedding: "
                         f"Columns(gather=True) and Vocabulary()), or leave both out"
                     )
         return found

@@ -60,8 +60,12 @@ class Proof:
             if kind not in skeletons:
                 skeletons[kind] = _without_weights(block)
             hook = self._hook(kind, block, skeletons[kind])
-            handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
-            self._handles.setdefault(kind, []).append(handle)
+            handles = self._handles.setdefault(kind, [])
+            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+            unproven = self._unproven(kind, block)
+            for name, module in block.module.named_modules():
+                if name in block.plan:
+                    handles.append(module.register_forward_pre_hook(unproven))
 
     def close(self) -> None:
         """What has not been called is not proven."""
@@ -85,6 +89,18 @@ class Proof:
 
         return called
 
+    def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
+        @torch.compiler.disable
+        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if kind in self._handles and kind not in self._computed:
+                raise ConfigError(
+                    f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
+                    f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "
+                    f"`block.forward(x)` or another of its methods, or leave its layers out of the plan"
+                )
+
+        return called
+
     def _prove(
         self, kind: str, block: Block, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -94,13 +110,16 @@ class Proof:
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
-            of_whole = _computed(whole, args, kwargs)
+            try:
+                of_whole = self._drawn_alike(whole, args, kwargs)
+            except Exception as error:
+                raise self._not_alone(block, error) from error
             try:
                 known = self._divide(divided, block.plan)
-                of_divided = _computed(divided, args, kwargs)
+                of_divided = self._drawn_alike(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise self._refusal(block, f"cannot be computed ({error})") from error
+            except Exception as error:  # the user's forward may raise anything
+                raise self._refusal(block, f"cannot be computed ({type(error).__name__}: {error})") from error
         # Of many that differ, those of layers that are cut tell most.
         beyond = [(off, name) for off, name in differs if off > _TOLERANCE]
         cut_ones = [(off, name) for off, name in beyond if any(f".{each}." in name for each in block.plan)]
@@ -109,6 +128,17 @@ class Proof:
         if float(of_all.max()) > _TOLERANCE:
             where = f", most in {worst[1]}" if beyond else ""
             raise self._refusal(block, f"computes something else (off by {float(of_all.max()):.2g}{where})")
+
+    def _drawn_alike(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
+        with self._group.drawing_apart(seed=1):
+            return _computed(module, args, kwargs)
+
+    def _not_alone(self, block: Block, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{block.name} ({type(block.module).__name__}) cannot be proven: a copy of it, made when the run was set up, "
+            f"does not compute ({type(error).__name__}: {error}); hand it what it needs as arguments of its forward, not in "
+            f"attributes that are set before a call, or leave its layers out of tensor_parallel_plan"
+        )
 
     def _refusal(self, block: Block, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
