@@ -46,7 +46,8 @@ class Block:
         return hashlib.blake2b(told.encode()).hexdigest()
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of attributes that torch gives each module."""
 
 
 def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
@@ -55,7 +56,7 @@ def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
     Args:
         index: of its block among others, which many know; it is left out.
     """
-    return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
 
 
 def _told(value: Any, index: int) -> str:
@@ -136,4 +137,4 @@ def _around(modules: Mapping[str, nn.Module], places: Sequence[Place]) -> str:
     return ".".join(common)
 
 
-__all__ = ["Block", "blocks_of"]
+__all__ = ["OF_EVERY_MODULE", "Block", "blocks_of"]

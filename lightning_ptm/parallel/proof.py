@@ -7,7 +7,7 @@ beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
 number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, and the first one with gradients, which tells what inputs have some.
+one, and those in which inputs have gradients that had none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, some
-from lightning_ptm.parallel.blocks import Block
+from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
@@ -52,8 +52,8 @@ class Proof:
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
         """By kind, of the blocks that may be called first."""
-        self._computed: set[str] = set()
-        """Kinds whose first call, without gradients, was proven."""
+        self._computed: dict[str, list[set[int]]] = {}
+        """By kind, for each call that was proven the numbers of the inputs that had gradients."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
@@ -79,11 +79,13 @@ class Proof:
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs)))
-            if kind not in self._handles or (kind in self._computed and not with_gradients):
+            given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+            tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
+            proven = self._computed.setdefault(kind, [])
+            if kind not in self._handles or any(tracked <= known for known in proven):
                 return
-            self._computed.add(kind)
-            if with_gradients:
+            proven.append(tracked)
+            if len(tracked) == len(given):
                 self._forget(kind)
             self._prove(kind, block, skeleton, args, kwargs)
 
@@ -146,7 +148,8 @@ class Proof:
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
             f"cut as tensor_parallel_plan says ({rules}): packed projections need Columns(parts=how many), attributes that "
             f"count heads Columns(heads=their names), norms of a rank's own heads Partial(), and what follows Columns() "
-            f"without gather=True must work on a part until a layer with Rows(); heads have to divide; mend the plan, or "
+            f"without gather=True must work on a part until a layer with Rows(), what a forward sets in attributes too; "
+            f"heads have to divide; mend the plan, or "
             f"leave these layers out of it"
         )
 
@@ -156,7 +159,7 @@ class Proof:
         if len(whole.outputs) != len(divided.outputs):
             raise ValueError(f"{len(divided.outputs)} outputs in place of {len(whole.outputs)}")
         for theirs, ours in zip(whole.outputs, divided.outputs, strict=True):
-            yield _difference(ours, theirs), "its outputs"
+            yield _difference(ours, theirs), "its outputs, or attributes that its forward sets"
         of_inputs = zip(whole.inputs, divided.inputs, strict=True)
         yield from ((_difference(ours, theirs), "the gradients of its inputs") for theirs, ours in of_inputs)
         boxes: dict[str, Box] = known.boxes()
@@ -196,6 +199,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     args, kwargs = _copied((args, kwargs), tracked)
     leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
     out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
+    out += _left_behind(module)
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
     named = dict(module.named_parameters())
@@ -204,6 +208,12 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     found = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
     gradients = dict(zip(named, found[len(leaves) :], strict=True))
     return _Computed([each.detach() for each in out], list(found[: len(leaves)]), gradients)
+
+
+def _left_behind(module: nn.Module) -> list[Tensor]:
+    """What a forward has left in attributes for others to train with, such as a loss of its own."""
+    values = [value for each in module.modules() for name, value in vars(each).items() if name not in OF_EVERY_MODULE]
+    return [each for each in _tensors(values) if each.is_floating_point() and each.grad_fn is not None]
 
 
 @contextmanager
@@ -252,6 +262,7 @@ def _without_weights(block: Block) -> nn.Module:
             id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float32, device="meta"))
             for each in block.module.parameters()
         }
+        memo |= {id(each): each.detach() for each in _left_behind(block.module)}  # of an earlier run
         made = copy.deepcopy(block.module, memo)
     except Exception as error:
         raise ConfigError(

@@ -56,6 +56,35 @@ class Told(Gated):
         return super().forward(x * self.scale)
 
 
+class Penalised(Gated):
+    """Keeps a loss of its own, of what ranks have parts of."""
+
+    penalty: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.expand(x)
+        self.penalty = hidden.square().mean()
+        return self.project(hidden)
+
+
+class Scaled(Gated):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.project(self.expand(x) * scale)
+
+
+class LaterTrained(nn.Module):
+    """Its scale has a gradient from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled()])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return self.blocks[0](self.blocks[0](x, self.scale.detach()), self.scale)
+
+
 class Normed(Gated):
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +149,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "a block that is not called": (lambda: Unseen(Gated(gated=True)), PLAN, "blocks.0 (Gated)"),
     "pairs": (lambda: Pairs(gated=False), IN_PAIRS, ""),
     "pairs of which one is gated": (lambda: Pairs(gated=True), IN_PAIRS, "blocks.0.0 (Gated) computes"),
+    "a loss in an attribute": (lambda: Stack(Penalised()), PLAN, "sets in attributes"),
+    "an input that is trained later": (LaterTrained, PLAN, "the gradients of its inputs"),
     "random numbers": (lambda: Stack(Noisy()), PLAN, ""),
     "a width that a block knows": (lambda: Stack(Checked()), PLAN, "blocks.0 (Checked) cannot be computed"),
     "a block that is told something": (lambda: Telling(Told()), PLAN, "blocks.0 (Told)"),
