@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import with_adapters
+from lightning_ptm.parallel.blocks import blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
-from lightning_ptm.parallel.proof import Proof, blocks_of
+from lightning_ptm.parallel.proof import Proof
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -90,14 +91,15 @@ class CutModule:
                         f"{place.name} shares {name} with another module, and tensor_parallel_plan cuts it in two ways "
                         f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out"
                     )
-        inside = {id(place.module._parameters[name]) for place, each in self._with(layers) for name in each.boxes}
+        names = [(place.module, (*each.boxes, *each.partial)) for place, each in self._with(layers)]
+        inside = {id(module._parameters[name]) for module, of_module in names for name in of_module}
+        holders = {id(module) for module, of_module in names if of_module}
         for name, module in self.root.named_modules():
-            holders = {id(place.module) for place, each in self._with(layers) if each.boxes}
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in inside and id(module) not in holders:
                     raise ConfigError(
-                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan cuts, and this module "
-                        f"is not in the plan; put both into it (for a head that is tied to an embedding: "
+                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan has a rule for, and "
+                        f"this module is not in the plan; put both into it (for a head that is tied to an embedding: "
                         f"Columns(gather=True) and Vocabulary()), or leave both out"
                     )
         return found

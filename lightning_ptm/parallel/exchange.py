@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ class TensorGroup:
     def end_divided(self) -> None:
         """Ends what `begin_divided` began; nothing where it did not."""
 
+    @contextmanager
+    def drawing_apart(self, seed: int) -> Iterator[None]:
+        """Random numbers within are those of a seed; those behind go on as if nothing had been drawn."""
+        yield
+
 
 class RankGroup(TensorGroup):
     """Of processes.
@@ -144,6 +150,16 @@ class RankGroup(TensorGroup):
             if some:
                 # Of one dtype: the default is another in a backward pass, where a forward may be computed again.
                 torch.rand((), dtype=torch.float32, device=device)
+
+    @override
+    @contextmanager
+    def drawing_apart(self, seed: int) -> Iterator[None]:
+        before = self._random_states()
+        self._set_random_states([torch.Generator(device).manual_seed(seed).get_state() for device in self._draws])
+        try:
+            yield
+        finally:
+            self._set_random_states(before)
 
     def _random_states(self) -> list[Tensor]:
         of_device = self._backend.random_state()

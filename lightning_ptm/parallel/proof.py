@@ -7,14 +7,13 @@ beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
 number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, and the first one with gradients, which tells what inputs have some.
+one, and those in which inputs have gradients that had none.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,94 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.rules import Columns, Place, Rows, Rule, Vocabulary
+from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
 
 _TOLERANCE = 1e-3
 """Of the largest element: fp32 rounds to 1e-6 of it, wrong plans are off by 1e-2 and more."""
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-
 Divided = Callable[[nn.Module, Mapping[str, Rule]], Any]
 """Cuts a module by a plan whose names are those inside of it; what comes back tells boxes and partial ones (`CutModule`)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """What is proven in one piece.
-
-    Attributes:
-        plan: the rules inside, by names inside of it.
-    """
-
-    name: str
-    module: nn.Module
-    plan: Mapping[str, Rule]
-
-    @property
-    def kind(self) -> str:
-        """Equal for blocks of which one proves the other."""
-        shapes = [(name, tuple(each.shape)) for name, each in self.module.named_parameters()]
-        modules = [(name, type(each)) for name, each in self.module.named_modules()]
-        return hashlib.blake2b(repr((modules, shapes, sorted(map(repr, self.plan.items())))).encode()).hexdigest()
-
-
-def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
-    """The blocks in which layers that need others to be whole again lie: elements of a container, or what is around the rest.
-
-    Raises:
-        ConfigError: nothing but the whole model is around some.
-    """
-    modules = dict(root.named_modules())
-    found: dict[str, dict[str, Rule]] = {}
-    others: list[Place] = []
-    for place in places:
-        if not _alone(place.rule):
-            around = _element(modules, place.name)
-            if around is None:
-                others.append(place)
-            else:
-                found.setdefault(around, {})[place.name.removeprefix(f"{around}.")] = place.rule
-    if others:
-        around = _around(others)
-        if not around:
-            names = ", ".join(place.name for place in others[:3])
-            raise ConfigError(
-                f"tensor_parallel_plan names {names}, which nothing is around but the {type(root).__name__} itself, and a "
-                f"plan is proven on a module that can be called by itself; put these layers into a module of their own, with "
-                f"the forward that calls them"
-            )
-        inside = {place.name.removeprefix(f"{around}."): place.rule for place in others}
-        found.setdefault(around, {}).update(inside)
-    return tuple(Block(name, modules[name], plan) for name, plan in found.items())
-
-
-def _alone(rule: Rule) -> bool:
-    """Whether what the rule leaves behind is whole, whatever is around it."""
-    gathers = isinstance(rule, Columns) and rule.gather
-    return gathers or isinstance(rule, Vocabulary) or (isinstance(rule, Rows) and rule.split)
-
-
-def _element(modules: Mapping[str, nn.Module], name: str) -> str | None:
-    """The outermost element of a container around something, or None."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        if isinstance(modules[".".join(parts[: end - 1])], _CONTAINERS):
-            return ".".join(parts[:end])
-    return None
-
-
-def _around(places: Sequence[Place]) -> str:
-    """The name of the innermost module around all of them."""
-    paths = [place.name.split(".")[:-1] for place in places]
-    common: list[str] = []
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
 
 
 class Proof:
@@ -130,16 +52,20 @@ class Proof:
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
         """By kind, of the blocks that may be called first."""
-        self._computed: set[str] = set()
-        """Kinds whose first call, without gradients, was proven."""
+        self._computed: dict[str, list[set[int]]] = {}
+        """By kind, for each call that was proven the numbers of the inputs that had gradients."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
             if kind not in skeletons:
                 skeletons[kind] = _without_weights(block)
             hook = self._hook(kind, block, skeletons[kind])
-            handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
-            self._handles.setdefault(kind, []).append(handle)
+            handles = self._handles.setdefault(kind, [])
+            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+            unproven = self._unproven(kind, block)
+            for name, module in block.module.named_modules():
+                if name in block.plan:
+                    handles.append(module.register_forward_pre_hook(unproven))
 
     def close(self) -> None:
         """What has not been called is not proven."""
@@ -153,13 +79,27 @@ class Proof:
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs)))
-            if kind not in self._handles or (kind in self._computed and not with_gradients):
+            given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+            tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
+            proven = self._computed.setdefault(kind, [])
+            if kind not in self._handles or any(tracked <= known for known in proven):
                 return
-            self._computed.add(kind)
-            if with_gradients:
+            proven.append(tracked)
+            if len(tracked) == len(given):
                 self._forget(kind)
             self._prove(kind, block, skeleton, args, kwargs)
+
+        return called
+
+    def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
+        @torch.compiler.disable
+        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if kind in self._handles and kind not in self._computed:
+                raise ConfigError(
+                    f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
+                    f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "
+                    f"`block.forward(x)` or another of its methods, or leave its layers out of the plan"
+                )
 
         return called
 
@@ -172,13 +112,16 @@ class Proof:
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
-            of_whole = _computed(whole, args, kwargs)
+            try:
+                of_whole = self._drawn_alike(whole, args, kwargs)
+            except Exception as error:
+                raise self._not_alone(block, error) from error
             try:
                 known = self._divide(divided, block.plan)
-                of_divided = _computed(divided, args, kwargs)
+                of_divided = self._drawn_alike(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise self._refusal(block, f"cannot be computed ({error})") from error
+            except Exception as error:  # the user's forward may raise anything
+                raise self._refusal(block, f"cannot be computed ({type(error).__name__}: {error})") from error
         # Of many that differ, those of layers that are cut tell most.
         beyond = [(off, name) for off, name in differs if off > _TOLERANCE]
         cut_ones = [(off, name) for off, name in beyond if any(f".{each}." in name for each in block.plan)]
@@ -188,13 +131,25 @@ class Proof:
             where = f", most in {worst[1]}" if beyond else ""
             raise self._refusal(block, f"computes something else (off by {float(of_all.max()):.2g}{where})")
 
+    def _drawn_alike(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
+        with self._group.drawing_apart(seed=1):
+            return _computed(module, args, kwargs)
+
+    def _not_alone(self, block: Block, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{block.name} ({type(block.module).__name__}) cannot be proven: a copy of it, made when the run was set up, "
+            f"does not compute ({type(error).__name__}: {error}); hand it what it needs as arguments of its forward, not in "
+            f"attributes that are set before a call, or leave its layers out of tensor_parallel_plan"
+        )
+
     def _refusal(self, block: Block, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
             f"cut as tensor_parallel_plan says ({rules}): packed projections need Columns(parts=how many), attributes that "
             f"count heads Columns(heads=their names), norms of a rank's own heads Partial(), and what follows Columns() "
-            f"without gather=True must work on a part until a layer with Rows(); heads have to divide; mend the plan, or "
+            f"without gather=True must work on a part until a layer with Rows(), what a forward sets in attributes too; "
+            f"heads have to divide; mend the plan, or "
             f"leave these layers out of it"
         )
 
@@ -204,7 +159,7 @@ class Proof:
         if len(whole.outputs) != len(divided.outputs):
             raise ValueError(f"{len(divided.outputs)} outputs in place of {len(whole.outputs)}")
         for theirs, ours in zip(whole.outputs, divided.outputs, strict=True):
-            yield _difference(ours, theirs), "its outputs"
+            yield _difference(ours, theirs), "its outputs, or attributes that its forward sets"
         of_inputs = zip(whole.inputs, divided.inputs, strict=True)
         yield from ((_difference(ours, theirs), "the gradients of its inputs") for theirs, ours in of_inputs)
         boxes: dict[str, Box] = known.boxes()
@@ -244,6 +199,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     args, kwargs = _copied((args, kwargs), tracked)
     leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
     out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
+    out += _left_behind(module)
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
     named = dict(module.named_parameters())
@@ -252,6 +208,12 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     found = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else [None] * len(wanted)
     gradients = dict(zip(named, found[len(leaves) :], strict=True))
     return _Computed([each.detach() for each in out], list(found[: len(leaves)]), gradients)
+
+
+def _left_behind(module: nn.Module) -> list[Tensor]:
+    """What a forward has left in attributes for others to train with, such as a loss of its own."""
+    values = [value for each in module.modules() for name, value in vars(each).items() if name not in OF_EVERY_MODULE]
+    return [each for each in _tensors(values) if each.is_floating_point() and each.grad_fn is not None]
 
 
 @contextmanager
@@ -300,6 +262,7 @@ def _without_weights(block: Block) -> nn.Module:
             id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float32, device="meta"))
             for each in block.module.parameters()
         }
+        memo |= {id(each): each.detach() for each in _left_behind(block.module)}  # of an earlier run
         made = copy.deepcopy(block.module, memo)
     except Exception as error:
         raise ConfigError(
@@ -338,4 +301,4 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
     return made
 
 
-__all__ = ["Block", "Proof", "blocks_of"]
+__all__ = ["Proof"]

@@ -1,0 +1,198 @@
+"""What the proof of a block counts for: blocks alike in more than shapes, and whatever a block leaves or draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import run_ranks
+from torch import Tensor, nn
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import backend_of
+from lightning_ptm.parallel import Columns, Partial, Rows, Rule
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.exchange import RankGroup
+
+PLAN: dict[str, Rule] = {"blocks.*.expand": Columns(), "blocks.*.project": Rows()}
+
+
+class Gated(nn.Module):
+    """Its flag decides whether halves of what it expands to are packed, which a plan has to say."""
+
+    def __init__(self, gated: bool = False, index: int = 0) -> None:
+        super().__init__()
+        self.gated, self.index = gated, index
+        self.expand, self.project = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.expand(x)
+        if self.gated:
+            first, second = hidden.chunk(2, -1)
+            hidden = torch.cat([first * second, first], -1)
+        return x + self.project(torch.tanh(hidden))
+
+
+class Noisy(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class Checked(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.expand(x)
+        assert hidden.shape[-1] == 32, "a width that it knows"
+        return self.project(hidden)
+
+
+class Told(Gated):
+    """Needs what the model around it tells it before each call."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class Penalised(Gated):
+    """Keeps a loss of its own, of what ranks have parts of."""
+
+    penalty: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.expand(x)
+        self.penalty = hidden.square().mean()
+        return self.project(hidden)
+
+
+class Scaled(Gated):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.project(self.expand(x) * scale)
+
+
+class LaterTrained(nn.Module):
+    """Its scale has a gradient from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled()])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return self.blocks[0](self.blocks[0](x, self.scale.detach()), self.scale)
+
+
+class Normed(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.norm(self.expand(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Telling(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.scale = x.abs().mean()
+            x = block(x)
+            block.scale = None
+        return x
+
+
+class Unseen(Stack):
+    """Its blocks compute without being called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class Pairs(nn.Module):
+    """Its blocks are pairs of layers that can be called, in containers that cannot."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([Gated(gated), Gated()]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.blocks:  # type: ignore[misc]
+            x = second(first(x))
+        return x
+
+
+def shares_a_norm() -> nn.Module:
+    model = Stack(Normed())
+    model.shared = nn.LayerNorm(4)
+    model.shared.weight = model.blocks[0].norm.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
+IN_PAIRS: dict[str, Rule] = {"blocks.*.*.expand": Columns(), "blocks.*.*.project": Rows()}
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
+    "a later block with another flag": (lambda: Stack(Gated(), Gated(gated=True)), PLAN, "blocks.1 (Gated) computes"),
+    "a block that is not called": (lambda: Unseen(Gated(gated=True)), PLAN, "blocks.0 (Gated)"),
+    "pairs": (lambda: Pairs(gated=False), IN_PAIRS, ""),
+    "pairs of which one is gated": (lambda: Pairs(gated=True), IN_PAIRS, "blocks.0.0 (Gated) computes"),
+    "a loss in an attribute": (lambda: Stack(Penalised()), PLAN, "sets in attributes"),
+    "an input that is trained later": (LaterTrained, PLAN, "the gradients of its inputs"),
+    "random numbers": (lambda: Stack(Noisy()), PLAN, ""),
+    "a width that a block knows": (lambda: Stack(Checked()), PLAN, "blocks.0 (Checked) cannot be computed"),
+    "a block that is told something": (lambda: Telling(Told()), PLAN, "blocks.0 (Told)"),
+    "a partial norm that is used elsewhere": (
+        shares_a_norm,
+        {**PLAN, "blocks.*.norm": Partial()},
+        "shared.weight is one parameter with another",
+    ),
+}
+
+
+def refusals() -> dict[str, tuple[str, bool]]:
+    """By case: the refusal, and whether random numbers are those of a model that is not cut."""
+    dist.init_process_group("gloo")
+    group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
+    found = {}
+    for name, (build, plan, _) in CASES.items():
+        torch.manual_seed(0)
+        module, x, refused = build().eval(), torch.randn(2, 8), ""
+        before = torch.get_rng_state()
+        module(x)
+        expected = torch.get_rng_state()
+        torch.set_rng_state(before)
+        try:
+            CutModule(module, plan, group, strict=True)
+            module(x)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        found[name] = refused, bool(refused) or torch.equal(torch.get_rng_state(), expected)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, tuple[str, bool]]]:
+    return run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_by_name(found: list[dict[str, tuple[str, bool]]], case: str) -> None:
+    expected = CASES[case][2]
+    for of_rank in found:
+        refused, same_numbers = of_rank[case]
+        assert same_numbers
+        assert (expected in refused and refused.startswith(ConfigError.__name__)) if expected else not refused
