@@ -20,6 +20,7 @@ from lightning_ptm.parallel.adapters import is_adapted
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.closed import ClosedParameter
 
 Forward = Callable[..., Any]
 
@@ -78,8 +79,9 @@ def _unknown(place: Place) -> ConfigError:
 def _outputs_first(module: nn.Module) -> bool | None:
     """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
     weight = module._parameters.get("weight")
-    # Quantized weights are packed integers, or tensors of a kind of their own.
-    if "forward" in vars(module) or type(weight) is not nn.Parameter or not weight.is_floating_point():
+    # Quantized weights are packed integers, or tensors of a kind of their own; one that a run has left without values is plain.
+    kind_of = type(weight).opens_to if isinstance(weight, ClosedParameter) else type(weight)
+    if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return True

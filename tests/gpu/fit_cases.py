@@ -62,5 +62,5 @@ CASES_OF_RANKS = few(list(filter(can_be, itertools.product(*_axes(MODELS_OF_RANK
 """Of two."""
 
 CASES_OF_PARTS: list[Case] = [("device", "synchronous", "full", "cut", "none", "keep", "clipped", "each", "32-true")]
-"""Of two that have parts of layers. Nothing is fetched: the stand-in for NCCL does not tell of collectives, without which ranks
-that fetch at different times could wait for each other."""
+"""Of two that have parts of layers. Nothing is fetched: the stand-in for NCCL does not tell of collectives, without which
+ranks that fetch at different times could wait for each other."""
