@@ -79,7 +79,7 @@ def _unknown(place: Place) -> ConfigError:
 def _outputs_first(module: nn.Module) -> bool | None:
     """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
     weight = module._parameters.get("weight")
-    # Quantized weights are packed integers, or tensors of a kind of their own; one that a run has left without values is plain.
+    # Quantized weights are packed integers, or tensors of a kind of their own; one that a run left without values is plain.
     kind_of = type(weight).opens_to if isinstance(weight, ClosedParameter) else type(weight)
     if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
         return None
