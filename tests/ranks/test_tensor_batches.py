@@ -73,7 +73,7 @@ def equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 
 @pytest.mark.parametrize("kind", ["shuffled", "streamed", "sampler", pytest.param("workers", marks=pytest.mark.slow)])
 def test_ranks_of_a_group_get_what_one_rank_would(kind: str) -> None:
-    cut = run_ranks(loaded, 4, 4, 2, kind, False)
+    cut = run_ranks(loaded, 4, 4, 2, kind, False, limit_s=240)
     plain = run_ranks(loaded, 2, 2, 1, kind, False)
     for rank, seen in enumerate(cut):
         assert equal(seen, plain[rank // 2]), rank

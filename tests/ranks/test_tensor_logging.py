@@ -67,10 +67,10 @@ def logged(ranks: int, tensor: int, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "alike"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "alike"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_what_is_logged_counts_each_batch_once(ranks: int, alike: int, tmp_path: Path) -> None:
     plain = run_ranks(logged, alike, alike, 1, tmp_path)
-    cut = run_ranks(logged, ranks, ranks, 2, tmp_path)
+    cut = run_ranks(logged, ranks, ranks, 2, tmp_path, limit_s=240)
     assert len(plain[0]["gathered"]) == len(cut[0]["gathered"]) == 12 // 2 // alike * plain[0]["epochs"]
     for rank, each in enumerate(cut):
         expected = plain[rank // 2]

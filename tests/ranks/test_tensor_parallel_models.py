@@ -45,7 +45,7 @@ def test_it_learns_what_one_rank_learns(name: str, disk: Path) -> None:
     if name in HELD:
         pytest.importorskip("peft" if "LoRA" in name else "transformers", reason="trains a model of theirs")
     (whole,) = run_ranks(train, 1, how.on_one(), disk)
-    outcomes = run_ranks(train, how.ranks, how, disk)
+    outcomes = run_ranks(train, how.ranks, how, disk, limit_s=240)
     if name == "mixtral":  # its router rounds to fp32
         assert_same_learning(outcomes, whole, losses=1e-8, weights=1e-6)
     else:
@@ -67,7 +67,7 @@ def test_first_values_do_not_depend_on_how_many_ranks_cut(model: str, disk: Path
     sizes = {"meta": True, "rate": 0.0} if model == "llama" else {"meta": True, "learning_rate": 0.0}
     sizes = {**sizes, **({"num_key_value_heads": 4} if model == "llama" else {})}
     runs = [Run(model, size, size, steps=1, sizes=sizes) for size in (1, 2, 4)]
-    first, *others = [run_ranks(train, how.ranks, how, disk)[0].weights for how in runs]
+    first, *others = [run_ranks(train, how.ranks, how, disk, limit_s=240)[0].weights for how in runs]
     for each in others:
         assert each.keys() == first.keys()
         assert [name for name in first if not torch.equal(each[name], first[name])] == []
