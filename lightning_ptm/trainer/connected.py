@@ -251,7 +251,7 @@ class ConnectedStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be copied; a copy makes its own.
         groups = ("_device_mesh", "_tensor_group", "_data_group", "_same_batches")
-        return {**self.__dict__, **dict.fromkeys(groups)}
+        return {**super().__getstate__(), **dict.fromkeys(groups)}
 
     def _make_communicator(self, events: Events) -> Communicator:
         if not self._has_ranks:

@@ -120,7 +120,7 @@ ASKED = {
     "find_unused_parameters": "leave it out",
     "gradient_clipping": "gradient_clip_val",
     "gradient_accumulation_steps": "accumulate_grad_batches",
-    "tensor_parallel_size": "expert_parallel_size",
+    "pipeline_parallel_size": "tensor_parallel_size",
     "config": "help",
 }
 
