@@ -151,6 +151,7 @@ class Run:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    norms: bool = False
 
     def on_one(self) -> Run:
         settings = {name: value for name, value in self.settings.items() if not name.startswith("tensor_parallel")}
@@ -159,8 +160,42 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
+    """What a training leaves on one rank.
+
+    Attributes:
+        norms: of gradients, before each step, if they were asked for.
+        exchanges: collectives of the tensor group.
+        state_bytes: at home on this rank, by kind of states.
+        mesh: sizes of the device mesh that `configure_model` finds, by axis; empty without one.
+    """
+
     losses: list[float]
     weights: dict[str, Tensor]
+    norms: list[float]
+    exchanges: int
+    state_bytes: dict[str, int]
+    mesh: dict[str, int]
+
+
+class Watch(L.Callback):
+    """Takes down what is in `Outcome`."""
+
+    def __init__(self, *, norms: bool) -> None:
+        self.wants_norms = norms
+        self.norms: list[float] = []
+        self.state_bytes: dict[str, int] = {}
+        self.mesh: dict[str, int] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for each in trainer.strategy.states_at_home():  # type: ignore[attr-defined]
+            self.state_bytes[each.states] = self.state_bytes.get(each.states, 0) + each.bytes
+        if module.device_mesh is not None:
+            names = ("data_parallel", "tensor_parallel")
+            self.mesh = {name: module.device_mesh[name].size() for name in names}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        if self.wants_norms:
+            self.norms.append(float(trainer.strategy.gradient_norm(optimizer)))  # type: ignore[attr-defined]
 
 
 def train(how: Run, disk: Path) -> Outcome:
@@ -176,6 +211,7 @@ def train(how: Run, disk: Path) -> Outcome:
         timeout=timedelta(seconds=60),
         **{**TIERS[how.tier], **how.settings},
     )
+    watch = Watch(norms=how.norms)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=how.ranks,
@@ -186,6 +222,7 @@ def train(how: Run, disk: Path) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # it would shuffle
+        callbacks=[watch],
         **{"max_steps": how.steps, **how.trainer},
     )
     rows = torch.randint(3, VOCABULARY, (how.steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -193,7 +230,9 @@ def train(how: Run, disk: Path) -> Outcome:
     sampler = DistributedSampler(rows, data, int(os.environ["RANK"]) // how.tensor, shuffle=False)  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(rows, BATCH // data, sampler=sampler))  # type: ignore[arg-type]
     weights = {name: each.detach().clone() for name, each in module.named_parameters()}
-    return Outcome(vars(module)["losses"], weights)
+    group = strategy._tensor_group
+    exchanges = 0 if group is None else group.exchanges
+    return Outcome(vars(module)["losses"], weights, watch.norms, exchanges, watch.state_bytes, watch.mesh)
 
 
 def assert_same_learning(outcomes: list[Outcome], whole: Outcome, losses: float = 1e-12, weights: float = 1e-9) -> None:
