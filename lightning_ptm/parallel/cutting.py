@@ -138,11 +138,6 @@ class CutModule:
             if id(parameter) in self._by_parameter
         }
 
-    def box(self, parameter: nn.Parameter) -> Box | None:
-        """Of one parameter; None: it is whole."""
-        found = self._by_parameter.get(id(parameter))
-        return None if found is None else found[1]
-
     @property
     def partial(self) -> frozenset[int]:
         """Ids of whole parameters of which every rank's gradient is a part of the sum."""

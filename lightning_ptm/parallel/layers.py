@@ -267,7 +267,9 @@ def _rows_of(place: Place, group: TensorGroup) -> Callable[[Tensor], Tensor]:
 
     def find(tokens: Tensor) -> Tensor:
         here = (tokens >= first) & (tokens < first + rows)
-        found = F.embedding((tokens - first).clamp(0, rows - 1), module.weight, own_padding)
+        # A token that no rank has a row for is an error on each, as where the embedding is whole.
+        unknown = (tokens < 0) | (tokens >= rows * group.size)
+        found = F.embedding(torch.where(here, tokens - first, 0).masked_fill(unknown, rows), module.weight, own_padding)
         return group.add_up(found.masked_fill(~here.unsqueeze(-1), 0))
 
     return find

@@ -165,3 +165,16 @@ def test_one_rank_makes_no_group_of_two() -> None:
 def test_ranks_are_divided_in_one_way_at_a_time() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and expert_parallel_size=2.*one way at a time"):
         AngelPTMStrategy(tensor_parallel_size=2, expert_parallel_size=2)
+
+
+@pytest.mark.parametrize("token", [-1, 32, 1000])
+def test_a_token_without_a_row_is_an_error_as_where_the_embedding_is_whole(token: int) -> None:
+    model = Small()
+    cut = CutModule(model, {"embedding": Vocabulary()}, CountedGroup(2), strict=True, proven=False)
+    found = model.embedding(torch.tensor([0, 15, 16, 31]))
+    assert torch.equal(found[:2], model.embedding.weight[[0, 15]]) and not found[2:].any()  # the others' rows
+    with pytest.raises(IndexError):
+        model.embedding(torch.tensor([0, token]))
+    cut.undo()
+    with pytest.raises(IndexError):
+        model.embedding(torch.tensor([0, token]))
