@@ -113,10 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         enable_checkpointing=False,
         use_distributed_sampler=False,  # the one below does not shuffle, so that any number of ranks sees the same batches
     )
-    data = rows(options.sequence_length, options.steps * options.batch_size)
+    data: Any = rows(options.sequence_length, options.steps * options.batch_size)
     replicas = devices // options.tensor
-    sampler = DistributedSampler(data, replicas, trainer.global_rank // options.tensor, shuffle=False)  # type: ignore[arg-type]
-    trainer.fit(CausalLM(folder), DataLoader(data, options.batch_size // replicas, sampler=sampler))  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(data, replicas, trainer.global_rank // options.tensor, shuffle=False)
+    trainer.fit(CausalLM(folder), DataLoader(data, options.batch_size // replicas, sampler=sampler))
     if trainer.is_global_zero:
         print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
         if options.output:

@@ -120,9 +120,9 @@ class CutModule:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
                 if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
-                    parameter.data = _nothing(parameter, box.part_shape)
+                    _give(parameter, _nothing(parameter, box.part_shape))
                 else:
-                    parameter.data = cut(parameter.data, box).clone(memory_format=torch.contiguous_format)
+                    _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
@@ -153,16 +153,24 @@ class CutModule:
         """
         while self._undo:
             self._undo.pop()()
+        self.group.forget()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
                 if tuple(parameter.shape) != box.part_shape:
                     continue
-                if whole is not None:
-                    parameter.data = whole(parameter.data, box)
-                else:
-                    parameter.data = _nothing(parameter, box.shape)
                 parameter.grad = None
+                _give(parameter, _nothing(parameter, box.shape) if whole is None else whole(parameter.data, box))
         self._by_parameter, self._partial = {}, {}
+
+
+def _give(parameter: nn.Parameter, value: Tensor) -> None:
+    """Gives a parameter a value of another shape.
+
+    A graph of before, which somebody keeps (a loss in a list), keeps the parameter's node, which expects gradients of the
+    shape that it had, and torch would use it in graphs to come: it makes a new one where the dtype changes.
+    """
+    parameter.data = value.new_empty(0, dtype=torch.float16 if value.dtype is torch.float32 else torch.float32)
+    parameter.data = value
 
 
 def _nothing(parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:

@@ -63,6 +63,7 @@ class TensorGroup:
 
     def put_together(self, value: Tensor) -> Tensor:
         """The ranks' parts along the last dimension, one after the other: whole."""
+        self._entered = None
         out: Tensor = _PutTogether.apply(value, self)
         return out
 
@@ -86,6 +87,11 @@ class TensorGroup:
 
     def end_divided(self) -> None:
         """Ends what `begin_divided` began; nothing where it did not."""
+
+    def forget(self) -> None:
+        """What a forward that an error has ended left behind: a divided region, and what has entered, with its graph."""
+        self._entered = None
+        self.end_divided()
 
     @contextmanager
     def drawing_apart(self, seed: int) -> Iterator[None]:

@@ -164,7 +164,7 @@ class AngelPTMStrategy(EndingStrategy):
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
         if self._tensor_group is not None:
-            self._tensor_group.end_divided()  # of a forward that an error has ended
+            self._tensor_group.forget()
         if self._engine is None and self.precision_plugin.over:
             return nullcontext()
         return self.engine.iteration(mode, manual=not self._module.automatic_optimization)

@@ -87,6 +87,14 @@ def trainer_of(
 ) -> L.Trainer:
     """A quiet one, in float64."""
     os.environ.setdefault("RANK", "0")
+    own: dict[str, Any] = {
+        "page_size": "64KiB",
+        "poison": True,
+        "units": ["Block"],
+        "tensor_parallel_size": tensor,
+        "tensor_parallel_plan": PLAN if tensor > 1 else "auto",
+        "timeout": timedelta(seconds=60),
+    }
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": ranks,
@@ -97,15 +105,7 @@ def trainer_of(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
-        "strategy": strategy(
-            page_size="64KiB",
-            poison=True,
-            units=["Block"],
-            tensor_parallel_size=tensor,
-            tensor_parallel_plan=PLAN if tensor > 1 else "auto",
-            timeout=timedelta(seconds=60),
-            **dict(settings),
-        ),
+        "strategy": strategy(**{**own, **dict(settings)}),
     }
     return L.Trainer(**{**options, **given})
 

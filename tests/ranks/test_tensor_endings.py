@@ -11,12 +11,13 @@ import lightning as L
 import pytest
 import torch
 from rank_harness import run_ranks
-from tensor_blocks import Blocks, is_whole, loader, module_of, trainer_of, weights_of
+from tensor_blocks import PLAN, WIDTH, Blocks, is_whole, loader, module_of, trainer_of, weights_of
 from test_expert_parallel_checkpoints import assert_same_states, read
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import UsageError
+from lightning_ptm.parallel import Columns
 
 
 def readable(module: Blocks) -> bool:
@@ -171,3 +172,40 @@ def test_a_run_that_is_cut_short_leaves_a_module_that_trains_again(tmp_path: Pat
             "not wanted": False,
             "no room": False,
         }
+
+
+class KeepsLosses(Blocks):
+    """Keeps a loss of each step with its graph, as whoever writes `self.kept.append(loss)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.kept: list[Tensor] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return self.head(batch).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(self.loss(batch))
+        return loss
+
+
+def kept_graphs(keeps: bool, *sizes: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = KeepsLosses()
+    plan = PLAN | {"head": Columns(gather=True)}
+    for size in sizes:
+        trainer = trainer_of(2, size, {"tensor_parallel_plan": plan} if size > 1 else ())
+        trainer.fit(module, loader(8))
+        if not keeps:
+            module.kept.clear()
+    return weights_of(module)
+
+
+def test_a_loss_that_is_kept_with_its_graph_changes_nothing_in_the_next_run_of_another_size() -> None:
+    kept, given_up = (run_ranks(kept_graphs, 2, keeps, 2, 1, 2) for keeps in (True, False))
+    for rank, weights in enumerate(kept):
+        assert all(torch.equal(value, given_up[rank][name]) for name, value in weights.items())
