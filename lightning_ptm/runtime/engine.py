@@ -46,6 +46,7 @@ from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
+from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner, check_layout
@@ -328,10 +329,7 @@ class Engine:
                 )
         first.check()
         first.fill_buffers()
-        for owner in self.module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(self.device)
+        move_beside_parameters(self.module, self.device)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
