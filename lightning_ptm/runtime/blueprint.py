@@ -37,7 +37,7 @@ from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.overlap import overlap
-from lightning_ptm.runtime.parts import Boxes, mesh_of
+from lightning_ptm.runtime.parts import Boxes, split_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
 from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, travelling
@@ -379,10 +379,9 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
-    split = ExpertSplit(world_size, settings.expert_parallel_size)
-    mesh = mesh_of(request.boxes, split, rank)
+    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
-    holders = everybodys(mesh) if experts is None else experts.holders
+    holders = everybodys(split.mesh) if experts is None else experts.holders
     unified = not machine.device_apart and settings.device_bytes is None
     lock_free = settings.lock_free and bool(request.optimizers)
     wishes = _wishes(settings, unified, lock_free=lock_free)
@@ -391,7 +390,7 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     if outside:
         units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
-    elif unified and holders.everybody.alone and not request.mixed and _may_be_unpaged(settings, wishes):
+    elif unified and holders.everybody.whole.alone and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
     return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
@@ -403,7 +402,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         _specs(asked.units, request, asked.unpaged),
         page_size=request.settings.page_bytes,
         world_size=world_size,
-        shared_by={unit: len(sharing.ranks) for unit, sharing in asked.holders.apart.items()},
+        shared_by=asked.holders.shared_by(),
         elsewhere=elsewhere,
     )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
@@ -526,7 +525,7 @@ def _routes(
             of_flat = route(
                 _gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
-                one_rank=asked.holders.of(flat.unit).alone,
+                one_rank=asked.holders.of(flat.unit).whole.alone,
                 sums=flat.sums_gradients,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
@@ -615,11 +614,11 @@ def _check_device_of_its_own(machine: Machine) -> None:
 def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
     wanted = request.settings.units
     wanted = wanted if wanted == "auto" else tuple(wanted)
+    parts = {parameter: box.parts for parameter, box in request.boxes.items()}
     if split.size == 1:
-        parts = {parameter: box.parts for parameter, box in request.boxes.items()}
         return discover(request.module, wanted, parts=parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
-    units = discover(request.module, wanted, experts)
+    units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
     return units, divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
 

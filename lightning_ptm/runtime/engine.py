@@ -180,7 +180,7 @@ class Engine:
         self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, blueprint.holders, self.bars)
+        self.values = Values(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders, self.bars)
         self._first_values(given)
         self._module_buffers = None
         if not self.communicator.alone:

@@ -7,7 +7,8 @@ so that no more than a unit exists whole beside the pages (but for `gathered` an
 I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
 method is then collective.
 I2: the precise value of a parameter is its master where there is one, else its compute parameter.
-I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it.
+I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it; of parts, each by the
+first one that holds the same part.
 I4: of a parameter that is a part of a larger one, `gathered` and the module at the end of a run have the part, with which the
 module computes; what a checkpoint is made of, and what is loaded, is the larger one.
 """
@@ -34,10 +35,10 @@ from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
-    from lightning_ptm.comm import Communicator
+    from lightning_ptm.comm import Communicator, Communicators
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.planning.holders import Holders
-    from lightning_ptm.planning.layout import ParameterSpec
+    from lightning_ptm.planning.layout import FlatLayout, ParameterSpec
     from lightning_ptm.runtime.binding import FlatBinding
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
@@ -145,7 +146,7 @@ class Values:
     def __init__(
         self,
         allocator: Allocator,
-        communicator: Communicator,
+        communicators: Communicators,
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
         holders: Holders,
@@ -153,7 +154,8 @@ class Values:
     ) -> None:
         self._progress = progress or Progress(shown=False)
         self._allocator = allocator
-        self._communicator = communicator
+        self._communicator = communicators.everybody
+        self._with_same_parts = communicators.along(holders.everybody.parts.axes)
         self._stores = stores
         self._holders = holders
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
@@ -200,9 +202,7 @@ class Values:
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._source(store) is not None
-                self._write_flat(
-                    flat, self._built(binding, reads, self._tells(flat), keep=keep, replicate=replicate), seen
-                )
+                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads):
                 values = [None if read is None else read() for read in reads]
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
@@ -216,18 +216,18 @@ class Values:
         for binding in store.elsewhere:
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._built(binding, reads, self._communicator, keep=False, replicate=False)  # for those who hold it
+                self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
             binding.unbind()
 
-    def _tells(self, flat: FlatStore) -> Communicator:
-        """Of the ranks of which the first one's values count (I1): all, or those that have the same parts."""
-        return flat.communicator if flat.layout.parts > 1 else self._communicator
+    def _tells(self, flat: FlatLayout) -> Communicator:
+        """Of the ranks of which the first one's values count (I1), and that tell each other (I3): all, or those that have the
+        same parts."""
+        return self._with_same_parts if flat.parts > 1 else self._communicator
 
     def _built(
         self,
         binding: FlatBinding,
         reads: Sequence[Read | None],
-        communicator: Communicator,
         *,
         keep: bool,
         replicate: bool,
@@ -245,6 +245,7 @@ class Values:
             binding.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
+        communicator = self._tells(binding.layout)
         communicator.broadcast(whole)
         if replicate and not communicator.alone:
             for slot in built:  # I1
@@ -301,16 +302,19 @@ class Values:
         if source is None:
             assert whole is not None
             return whole
-        dtype = self._communicator.broadcast_object(None if whole is None else whole.dtype, source)
-        ours = whole is not None and self._communicator.rank == source
+        communicator = self._tells(binding.layout)
+        if binding.layout.parts > 1:
+            source = self._holders.everybody.parts.ranks.index(source)  # of the first parts, and so of any
+        dtype = communicator.broadcast_object(None if whole is None else whole.dtype, source)
+        ours = whole is not None and communicator.rank == source
         told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
-        self._communicator.broadcast(told, source)
+        communicator.broadcast(told, source)
         return told
 
     def _source(self, store: UnitStore) -> int | None:
         """The rank that tells all others of a unit; None for one that all ranks hold."""
         sharing = self._holders.apart.get(store.unit.index)
-        return None if sharing is None else sharing.ranks[0]
+        return None if sharing is None else sharing.whole.ranks[0]
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
@@ -528,7 +532,7 @@ class Values:
             for binding, flat, whole in wholes:
                 if write:
                     self._collect_edits(binding, whole)
-                    (self._communicator if flat is None else self._tells(flat)).broadcast(whole)
+                    self._tells(binding.layout).broadcast(whole)
                     if flat is not None:
                         self._write_flat(flat, whole)
                         self._renew_originals(flat, whole)
