@@ -192,7 +192,7 @@ class Engine:
                 if flat.gradient.route.waits is Waits.KEPT:
                     flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
-            self.updater.take_staging(row.tier, taken_dtype(row), row.count)
+            self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
         self._save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
         self.updates = self._update_scheduler(pages)
         self._undo.callback(self.updates.close)

@@ -93,7 +93,7 @@ def run_whole(
     for index, specimen in enumerate(trial.specimens):
         found.starts.append(_start(specimen, index, dtype, device) if replay is None else replay.starts[index])
     parameters = _parameters(found)
-    used = _run_object(private, initial, _groups(trial, parameters, 0))
+    used = run_object(private, initial, _groups(trial, parameters, 0))
     generator = torch.Generator().manual_seed(2023)
     state = _random_state()
     attributes, outside = PrivateOptimizer.attributes_of(used), private.outside()
@@ -133,7 +133,7 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
     too late for it."""
     private = PrivateOptimizer(optimizer)
     parameters = _parameters(whole)
-    used = _run_object(private, initial, _groups(whole.trial, parameters, 0))
+    used = run_object(private, initial, _groups(whole.trial, parameters, 0))
     for group in used.param_groups:
         group.update(whole.trial.at_step(0, 1))
 
@@ -160,7 +160,8 @@ def _parameters(whole: Whole) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def _run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+def run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+    """A private copy's object with these groups."""
     if initial is Initial.CONSTRUCTED:
         return private.construct(groups)
     private.object.param_groups = groups
