@@ -791,7 +791,7 @@ def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpe
         traits = _traits_of(request, asked.known, parameter.optimizer, master or dtype)
         if not traits.whole:
             return parameter
-        if not asked.holders.everybody.alone:
+        if not asked.holders.everybody.whole.alone:
             raise ConfigError(
                 f"{traits.name} updates each parameter as a whole ({traits.whole}), and several ranks have a part of "
                 f"{parameter.name} each, so that none of them could; train with it on one rank (devices=1), or use an "

@@ -25,15 +25,18 @@ def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
 
 
 def _apply_without_parameters(owner: nn.Module, function: object) -> None:
-    """Calls a class's own `_apply`, by which torchmetrics' and others' move what is no buffer. No module inside has parameters
-    meanwhile; those of torch's recurrent layers, which hold their parameters a second time, go out of it as they went in."""
+    """Calls a class's own `_apply`, by which torchmetrics' and others' move what is no buffer.
+
+    No module inside has parameters meanwhile; torch's recurrent layers, which hold theirs a second time, go out of it as they
+    went in.
+    """
     inside = list(owner.modules())
     parameters = [each._parameters for each in inside]
     recurrent = {each: dict(vars(each)) for each in inside if isinstance(each, nn.RNNBase)}
     try:
         for each in inside:
             vars(each)["_parameters"] = {}
-        owner._apply(function)  # type: ignore[arg-type]
+        owner._apply(function)
     finally:
         for each, own in recurrent.items():
             vars(each).update({name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own})
