@@ -85,8 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": _LATENT,
     "DeepseekV3": _LATENT,
 }
-ROUNDED_TO_FP32 = ("Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3", "GraniteSWA")
-"""Their routers, or sinks of attention, compute in fp32 whatever the model computes in."""
+ROUNDED_TO_FP32 = ("Beam", "Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3", "GraniteSWA")
+"""Their routers, sinks of attention, or logits, and so the loss, are in fp32 whatever the model computes in."""
 
 OTHERS = (
     "GPT2 by a user's plan",
