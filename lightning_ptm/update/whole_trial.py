@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.shadow import RunViews, Shadow, own_values, undecorated_step
 from lightning_ptm.update.specimens import settings_of
 from lightning_ptm.update.traits import (
     GroupTraits,
@@ -30,7 +29,7 @@ from lightning_ptm.update.traits import (
     StateShapes,
     same_value,
 )
-from lightning_ptm.update.trial import Difference, Whole, run_object
+from lightning_ptm.update.trial import Difference, Whole, group_difference, hyper_at, run_object
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,11 +53,7 @@ def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole
     laid = [_lay(traits, whole, index) for index in range(len(trial.specimens))]
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):
-        groups = []
-        for index, values in enumerate(trial.groups):
-            own = {**own_values(values), **trial.at_step(index, step), **advanced[index]}
-            groups.append(MappingProxyType(own))
-        hyper = HyperParameters(tuple(groups))
+        hyper = hyper_at(trial, step, advanced)
         for index, (specimen, each) in enumerate(zip(trial.specimens, laid, strict=True)):
             if (step, index) in trial.absent:
                 continue
@@ -70,11 +65,9 @@ def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole
             if found is not None:
                 return Difference(found, step, index)
         if traits.group_slots:
-            advanced = [shadow.advanced_group(hyper, index, laid[0].value) for index in range(len(groups))]
-        for index, values in enumerate(advanced):
-            for key, value in values.items():
-                if not same_value(whole.groups[step][index].get(key), value):
-                    return Difference(f"group value {key!r}", step, None)
+            advanced = [shadow.advanced_group(hyper, index, laid[0].value) for index in range(len(trial.groups))]
+        if (differs := group_difference(whole, step, advanced)) is not None:
+            return differs
     return None
 
 

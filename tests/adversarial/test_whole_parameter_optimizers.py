@@ -147,3 +147,14 @@ def test_either_side_goes_on_from_what_the_other_has_saved(
 def test_async_save_is_refused_with_the_remedy(strategy_at: MakeStrategy) -> None:
     with pytest.raises(ConfigError, match=r"Adafactor updates each parameter as a whole .* use async_save=False"):
         run(WithAdafactor, strategy_at("masters_on_disk", state_dict_type="sharded", async_save=True))
+
+
+class AcrossStrides(WithAdafactor):
+    def configure_model(self) -> None:
+        self.head = nn.Linear(8, 8)
+        self.head.weight.data = self.head.weight.data.t()
+
+
+def test_a_parameter_that_lies_otherwise_than_its_shape_is_refused(strategy_at: MakeStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"of shape \(8, 8\) has strides \(1, 8\)"):
+        run(AcrossStrides, strategy_at("masters_on_disk"))
