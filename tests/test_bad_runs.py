@@ -358,17 +358,6 @@ def test_a_parameter_in_ram_alone_may_be_written_to(strategy_at: Any) -> None:
     assert not torch.equal(module.blocks[1].up.weight, unwritten.blocks[1].up.weight)
 
 
-@pytest.mark.parametrize("tier", EVERYWHERE)
-def test_a_frozen_parameter_that_is_unfrozen(strategy_at: Any, tier: str) -> None:
-    module = built(at(2, lambda module: module.blocks[0].requires_grad_()))
-    module.blocks[0].requires_grad_(False)
-    with pytest.raises(UsageError) as caught:
-        trainer_with(strategy_at(tier)).fit(module, batches())
-    assert "parameter blocks.0.up.weight was frozen when its pages were laid out" in str(caught.value)
-    assert "end this fit and start another one with it unfrozen" in str(caught.value)
-    assert len(module.losses) == 2
-
-
 class UsesAWeightDirectly(Stack):
     """From step 1 on, reads a weight of block 1 outside of it, beside a call of the block or without one."""
 

@@ -165,6 +165,20 @@ class FlatBinding:
         self._ended = ended
         self._change_kinds()
 
+    def leave(self, dtypes: Sequence[torch.dtype]) -> None:
+        """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
+        self.unbind(ended=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
+                shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
+                # Takes addresses, and no memory as long as nobody writes to it.
+                nothing = (
+                    torch.empty(shape, dtype=dtype)
+                    if strides is None
+                    else torch.empty_strided(shape, strides, dtype=dtype)
+                )
+                parameter.data = nothing
+
     def open(self) -> None:
         """From here on the parameters are used: they can be read as long as they are bound."""
         self._use(True)

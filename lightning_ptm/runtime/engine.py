@@ -10,7 +10,7 @@ the rows of the inventory and for nothing else, in every tier.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -564,16 +564,37 @@ class Engine:
                     flat.store.binding.check()
 
     def outgrown(self) -> bool:
-        """Whether parameters were unfrozen, put into groups that they had not been in, or given other data, so that pages do
-        not fit the run any more, which could do without."""
-        if not self.blueprint.may_be_outside or not self.gradients_in_place:
-            return False
+        """Whether parameters were unfrozen, or put into groups that they had not been in, so that pages fit it no longer;
+        of a run that could do without, also whether they were given other data."""
         paged = (index for index in range(len(self._optimizers)) if index not in self.blueprint.selfstepping)
         return (
             any(item.parameter.requires_grad for item in self._frozen)
             or any(map(self.updates.outgrown, paged))
-            or any(flat.binding.replaced() for store in self.stores for flat in store.flats)
+            or (
+                self.blueprint.may_be_outside
+                and self.gradients_in_place
+                and any(flat.binding.replaced() for store in self.stores for flat in store.flats)
+            )
         )
+
+    def waiting_gradients(self) -> tuple[str, ...]:
+        """Names of units of which pages hold gradients that no step has used."""
+        return tuple(
+            store.unit.name or "the root"
+            for store, flats in zip(self.stores, self.flats, strict=True)
+            if any(flat.gradient.waits_for_step for flat in flats)
+        )
+
+    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Other pages are about to take over: nothing is given back, and what steps have left in `.grad` goes.
+
+        Args:
+            dtypes: of the parameters' precise values, by id.
+        """
+        for flat in self._all_flats():
+            if not flat.gradient.in_place:
+                flat.gradient.clear()
+        self.values.leave(dtypes)
 
     def _follow(self, optimizer: int) -> None:
         """What the user has done to `.grad` of an optimizer's parameters counts."""
@@ -662,7 +683,7 @@ class Engine:
         self.executor.release_all()
         if self._save_buffers is None:
             sizes = [(taken_dtype(row), row.numel) for row in save_rows(self.blueprint)]
-            self._save_buffers = Buffers.for_now(self.allocator, sizes)
+            self._save_buffers = Buffers.for_now(self.allocator, sizes, self.updater.chunk_numel)
         buffers = self._save_buffers
         snapshot = Snapshot(self.allocator, parts, self.updater.chunk_numel, buffers)
         self.updater.watch(snapshot.before_write)
@@ -795,8 +816,8 @@ class Engine:
             if item.parameter.requires_grad and (among is None or id(item.parameter) in among):
                 raise UsageError(
                     f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
-                    f"master states, so it would not be trained; unfreeze it between two batches, with everything in RAM on "
-                    f"one rank, or end this fit and start another one with it unfrozen"
+                    f"master states in this step; unfreeze it between two batches (on_train_epoch_start, "
+                    f"on_train_batch_start)"
                 )
 
     def _check_open(self) -> None:

@@ -338,6 +338,11 @@ class FlatGradient:
         """Whether any parameter of the flat has a gradient."""
         return any(self.present())
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether there is one outside of `.grad`, or of the way there, that no step has used."""
+        return not self.in_place and not self._retired and self.any
+
     def present(self) -> Sequence[bool]:
         """For each parameter of the flat, whether it has a gradient."""
         if self.in_place or not self._filled:

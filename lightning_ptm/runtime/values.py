@@ -395,6 +395,20 @@ class Values:
                 for slot, parameter in enumerate(binding.parameters):
                     yield binding.layout.slots[slot].spec.name, parameter
 
+    def strides(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """By name, strides of parameters of which this kind of states lies in pages, and so in files of sharded checkpoints,
+        in another order than row by row."""
+        found: dict[str, tuple[int, ...]] = {}
+        for store in self._stores:
+            for binding, flat in _all_flats(store):
+                update = None if flat is None else self._updates.get(flat.layout.index)
+                if kind != PARAMETERS and update is not None and update.states.traits.whole:
+                    continue
+                for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True):
+                    if slot.spec.stride is not None and id(parameter) not in self._originals:
+                        found[slot.spec.name] = slot.spec.stride
+        return found
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -604,6 +618,17 @@ class Values:
         for store in self._stores:
             for binding, _ in _all_flats(store):
                 binding.unbind(ended=True)
+
+    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Parameters name no page any more, and cannot be read until other pages have them; they keep the shapes, strides and
+        dtypes that users know.
+
+        Args:
+            dtypes: by id of parameter.
+        """
+        for store in self._stores:
+            for binding, _ in _all_flats(store):
+                binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
 
     # -- this rank's own ----------------------------------------------------------------------------------------------
 

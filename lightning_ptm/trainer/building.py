@@ -68,11 +68,12 @@ class BuildingStrategy(CheckpointingStrategy):
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
-    def _build(self, trainer: Trainer, *, anew: bool = False) -> None:
+    def _build(self, trainer: Trainer, *, anew: bool = False, given: Given | None = None) -> None:
         """The engine and its pages, and what watches over them.
 
         Args:
             anew: in mid-run: parameters have been rearranged.
+            given: their values, where the module has none.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         backend = self._backend
@@ -86,7 +87,7 @@ class BuildingStrategy(CheckpointingStrategy):
         ).mesh
         # Before anything can fail on one rank alone. What ranks with other parts exchange is the module's affair.
         communicators = Communicators(mesh, self._communicator, ALONG)
-        given = self._files_values(self._communicator, progress)
+        given = given or self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
         if settings.page_size == "auto":  # once for all runs of this strategy
             self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, backend)

@@ -1,8 +1,8 @@
 """`Trainer(strategy="angel_ptm")`: Lightning's side of the engine.
 
 Has the steps of a run, its set-up and its end. The classes below it, each in a file, know only those below themselves:
-connected.py (ranks and plug-ins), running.py (the run in progress), checkpointing.py, building.py, ending.py. All of them
-know Lightning; pages are the engine's.
+connected.py (ranks and plug-ins), running.py (the run in progress), checkpointing.py, building.py, ending.py, rearranging.py.
+All of them know Lightning; pages are the engine's.
 
 I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout.
 """
@@ -32,14 +32,14 @@ from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
-from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.rearranging import RearrangingStrategy
 from lightning_ptm.trainer.resuming import Resuming
 from lightning_ptm.trainer.spent import refuse_spent, renew
 
 
 @asked_elsewhere
 @listing_settings
-class AngelPTMStrategy(EndingStrategy):
+class AngelPTMStrategy(RearrangingStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
 
     Args:
@@ -131,10 +131,7 @@ class AngelPTMStrategy(EndingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._engine is not None and self._engine.outgrown():
-            self._close_engine()
-            self._build(self._module.trainer, anew=True)
-            self._tell_where_states_are()
+        self._follow_rearranging()
         self._compare(batch, batch_idx)
 
     def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -24,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.rendezvous import Together
@@ -217,14 +217,14 @@ class Watches:
         self._hooks = []
 
     def finetuning(self, trainer: Trainer) -> None:
-        """Callbacks that unfreeze parameters in mid-run are refused with what helps them, where pages have them."""
+        """Callbacks that unfreeze parameters in mid-run look for those that an optimizer has already; values cannot be
+        compared while pages have them."""
         assert self._engine is not None
         if self._engine.blueprint.may_be_outside:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
-                self._replace(callback, "finetune_function", _told_to_train_in_two_fits(callback))
-                self._replace(callback, "on_fit_start", _with_groups_as_they_were(callback))
+                self._replace(callback, "finetune_function", _knowing_parameters(callback.finetune_function))
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         self._put(owner, name, Replacement(owner, name, method))
@@ -240,54 +240,42 @@ def rearrangers(trainer: Trainer) -> list[str]:
     return [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
 
 
-def _told_to_train_in_two_fits(callback: BaseFinetuning) -> Callable[..., Any]:
-    theirs = callback.finetune_function
+def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A `finetune_function` that knows a parameter again by its being the same one."""
 
     @functools.wraps(theirs)
-    def finetune_function(module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(*args: Any, **kwargs: Any) -> Any:
+        before = BaseFinetuning.__dict__["filter_on_optimizer"]
+        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in_optimizer)  # type: ignore[method-assign]
         try:
-            theirs(module, epoch, optimizer)
-        except UsageError as error:
-            raise UsageError(
-                f"{type(callback).__name__} in epoch {epoch}: parameters cannot be unfrozen in mid-run where they are in "
-                f"pages; {_TWO_FITS}"
-            ) from error
+            return theirs(*args, **kwargs)
+        finally:
+            BaseFinetuning.filter_on_optimizer = before  # type: ignore[method-assign]
 
     return finetune_function
 
 
-def _with_groups_as_they_were(callback: BaseFinetuning) -> Callable[..., Any]:
-    theirs = callback.on_fit_start
-
-    @functools.wraps(theirs)
-    def on_fit_start(trainer: Trainer, module: LightningModule) -> None:
-        before = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
-        theirs(trainer, module)
-        if [len(optimizer.param_groups) for optimizer in trainer.optimizers] != before:
-            raise UsageError(
-                f"the checkpoint is of a run in which {type(callback).__name__} had unfrozen parameters, whose groups have "
-                f"no pages in this run; keep everything in RAM, on one rank, with precision='32-true', or go on in a fit "
-                f"without {type(callback).__name__} and without ckpt_path: load the checkpoint's weights into the module "
-                f"(load_from_checkpoint), with all that shall be trained unfrozen and in the optimizer that "
-                f"configure_optimizers returns"
-            )
-
-    return on_fit_start
-
-
-_TWO_FITS = (
-    "keep everything in RAM, on one rank, with precision='32-true', or train in two fits, with what each of them shall not "
-    "train frozen before it"
-)
+def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """As Lightning's, which compares values."""
+    chosen = list(params)
+    known = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    found = [each for each in chosen if id(each) not in known]
+    if len(found) < len(chosen):
+        rank_zero_warn(
+            f"{len(chosen) - len(found)} of the parameters that are unfrozen are in a group of the "
+            f"{type(optimizer).__name__} already, and stay in it; give it those that are trained from the start: "
+            f"filter(lambda p: p.requires_grad, self.parameters())"
+        )
+    return found
 
 
 def warn_of_rearranging(trainer: Trainer, engine: Engine) -> None:
     """Before the epochs that it would take to find out."""
-    names = rearrangers(trainer)
+    names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ModelPruning)]  # type: ignore[attr-defined]
     if names and not engine.blueprint.may_be_outside:
         rank_zero_warn(
-            f"{', '.join(names)}: parameters that are unfrozen, or given other data, in mid-run will be refused when it "
-            f"comes to that, for these are in pages; {_TWO_FITS}"
+            f"{', '.join(names)}: parameters that are given other data in mid-run will be refused when it comes to that, for "
+            f"these are in pages; keep everything in RAM, on one rank, with precision='32-true', or prune after the fit"
         )
 
 

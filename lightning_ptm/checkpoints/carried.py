@@ -1,0 +1,145 @@
+"""Model states of a run that is laid out anew, between its old pages and its new ones: in the files of a sharded checkpoint,
+so that RAM holds them no second time, and each rank reads what it owns then.
+
+Owns the files until `close`. What the new layout is, and when it is made, is the strategy's (trainer/rearranging.py).
+I1: elements keep their bits; what an optimizer counts of a parameter goes with them. I2: files that nobody has closed (the
+process was killed) are a partial checkpoint, which the next save into the same folder removes (storage/folder.py, I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.saving import Saving
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.materialize import Given, Read
+from lightning_ptm.sharded import check
+from lightning_ptm.storage.checked import CheckedFolder
+from lightning_ptm.storage.folder import Draft
+from lightning_ptm.storage.index import PARAMETERS
+from lightning_ptm.storage.tensors import Mapped
+from lightning_ptm.storage.writer import SaveOps
+
+
+class Carried:
+    """The states of a run, from now on. Collective.
+
+    Args:
+        optimizers: whose states have pages.
+        folder: where the files are to be; all ranks see it.
+        ranks_here: of this machine, which share its free RAM.
+        ops: file calls, for tests.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not write; the run can go on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        folder: Path,
+        *,
+        ranks_here: int = 1,
+        ops: SaveOps | None = None,
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in engine.values.names()}
+        parameters = [parameter for _, parameter in engine.values.names()]
+        engine.drain("states before they are laid out anew")
+        for optimizer in optimizers:
+            _let_go_of_removed(engine, plain_optimizer(optimizer))
+        self._scalars = [
+            {
+                id(parameters[place]): scalars
+                for place, scalars in engine.values.optimizer_scalars(
+                    engine.updates.index_of(plain_optimizer(optimizer)), parameters
+                ).items()
+            }
+            for optimizer in optimizers
+        ]
+        self._strides = {True: engine.values.strides(PARAMETERS), False: engine.values.strides("")}
+        """By whether it is of parameters or of what optimizers keep of them."""
+        self._draft: Draft | None = None
+        try:
+            with engine.together():
+                if engine.communicator.rank == 0:
+                    self._draft = Draft(folder / "carried", replace=False)
+            held = engine.told(None if self._draft is None else str(self._draft.folder))
+            self._path = Path(held) / "states"
+            # Lightning's dictionary stays where it is; with this key, states of optimizers are written.
+            nothing: dict[str, Any] = {"optimizer_states": []}
+            Saving(engine, module, optimizers, nothing, self._path, ranks_here=ranks_here, ops=ops)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, kind: str, name: str, mapped: Mapped) -> Tensor:
+        tensor = mapped.tensor(name)
+        stride = self._strides[kind == PARAMETERS].get(name)
+        return tensor if stride is None else tensor.as_strided(tensor.shape, stride)
+
+    def _tensors(self, engine: Engine | None = None) -> Iterator[tuple[str, str, Read]]:
+        """(kind of states, name of a parameter, what reads them).
+
+        Args:
+            engine: of the ranks by which checksums are compared, each a share of the files.
+        """
+        folder = CheckedFolder(self._path)
+        if engine is not None:
+            communicator = engine.communicator
+            with engine.together():
+                check(folder, folder.index.files[communicator.rank :: communicator.world_size], engine.bars)
+        for file in folder.index.files:
+            known = folder.files[file.name]
+            mapped = Mapped(known.path, known.layout)
+            for name in mapped.names():
+                yield file.kind, name, partial(self._read, file.kind, name, mapped)
+
+    def given(self) -> Given:
+        """First values of all parameters."""
+        reads = {name: read for kind, name, read in self._tensors() if kind == PARAMETERS}
+        return Given({known: reads[name] for known, name in self._names.items()})
+
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """Of these, by id of parameter."""
+        return {known: read().dtype for known, read in self.given().parameters.items()}
+
+    def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+        """Writes what optimizers keep into the new pages; parameters that are new to one start afresh. Collective.
+
+        Args:
+            optimizers: as they were given before.
+        """
+        slots: dict[str, dict[str, Any]] = {}
+        for kind, name, read in self._tensors(engine):
+            if kind != PARAMETERS:
+                slots.setdefault(name, {})[kind] = read()
+        no_slots: Mapping[str, Any] = MappingProxyType({})
+        for optimizer, scalars in zip(optimizers, self._scalars, strict=True):
+            states = {known: {**each, **slots.get(self._names[known], no_slots)} for known, each in scalars.items()}
+            engine.values.load_optimizer_states(engine.updates.index_of(plain_optimizer(optimizer)), states)
+
+    def close(self) -> None:
+        """Removes the files. Never raises."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.discard()
+
+
+def _let_go_of_removed(engine: Engine, optimizer: Optimizer) -> None:
+    """Parameters that are in no group of an optimizer any more have no states of it."""
+    left = {id(parameter) for parameter in parameters_of(optimizer)}
+    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
+        known = zip(flat.store.binding.parameters, flat.states.groups, strict=True)
+        flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])

@@ -1,0 +1,219 @@
+"""Parameters are unfrozen, or get into other groups, between two batches: a run in pages goes on as a plain Trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged import ByHand, Judged, MakeStrategy, judge, run
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import CapacityError, CheckpointError, UsageError
+from lightning_ptm.sharded import ShardedCheckpointIO
+from lightning_ptm.storage.writer import SaveOps
+
+PAGED = ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
+ON_DISK = ["masters_on_disk", "all_on_disk"]
+
+
+class Unfreezing(Judged):
+    """Trains its last block from the second epoch on, which its optimizer has had all the time, or gets then."""
+
+    added = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def chosen(self) -> list[nn.Parameter]:
+        return [each for each in self.parameters() if each.requires_grad or not self.added]
+
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.AdamW(self.chosen(), lr=1e-2, fused=True)
+        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)}
+
+    def unfreeze(self) -> None:
+        self.blocks[1].requires_grad_(True)
+        if self.added:
+            self.optimizers().add_param_group({"params": list(self.blocks[1].parameters()), "lr": 1e-3})
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+
+class Adding(Unfreezing):
+    added = True
+
+
+@pytest.mark.parametrize("build", [Unfreezing, Adding])
+@pytest.mark.parametrize("home", PAGED)
+def test_parameters_that_are_unfrozen_train_from_then_on(
+    strategy_at: MakeStrategy, build: type[Judged], home: str, disk: Path
+) -> None:
+    judge(build, strategy_at(home), max_epochs=3)
+    assert not [*disk.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "64-true"}]
+)
+@pytest.mark.parametrize("home", ON_DISK)
+def test_with_what_a_trainer_can_be_given(strategy_at: MakeStrategy, home: str, options: dict[str, Any]) -> None:
+    judge(Adding, strategy_at(home), max_epochs=3, **options)
+
+
+class Momentum(Adding):
+    """A state without scalars, and a group that is taken away."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.first.parameters()}, {"params": self.head.parameters(), "lr": 3e-3}]
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, fused=True)
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        del self.optimizers().param_groups[1]
+
+
+class Factored(Adding):
+    """States that have shapes of their own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.chosen(), lr=1e-2)
+
+
+class Two(Adding, ByHand):
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.first.parameters(), lr=1e-2, fused=True),
+            torch.optim.SGD(self.head.parameters(), lr=1e-2, momentum=0.9, fused=True),
+        ]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def unfreeze(self) -> None:
+        self.blocks[1].requires_grad_(True)
+        self.optimizers()[1].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 1e-3})
+
+
+class Running(Adding):
+    """Statistics that a run goes on with, and weights in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.image = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.norm(batch[0])
+        return super().loss([x]) + self.image(x.view(-1, 2, 2, 2)).square().mean()
+
+
+class Refreezing(Adding):
+    """Freezes and unfreezes by turns."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+        if self.current_epoch == 2:
+            self.blocks[1].requires_grad_(False)
+        if self.current_epoch == 3:
+            self.blocks.requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.blocks[0].parameters())})
+
+
+class Untrained(Unfreezing):
+    """What is unfrozen gets gradients, and has no optimizer."""
+
+    def chosen(self) -> list[nn.Parameter]:
+        return [*self.first.parameters(), *self.head.parameters()]
+
+
+@pytest.mark.parametrize("build", [Momentum, Factored, Two, Running, Refreezing, Untrained])
+@pytest.mark.parametrize("home", ON_DISK)
+def test_whatever_is_kept_of_parameters_goes_with_them(
+    strategy_at: MakeStrategy, build: type[Judged], home: str
+) -> None:
+    judge(build, strategy_at(home), max_epochs=4)
+
+
+def test_saves_that_are_under_way_are_of_the_time_before(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    def weights(strategy: AngelPTMStrategy | None, folder: Path) -> list[dict[str, Tensor]]:
+        saving = ModelCheckpoint(
+            folder, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_weights_only=True
+        )
+        run(Adding, strategy, max_epochs=3, callbacks=[saving], enable_checkpointing=True)
+        read = ShardedCheckpointIO().load_checkpoint
+        return [read(folder / f"step={step}.ckpt", weights_only=False)["state_dict"] for step in range(1, 10)]
+
+    ours = weights(strategy_at("all_on_disk", state_dict_type="sharded", async_save=True), tmp_path / "ours")
+    for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
+        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("home", ["ram", *ON_DISK])
+def test_what_was_frozen_begins_with_all_its_bits(strategy_at: MakeStrategy, home: str, precision: str) -> None:
+    """Under mixed precision pages of frozen parameters are rounded; what is trained later begins with what it was."""
+
+    class Looking(Adding):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.chosen(), lr=0.0, momentum=0.9, fused=True)
+
+        def unfreeze(self) -> None:
+            self.blocks[1].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.blocks[1].parameters()), "lr": 0.0})
+
+        def on_train_epoch_end(self) -> None:
+            for name, value in self.trainer.strategy.lightning_module_state_dict().items():
+                assert value.dtype is torch.float32 and torch.equal(value, self.began[name]), name
+
+        def on_fit_start(self) -> None:
+            self.began = {
+                name: value.clone() for name, value in self.trainer.strategy.lightning_module_state_dict().items()
+            }
+
+    module = run(Looking, strategy_at(home), max_epochs=3, precision=precision)
+    assert all(torch.equal(value, module.began[name]) for name, value in module.state_dict().items())
+    torch.manual_seed(0)
+    assert all(torch.equal(value, module.began[name]) for name, value in Looking().state_dict().items())
+
+
+def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrategy) -> None:
+    class Early(Adding):
+        def on_train_epoch_start(self) -> None:
+            pass
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if index == 1:
+                self.unfreeze()
+
+    judge(Early, strategy_at("masters_on_disk"), accumulate_grad_batches=2)  # they are in .grad, and stay there
+    with pytest.raises(UsageError, match=r"while gradients wait for their step .*zero_grad\(\) behind the step"):
+        run(Early, strategy_at("all_on_disk"), accumulate_grad_batches=2)
+
+
+def test_a_disk_without_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:
+    class Full(SaveOps):
+        def pwritev(self, *_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    strategy = strategy_at("masters_on_disk")
+    strategy.save_ops = Full()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run(Adding, strategy, max_epochs=2)
+    assert not [*disk.iterdir()]
+
+
+def test_what_is_unfrozen_and_has_no_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:
+    with pytest.raises(CapacityError):
+        run(Adding, strategy_at("masters_on_disk", disk_memory="128KiB"), max_epochs=2)
+    assert not [*disk.iterdir()]
