@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
-from lightning.pytorch.callbacks import ModelCheckpoint
+from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -137,12 +138,68 @@ class Untrained(Unfreezing):
         return [*self.first.parameters(), *self.head.parameters()]
 
 
-@pytest.mark.parametrize("build", [Momentum, Factored, Two, Running, Refreezing, Untrained])
+class AfterValidation(Adding):
+    def val_dataloader(self) -> Any:
+        return batches(2)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.loss(batch)
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+
+class Edited(Adding):
+    """Weights are edited by hand just before."""
+
+    def on_train_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        paged = isinstance(strategy, AngelPTMStrategy)
+        with strategy.gathered(self) if paged else nullcontext(), torch.no_grad():
+            for each in self.parameters():
+                each.mul_(0.9)
+
+
+class StepByStep(Adding):
+    """One block more in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend([*Judged().blocks, *Judged().blocks])
+        self.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        frozen = [block for block in self.blocks if not block.scale.requires_grad]
+        if frozen:
+            frozen[-1].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(frozen[-1].parameters())})
+
+
+BUILDS = [Momentum, Factored, Two, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
+
+
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", ON_DISK)
 def test_whatever_is_kept_of_parameters_goes_with_them(
     strategy_at: MakeStrategy, build: type[Judged], home: str
 ) -> None:
     judge(build, strategy_at(home), max_epochs=4)
+
+
+def test_what_callbacks_keep_of_weights_goes_on(strategy_at: MakeStrategy) -> None:
+    ours = run(Adding, strategy_at("masters_on_disk"), max_epochs=3, callbacks=[EMAWeightAveraging()])
+    assert_alike(ours, run(Adding, None, max_epochs=3, callbacks=[EMAWeightAveraging()]))
+
+
+def test_units_are_recomputed_as_before(strategy_at: MakeStrategy) -> None:
+    judge(Adding, strategy_at("all_on_disk", recompute="all"), max_epochs=3)
 
 
 def test_saves_that_are_under_way_are_of_the_time_before(strategy_at: MakeStrategy, tmp_path: Path) -> None:
