@@ -1,0 +1,67 @@
+"""What a tensor group exchanges inside of a forward or backward: sums and gathers of activations, issued so that nobody hangs.
+
+Owns whether the ranks of this rank's group may exchange without asking. A rank that waits in an exchange cannot come to a
+round (comm/agreement.py), so no other may need it there. Ranks of a group run the same module on the same batch: calls of
+units come in the same order on all of them, and so do reductions and boundaries, which none of them passes before the others.
+What differs is which units each has fetched, and so when it asks all ranks for a gather. It may do so on *occasions* only
+(`Executor.occasions`), which are the same for all of the group. So one round, a gathering of the group behind the last
+occasion, tells each of its ranks that the others have asked what they wanted; from there to the next occasion they exchange
+without a word. Ranks of other groups need no part in that: they wait in their next round until these come to theirs.
+
+I1: between an occasion and the next exchange lies a gathering of the group. I2: so exchanges and all other collectives are
+issued in the same order on all ranks that have a part in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.rendezvous import Rendezvous
+
+
+class Exchanges:
+    """Of one rank, in one run.
+
+    Args:
+        communicator: of the group, for its exchanges alone: on the stream of gathers of pages they would be behind these.
+        group: its number among the groups.
+        rendezvous: where all ranks meet.
+        executor: tells occasions.
+    """
+
+    def __init__(
+        self, communicator: ProcessGroupCommunicator, group: int, rendezvous: Rendezvous, executor: Executor
+    ) -> None:
+        self._communicator = communicator
+        self._group = group
+        self._rendezvous = rendezvous
+        self._executor = executor
+        # state
+        self._issued = 0
+        self._met = -1
+        """The occasions behind which the group has met."""
+
+    def issue(self, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+        """A collective of the group, behind what the current stream has queued, and before what it queues next.
+
+        Args:
+            collective: issues it on a process group.
+            value: what it sends.
+
+        Raises:
+            RankError: not all of the group come to it, or another rank has failed.
+        """
+        if self._met != self._executor.occasions:
+            self._rendezvous.meet_group(self._group, self._communicator.world_size, self._issued)
+            self._met = self._executor.occasions
+        self._issued += 1
+        self._communicator.issue(collective, value)
+
+
+__all__ = ["Exchanges"]
