@@ -1,4 +1,4 @@
-"""What a tensor group exchanges inside of a forward or backward: sums and gathers of activations, issued so that nobody hangs.
+"""What a tensor group exchanges in a forward or backward, activations, issued so that nobody hangs.
 
 Owns whether the ranks of this rank's group may exchange without asking. A rank that waits in an exchange cannot come to a
 round (comm/agreement.py), so no other may need it there. Ranks of a group run the same module on the same batch: calls of
