@@ -202,11 +202,6 @@ class Settings:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
-        if self.tensor_parallel_size > 1 and self.expert_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} and expert_parallel_size={self.expert_parallel_size}: "
-                f"ranks can be divided in one way at a time; use one of them (tensor parallelism cuts experts, too)"
-            )
         if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
             raise ConfigError(
                 f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "

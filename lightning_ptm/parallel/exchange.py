@@ -56,15 +56,19 @@ class TensorGroup:
         self._entered = (weakref.ref(value), value._version, out)
         return out
 
+    def leave_entered(self) -> None:
+        """Layers behind take another value: what has entered is forgotten, which would keep a graph alive."""
+        self._entered = None
+
     def add_up(self, value: Tensor) -> Tensor:
         """The sum over the ranks: whole."""
-        self._entered = None  # it would keep a graph alive
+        self.leave_entered()
         out: Tensor = _AddUp.apply(value, self)
         return out
 
     def put_together(self, value: Tensor) -> Tensor:
         """The ranks' parts along the last dimension, one after the other: whole."""
-        self._entered = None
+        self.leave_entered()
         out: Tensor = _PutTogether.apply(value, self)
         return out
 
@@ -91,7 +95,7 @@ class TensorGroup:
 
     def forget(self) -> None:
         """What a forward that an error has ended left behind: a divided region, and what has entered, with its graph."""
-        self._entered = None
+        self.leave_entered()
         self.end_divided()
 
     @contextmanager

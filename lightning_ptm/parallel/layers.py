@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.logits import logits_of
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -163,7 +164,8 @@ def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
     def forward(x: Tensor) -> Tensor:
         entered = group.enter(x)
         if rule.gather:
-            return group.put_together(compute(entered, module.bias))
+            out = compute(entered, module.bias)
+            return group.put_together(out) if place.inside else logits_of(out, group)
         if module.training and not place.inside:
             group.begin_divided()
         return compute(entered, module.bias)
