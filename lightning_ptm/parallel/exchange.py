@@ -87,6 +87,19 @@ class TensorGroup:
     def gather(self, value: Tensor) -> Tensor:
         """All ranks' values, (size, *shape)."""
 
+    def meet_again(self) -> None:
+        """Code that the ranks may not have in common comes next, or has come: they meet before their next exchange."""
+
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """What is exchanged within, the user's code asks for, maybe on one rank alone: the ranks meet for each, and for what
+        they exchange next."""
+        self.meet_again()
+        try:
+            yield
+        finally:
+            self.meet_again()
+
     def begin_divided(self) -> None:
         """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
 
@@ -127,24 +140,30 @@ class RankGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
-        self._exchange(lambda group: dist.all_reduce(out, group=group), out)
+        self._exchange("sum", lambda group: dist.all_reduce(out, group=group), out)
         return out
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
-        self._exchange(lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
+        self._exchange("gather", lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
         return out.view(self.size, *value.shape)
 
     def connect(self, run: Exchanges | None) -> None:
         """What is exchanged from here on is of a run; None: of none."""
         self._run = run
 
-    def _exchange(self, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    @override
+    def meet_again(self) -> None:
+        if self._run is not None:
+            self._run.meet_again()
+
+    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
         """The one way to the other ranks.
 
         Args:
+            name: of the collective.
             collective: issues it on a process group.
             value: what it sends.
         """
@@ -152,7 +171,7 @@ class RankGroup(TensorGroup):
         if self._run is None:
             collective(self._group)
         else:
-            self._run.issue(collective, value)
+            self._run.issue(name, collective, value)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

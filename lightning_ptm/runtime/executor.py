@@ -8,7 +8,7 @@ I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
     tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
 I4: this rank asks others for an all-gather of its own accord on occasions only, and comes to these at the same points of a
-    module's calls, forward and backward, whatever it has fetched (`occasions`).
+    module's calls, forward and backward, whatever it has fetched; code between calls of units runs behind one (`occasions`).
 I5: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
     those of a unit whose updates no step waits for once somebody has waited for it there (`require`).
 """
@@ -174,7 +174,7 @@ class Executor:
         self._closing = [store for store in stores if store.closes]
         self._open_tick: _OpenTick | None = None
         self.occasions = 0
-        """How often this rank has come to a point at which it may ask others for all-gathers (I4)."""
+        """How often this rank has come to a point from which on it may ask others for all-gathers (I4)."""
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         self.replans = 0
 
@@ -260,6 +260,7 @@ class Executor:
 
     def computation_begins(self, phase: Phase) -> None:
         """Of a step, or of a backward pass: its code may read parameters that are there (I5)."""
+        self.occasions += 1
         self._computing.add(phase)
         for store in self._closing:
             if not store.late or store.unit.index in self._waited_for:
@@ -273,6 +274,7 @@ class Executor:
                 store.close()
 
     def computation_ends(self, phase: Phase) -> None:
+        self.occasions += 1
         self._passes += phase is Phase.BACKWARD and phase in self._computing
         self._computing.discard(phase)
         for store in self._closing if not self._computing else ():
@@ -323,6 +325,7 @@ class Executor:
 
     def leave(self, unit: int) -> None:
         """The call that `enter` or `use` announced is over."""
+        self.occasions += 1
         self._leases.give_back(unit)
         self._left(unit)
 

@@ -109,17 +109,18 @@ class Rendezvous:
         if gathering.size == self._communicator.world_size:
             self._since = 0
 
-    def meet_group(self, group: int, size: int, exchange: int) -> None:
+    def meet_group(self, group: int, size: int, exchange: str) -> None:
         """Before a tensor group exchanges activations, on its ranks; the others may be anywhere.
 
         Args:
             group: its number among the groups.
-            exchange: how many of this run lie behind this rank; the same on all of the group.
+            exchange: which one it is; the same on all of the group.
 
         Raises:
             RankError: not all of them can come any more.
         """
-        self._gather(Gathering(group << 24 | exchange % (1 << 24), size), Together.EXCHANGE)
+        number = int.from_bytes(blake2b(exchange.encode(), digest_size=3).digest(), "big")
+        self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
 
     def _gather(self, gathering: Gathering, what: Together) -> None:
         if self.failed:

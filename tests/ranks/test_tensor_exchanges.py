@@ -82,6 +82,45 @@ class FailsInTheForward(PreciseGPT):
             block.dropout = Stops(in_training=True)
 
 
+class AsksAlone(PreciseGPT):
+    """For logits of which each rank has a part, behind exchanges of a loss and before those of a backward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        logits = self(batch[:, :-1])
+        if os.environ["RANK"] == "1":
+            logits.argmax(-1)
+        return loss
+
+
+class AsksInItsForward(PreciseGPT):
+    """As the above; what follows on the other rank is an exchange of the same call."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if os.environ["RANK"] == "1":
+            logits.argmax(-1)
+        return super().forward(ids) + logits
+
+
+class AsksInTheBackward(PreciseGPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if os.environ["RANK"] == "1" and logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.argmax(-1) and None)
+        return logits
+
+
+class CallsAlone(PreciseGPT):
+    """The module once more than the other rank, with the same exchanges as before."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if os.environ["RANK"] == "1":
+            self(batch[:, :-1])
+        return loss
+
+
 def fail_together(kind: type[PreciseGPT], disk: Path) -> tuple[str, float]:
     """Type and text of this rank's error, and the seconds until it."""
     rank_tensor_models.MODELS["fails"] = kind
@@ -101,3 +140,23 @@ def test_a_rank_that_fails_alone_takes_its_group_along(kind: type[PreciseGPT], d
     assert "this rank has had enough" in culprit
     assert other.startswith("RankError: rank 1 failed with"), other
     assert max(other_s, culprit_s) < PROMPT_S
+
+
+@pytest.mark.parametrize("kind", [AsksAlone, AsksInItsForward, AsksInTheBackward])
+def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type[PreciseGPT], disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, kind, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert took_s < PROMPT_S
+    assert "This rank asked for logits of which every rank of a tensor group has a part" in outcomes[1].value[0]
+    assert "rank 1 at test_tensor_exchanges.py:" in outcomes[1].value[0], outcomes[1].value
+
+
+def test_a_rank_that_calls_the_module_alone_is_an_error_on_all(disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, CallsAlone, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert "rank 1 at test_tensor_exchanges.py:" in text, text
+        assert took_s < PROMPT_S
