@@ -260,7 +260,7 @@ def batches(how: Run) -> DataLoader[Any]:
     return DataLoader(rows, BATCH // data // how.micro_batches, sampler=sampler)  # type: ignore[arg-type]
 
 
-def train(how: Run, disk: Path) -> Outcome:
+def train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     """One rank's part."""
     os.environ.setdefault("RANK", "0")
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def train(how: Run, disk: Path) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # it would shuffle
-        callbacks=[watch, *([] if how.evictions is None else [Evictions(how.evictions)])],
+        callbacks=[watch, *callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
         **{"max_steps": how.steps, **how.trainer},
     )
     trainer.fit(module, batches(how))
