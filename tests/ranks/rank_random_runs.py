@@ -88,7 +88,7 @@ def draw(seed: int, ranks: int) -> Drawn:
     settings: dict[str, Any] = {"recompute": chosen.choice(("none", "all"))}
     model, sizes = "choosy", {"layers": 3}
     if ranks == 4 and chosen.random() < 0.25:
-        model, sizes = "t5_moe", {"layers": 1}
+        model, sizes = "t5_moe", {"layers": 2}
         settings |= {"expert_parallel_size": 2, "units": ["Block", "Expert"]}
     every = chosen.choice((1, 2))
     trainer = {"accumulate_grad_batches": every, "max_steps": MICRO_BATCHES // every}

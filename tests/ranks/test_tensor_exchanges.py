@@ -111,6 +111,33 @@ class AsksInTheBackward(PreciseGPT):
         return logits
 
 
+class AsksBetweenUnits(PreciseGPT):
+    """For logits of an earlier step; what follows is an exchange of the root's own."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token_embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        earlier = self.__dict__.get("earlier")
+        if os.environ["RANK"] == "1" and earlier is not None:
+            earlier.argmax(-1)
+        logits: Tensor = self.head(x + self.token_embedding(tokens))
+        self.__dict__["earlier"] = logits.detach()
+        return logits
+
+
+class AsksBetweenBackwards(PreciseGPT):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        logits = self(batch[:, :-1]).detach()
+        losses = [self.loss(batch), self.loss(batch)]
+        for loss in losses:
+            self.manual_backward(loss)
+            if os.environ["RANK"] == "1":
+                logits.argmax(-1)
+
+
 class CallsAlone(PreciseGPT):
     """The module once more than the other rank, with the same exchanges as before."""
 
@@ -142,7 +169,10 @@ def test_a_rank_that_fails_alone_takes_its_group_along(kind: type[PreciseGPT], d
     assert max(other_s, culprit_s) < PROMPT_S
 
 
-@pytest.mark.parametrize("kind", [AsksAlone, AsksInItsForward, AsksInTheBackward])
+ASKING = [AsksAlone, AsksInItsForward, AsksInTheBackward, AsksBetweenUnits, AsksBetweenBackwards]
+
+
+@pytest.mark.parametrize("kind", ASKING)
 def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type[PreciseGPT], disk: Path) -> None:
     outcomes = watch_ranks(fail_together, 2, kind, disk)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
