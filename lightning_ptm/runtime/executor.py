@@ -260,7 +260,6 @@ class Executor:
 
     def computation_begins(self, phase: Phase) -> None:
         """Of a step, or of a backward pass: its code may read parameters that are there (I5)."""
-        self.occasions += 1
         self._computing.add(phase)
         for store in self._closing:
             if not store.late or store.unit.index in self._waited_for:
@@ -274,7 +273,6 @@ class Executor:
                 store.close()
 
     def computation_ends(self, phase: Phase) -> None:
-        self.occasions += 1
         self._passes += phase is Phase.BACKWARD and phase in self._computing
         self._computing.discard(phase)
         for store in self._closing if not self._computing else ():
