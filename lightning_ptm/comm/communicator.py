@@ -345,6 +345,17 @@ class ProcessGroupCommunicator:
         Work([handle], [rows, out], self._join, self._guard, told).wait()
         return out
 
+    def issue(self, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+        """A collective of these ranks, behind what the current stream has queued, and before what it queues next. They have
+        agreed that it is the next one.
+
+        Args:
+            collective: issues it on a process group and returns when the current stream, or the host, is behind it.
+            value: what it sends; decides on which group.
+        """
+        group = self._data if self._backend.holds(value) else self._control
+        self._issue(lambda: collective(group))
+
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.recompute import once
 
 
@@ -86,6 +87,19 @@ class TensorGroup:
     def gather(self, value: Tensor) -> Tensor:
         """All ranks' values, (size, *shape)."""
 
+    def meet_again(self) -> None:
+        """Code that the ranks may not have in common comes next, or has come: they meet before their next exchange."""
+
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """What is exchanged within, the user's code asks for, maybe on one rank alone: the ranks meet for each, and for what
+        they exchange next."""
+        self.meet_again()
+        try:
+            yield
+        finally:
+            self.meet_again()
+
     def begin_divided(self) -> None:
         """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
 
@@ -104,7 +118,7 @@ class TensorGroup:
 
 
 class RankGroup(TensorGroup):
-    """Of processes.
+    """Of processes. In a run, ranks meet before they exchange (`connect`); outside of one nobody needs them elsewhere.
 
     Args:
         group: of torch.distributed; this rank's.
@@ -114,6 +128,7 @@ class RankGroup(TensorGroup):
     def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
         super().__init__(group.size(), group.rank())
         self._group = group
+        self._run: Exchanges | None = None
         self.exchanges = 0
         """Collectives so far."""
         self._backend = backend
@@ -125,17 +140,38 @@ class RankGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
-        self.exchanges += 1
-        dist.all_reduce(out, group=self._group)
+        self._exchange("sum", lambda group: dist.all_reduce(out, group=group), out)
         return out
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
-        self.exchanges += 1
-        dist.all_gather_into_tensor(out, value, group=self._group)
+        self._exchange("gather", lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
         return out.view(self.size, *value.shape)
+
+    def connect(self, run: Exchanges | None) -> None:
+        """What is exchanged from here on is of a run; None: of none."""
+        self._run = run
+
+    @override
+    def meet_again(self) -> None:
+        if self._run is not None:
+            self._run.meet_again()
+
+    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+        """The one way to the other ranks.
+
+        Args:
+            name: of the collective.
+            collective: issues it on a process group.
+            value: what it sends.
+        """
+        self.exchanges += 1
+        if self._run is None:
+            collective(self._group)
+        else:
+            self._run.issue(name, collective, value)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

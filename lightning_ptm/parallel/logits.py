@@ -42,6 +42,7 @@ def logits_of(part: Tensor, group: TensorGroup) -> Tensor:
     if traced or in_transform() or not part.is_floating_point() or not part.dim():
         return group.put_together(part)
     group.leave_entered()
+    group.meet_again()
     return _anew(part, group, part.dim() - 1)
 
 
@@ -73,7 +74,7 @@ class _Source:
     def whole(self) -> Tensor:
         if self.together is None:
             try:
-                with torch.enable_grad():  # others may ask for it with a graph later
+                with self.group.asked_for(), torch.enable_grad():  # others may ask for it with a graph later
                     self.together = self.group.put_together(self.part).to(self.dtype)
             except RankError as error:
                 raise RankError(

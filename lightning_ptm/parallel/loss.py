@@ -81,7 +81,8 @@ class _Probabilities(torch.autograd.Function):
         # A sum and no gather: if another rank puts logits together meanwhile, the ranks are told, not mixed up.
         all_told = part.new_zeros((group.size, len(told), len(part)), dtype=wide)
         torch.stack(told, out=all_told[group.index])
-        all_told = once(lambda: group.sum(all_told))
+        with group.asked_for():
+            all_told = once(lambda: group.sum(all_told))
         largest = all_told[:, 0].amax(0)
         above = all_told[:, 0] - largest
         off = (above + all_told[:, 1]).logsumexp(0)

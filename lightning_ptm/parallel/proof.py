@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import ConfigError, some
+from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Rule
@@ -114,12 +114,16 @@ class Proof:
             divided = copy.deepcopy(whole)
             try:
                 of_whole = self._drawn_alike(whole, args, kwargs)
+            except RankError:  # nothing about this plan: another rank has failed
+                raise
             except Exception as error:
                 raise self._not_alone(block, error) from error
             try:
                 known = self._divide(divided, block.plan)
                 of_divided = self._drawn_alike(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
+            except RankError:
+                raise
             except Exception as error:  # the user's forward may raise anything
                 raise self._refusal(block, f"cannot be computed ({type(error).__name__}: {error})") from error
         # Of many that differ, those of layers that are cut tell most.

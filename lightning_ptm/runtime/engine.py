@@ -254,7 +254,7 @@ class Engine:
         )
         self._undo.callback(self._state_dicts.close)
         if blueprint.experts is not None:
-            group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.fetching.expect
+            group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.expect
             self.expert_groups = ExpertGroups(blueprint.experts, group, self.rendezvous.agreement, expect)
             self._undo.callback(self.expert_groups.close)
         self.updates.start()

@@ -7,7 +7,9 @@ I1: a unit is live while one of its calls is in progress.
 I2: with several ranks every all-gather has been agreed on.
 I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
     tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
-I4: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
+I4: this rank asks others for an all-gather of its own accord on occasions only, and comes to these at the same points of a
+    module's calls, forward and backward, whatever it has fetched; code between calls of units runs behind one (`occasions`).
+I5: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
     those of a unit whose updates no step waits for once somebody has waited for it there (`require`).
 """
 
@@ -171,6 +173,8 @@ class Executor:
         """Units whose updates somebody has waited for in this iteration, since its last optimizer step."""
         self._closing = [store for store in stores if store.closes]
         self._open_tick: _OpenTick | None = None
+        self.occasions = 0
+        """How often this rank has come to a point from which on it may ask others for all-gathers (I4)."""
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         self.replans = 0
 
@@ -220,6 +224,7 @@ class Executor:
         if self._mode is None:
             return
         self.rest()
+        self.occasions += 1
         known = self.fetching.followed or self.fetching.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
@@ -254,7 +259,7 @@ class Executor:
             store.close()
 
     def computation_begins(self, phase: Phase) -> None:
-        """Of a step, or of a backward pass: its code may read parameters that are there (I4)."""
+        """Of a step, or of a backward pass: its code may read parameters that are there (I5)."""
         self._computing.add(phase)
         for store in self._closing:
             if not store.late or store.unit.index in self._waited_for:
@@ -283,6 +288,7 @@ class Executor:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow, or in a backward
         `leave_backward`."""
         self.rest()
+        self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
         store.open()
@@ -317,6 +323,7 @@ class Executor:
 
     def leave(self, unit: int) -> None:
         """The call that `enter` or `use` announced is over."""
+        self.occasions += 1
         self._leases.give_back(unit)
         self._left(unit)
 
@@ -362,8 +369,19 @@ class Executor:
         else:
             self._leases.let_go(unit)
 
+    def expect(self, units: Sequence[int]) -> None:
+        """As the policy's."""
+        self.occasions += 1
+        self.fetching.expect(units)
+
+    def saved_is_read(self, unit: int) -> None:
+        """Of `unit`, a tensor that autograd has saved; `require` follows where it is not live. That differs between ranks
+        only where it is not leased (I4, I1)."""
+        self.occasions += not self._leases.leased(unit)
+
     def require(self, unit: int) -> None:
         """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
+        self.occasions += 1
         store = self._stores[unit]
         if store.lent:
             return  # whole already, and the user's until the block ends

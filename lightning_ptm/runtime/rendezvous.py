@@ -33,6 +33,7 @@ class Together(enum.IntEnum):
     TRAINING_BATCH = 32
     END_OF_EPOCH = 64
     END_OF_RUN = 128
+    EXCHANGE = 512
 
     def __str__(self) -> str:
         return _DOING[self]
@@ -46,6 +47,7 @@ _DOING = {
     Together.TRAINING_BATCH: "goes on to another training batch",
     Together.END_OF_EPOCH: "has ended its training epoch",
     Together.END_OF_RUN: "has come to the end of the run",
+    Together.EXCHANGE: "exchanges activations with its tensor group",
 }
 ANY_TOGETHER = sum(Together)
 """All flags of these."""
@@ -103,17 +105,33 @@ class Rendezvous:
         Raises:
             RankError: not all of them can come any more.
         """
-        if self.failed:
-            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
-        seen = self.agreement.gather(dataclasses.replace(gathering, flag=Together.COLLECTIVE))
-        if seen is not None:
-            self._check_nobody_else(seen, Together.COLLECTIVE, str(Together.COLLECTIVE))
-            self.agreement.give_up(
-                f"rank {self._communicator.rank} {Together.COLLECTIVE} and another rank in another one, or of other ranks, "
-                f"so they would wait for each other for ever; issue the same ones in the same order on all ranks"
-            )
+        self._gather(gathering, Together.COLLECTIVE)
         if gathering.size == self._communicator.world_size:
             self._since = 0
+
+    def meet_group(self, group: int, size: int, exchange: str) -> None:
+        """Before a tensor group exchanges activations, on its ranks; the others may be anywhere.
+
+        Args:
+            group: its number among the groups.
+            exchange: which one it is; the same on all of the group.
+
+        Raises:
+            RankError: not all of them can come any more.
+        """
+        number = int.from_bytes(blake2b(exchange.encode(), digest_size=3).digest(), "big")
+        self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
+
+    def _gather(self, gathering: Gathering, what: Together) -> None:
+        if self.failed:
+            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
+        seen = self.agreement.gather(dataclasses.replace(gathering, flag=what))
+        if seen is not None:
+            self._check_nobody_else(seen, what, str(what))
+            self.agreement.give_up(
+                f"rank {self._communicator.rank} {what} and another rank in another one, or of other ranks, "
+                f"so they would wait for each other for ever; issue the same ones in the same order on all ranks"
+            )
 
     def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
         """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.

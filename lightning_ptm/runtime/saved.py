@@ -158,6 +158,7 @@ class SavedTensors:
         if isinstance(saved, _HandedOn):
             return saved.unpack(saved.packed)
         store = self._stores[saved.unit]
+        self._executor.saved_is_read(saved.unit)
         if not store.live:
             with self._stream.entered():
                 self._executor.require(saved.unit)

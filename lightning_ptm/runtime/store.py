@@ -221,11 +221,14 @@ class FlatStore:
         self._shard_pending = None
 
     def contribute(self, read: Callable[[PagedTensor], Tensor]) -> None:
-        """Takes part in an all-gather that this rank does not need, into memory of its own.
+        """Takes part in an all-gather that this rank does not need, into memory of its own; nothing where the flat is this
+        rank's alone (its part of a layer, beside what all ranks share of the unit).
 
         Args:
             read: brings a home to memory of its own, for when no page is free either.
         """
+        if not self.layout.shared:
+            return
         held = self._shard is not None
         try:
             self.fetch_shard()

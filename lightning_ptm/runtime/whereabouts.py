@@ -6,7 +6,17 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-_LIBRARIES = frozenset({"contextlib", "lightning", "lightning_ptm", "lightning_utilities", "torch", "torchmetrics"})
+_LIBRARIES = frozenset(
+    {
+        "contextlib",
+        "lightning",
+        "lightning_ptm",
+        "lightning_utilities",
+        "torch",
+        "torchmetrics",
+        "typing_extensions",  # around functions that torch has deprecated
+    }
+)
 
 
 def whereabouts() -> str:

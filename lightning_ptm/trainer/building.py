@@ -32,6 +32,7 @@ from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.inspection import states_in_words
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.parts import split_of
@@ -82,10 +83,11 @@ class BuildingStrategy(CheckpointingStrategy):
         if isinstance(self.checkpoint_io, FileCheckpointIO):
             self.checkpoint_io.progress = progress
         self._communicator = self._make_communicator(events)
+        exchanging = self._communicator_of_tensor_group()  # before anything can fail on one rank alone, as what follows
         mesh = split_of(
             self._boxes(), self.world_size, self.settings.expert_parallel_size, self._communicator.rank
         ).mesh
-        # Before anything can fail on one rank alone. What ranks with other parts exchange is the module's affair.
+        # What ranks with other parts exchange is the module's affair.
         communicators = Communicators(mesh, self._communicator, ALONG)
         given = given or self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
@@ -115,10 +117,20 @@ class BuildingStrategy(CheckpointingStrategy):
             progress=progress,
             ranks_here=max(1, self.num_processes),
         )
+        if self._tensor_group is not None and exchanging is not None:
+            group, rendezvous = self._communicator.rank // exchanging.world_size, self._engine.rendezvous
+            self._tensor_group.connect(Exchanges(exchanging, group, rendezvous, self._engine.executor))
         self._interruption = Interruption(self._engine, self._module, self._saves)
         self._began_with = weakref.ref(self._module)
         self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
+
+    def _communicator_of_tensor_group(self) -> ProcessGroupCommunicator | None:
+        """For its exchanges alone; None without one. Collective."""
+        if self._tensor_group is None or not isinstance(self._communicator, ProcessGroupCommunicator):
+            return None
+        size = self._tensor_group.size
+        return self._communicator.part([range(at, at + size) for at in range(0, self.world_size, size)])
 
     def _cut_module(self, group: TensorGroup | None, *, proven: bool = True) -> None:
         """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them.

@@ -37,6 +37,8 @@ class EndingStrategy(BuildingStrategy):
 
     def _close_engine(self) -> None:
         engine, communicator = self._engine, self._communicator
+        if self._tensor_group is not None:
+            self._tensor_group.connect(None)
         if engine is None:
             self._communicator = None
             with ExitStack() as steps:

@@ -61,6 +61,10 @@ CASES = few(list(filter(can_be, itertools.product(*_axes(MODELS)))))
 CASES_OF_RANKS = few(list(filter(can_be, itertools.product(*_axes(MODELS_OF_RANKS)))))
 """Of two."""
 
-CASES_OF_PARTS: list[Case] = [("device", "synchronous", "full", "cut", "none", "keep", "clipped", "each", "32-true")]
-"""Of two that have parts of layers. Nothing is fetched: the stand-in for NCCL does not tell of collectives, without which
-ranks that fetch at different times could wait for each other."""
+CASES_OF_PARTS: list[Case] = [
+    ("device", "synchronous", "full", "cut", "none", "keep", "clipped", "each", "32-true"),
+    ("masters on disk", "synchronous", "sharded", "cut", "none", "keep", "free", "by two", "32-true"),
+    ("all on disk", "synchronous", "none", "cut", "all", "host", "clipped", "each", "bf16-mixed"),
+    ("host", "lock-free", "none", "cut", "every 2nd", "keep", "free", "each", "32-true"),
+]
+"""Of two that have parts of layers."""

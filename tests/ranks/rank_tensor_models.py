@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,8 @@ from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.moe import Router
 from lightning_ptm.models.t5 import shifted
 from lightning_ptm.parallel import Columns, Rows, Rule
+from lightning_ptm.planning.plan import Task
+from lightning_ptm.terms import Operation
 
 STEPS, BATCH, LENGTH = 12, 4, 17
 VOCABULARY = 64
@@ -168,6 +171,8 @@ class Run:
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     norms: bool = False
+    evictions: int | None = None
+    """Seed of random ones, others on each rank; None: the policy's alone."""
     micro_batches: int = 1
 
     def on_one(self) -> Run:
@@ -222,6 +227,28 @@ class Watch(L.Callback):
             self.norms.append(float(trainer.strategy.gradient_norm(optimizer)))  # type: ignore[attr-defined]
 
 
+class Evictions(L.Callback):
+    """At ticks each rank gives up units of its own choice, as far as nobody uses them: it has to gather these again when
+    others need not."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed * 100 + int(os.environ["RANK"]))
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        leases = engine.executor.fetching.leases
+
+        def evict(task: Task) -> None:
+            if task.operation is not Operation.COMPUTE:
+                return
+            for unit, store in enumerate(engine.stores):
+                if store.movable and not leases.leased(unit) and self._random.random() < 0.5:
+                    store.release()
+                    store.evict()
+
+        engine.executor.fetching.told = evict
+
+
 def batches(how: Run) -> DataLoader[Any]:
     """Of this rank; all runs of as many steps go through the same rows."""
     rows = torch.randint(3, VOCABULARY, (how.steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
@@ -233,7 +260,7 @@ def batches(how: Run) -> DataLoader[Any]:
     return DataLoader(rows, BATCH // data // how.micro_batches, sampler=sampler)  # type: ignore[arg-type]
 
 
-def train(how: Run, disk: Path) -> Outcome:
+def train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     """One rank's part."""
     os.environ.setdefault("RANK", "0")
     torch.manual_seed(0)
@@ -257,7 +284,7 @@ def train(how: Run, disk: Path) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # it would shuffle
-        callbacks=[watch],
+        callbacks=[watch, *callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
         **{"max_steps": how.steps, **how.trainer},
     )
     trainer.fit(module, batches(how))

@@ -1,0 +1,77 @@
+"""What a tensor group exchanges in a forward or backward, activations, issued so that nobody hangs.
+
+Owns whether the ranks of this rank's group may exchange without asking. A rank that waits in an exchange cannot come to a
+round (comm/agreement.py), so no other may need it there. Ranks of a group run the same module on the same batch: calls of
+units come in the same order on all of them, and so do reductions, boundaries and exchanges of tokens, which none of them
+passes before the others. What differs is which units each has fetched, and so when it asks all ranks for a gather. It may do
+so on *occasions* only (`Executor.occasions`), which are the same for all of the group. So one round, a gathering of the group
+behind the last occasion, tells each of its ranks that the others have asked what they wanted; from there to the next occasion
+they exchange without a word. Ranks of other groups need no part in that: they wait in their next round until these come to
+theirs.
+
+I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones.
+I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
+(`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.recompute import in_backward
+from lightning_ptm.runtime.rendezvous import Rendezvous
+
+
+class Exchanges:
+    """Of one rank, in one run.
+
+    Args:
+        communicator: of the group, for its exchanges alone: on the stream of gathers of pages they would be behind these.
+        group: its number among the groups.
+        rendezvous: where all ranks meet.
+        executor: tells occasions.
+    """
+
+    def __init__(
+        self, communicator: ProcessGroupCommunicator, group: int, rendezvous: Rendezvous, executor: Executor
+    ) -> None:
+        self._communicator = communicator
+        self._group = group
+        self._rendezvous = rendezvous
+        self._executor = executor
+        # state
+        self._issued = 0
+        self._met: int | None = None
+        """The occasions behind which the group has met."""
+
+    def meet_again(self) -> None:
+        """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same
+        points of a module's calls on all of the group, or where it meets for the next exchange anyway."""
+        self._met = None
+
+    def issue(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+        """A collective of the group, behind what the current stream has queued, and before what it queues next.
+
+        Args:
+            name: of the collective.
+            collective: issues it on a process group.
+            value: what it sends; of one shape and dtype on all of the group.
+
+        Raises:
+            RankError: not all of the group come to it, or another rank has failed.
+        """
+        if self._met != self._executor.occasions:
+            told = f"{self._issued} {name} {tuple(value.shape)} {value.dtype} {in_backward()}"
+            self._rendezvous.meet_group(self._group, self._communicator.world_size, told)
+            self._met = self._executor.occasions
+        self._issued += 1
+        self._communicator.issue(collective, value)
+
+
+__all__ = ["Exchanges"]

@@ -1,0 +1,197 @@
+"""Exchanges of tensor parallelism: no rank waits in one for a rank that waits elsewhere, and few rounds are held for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import rank_tensor_models
+from rank_harness import End, run_ranks, watch_ranks
+from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, train
+from torch import Tensor, nn
+
+from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm.agreement import Row
+
+STEPS = 4
+PROMPT_S = 30.0
+"""Less than the collectives' time limit of 60 s."""
+
+
+def rounds_and_outcome(how: Run, disk: Path) -> tuple[int, Outcome]:
+    """How many rounds this rank has come to."""
+    rows: list[Row] = []
+    exchange = ProcessGroupCommunicator.exchange
+
+    def counted(self: ProcessGroupCommunicator, row: Row) -> object:
+        rows.append(row)
+        return exchange(self, row)
+
+    ProcessGroupCommunicator.exchange = counted  # type: ignore[method-assign, assignment]
+    try:
+        outcome = train(how, disk)
+    finally:
+        ProcessGroupCommunicator.exchange = exchange  # type: ignore[method-assign]
+    return len(rows), outcome
+
+
+def test_a_unit_holds_one_round_for_its_exchanges(disk: Path) -> None:
+    """A block more has four exchanges more, two each way, and two rounds for them; and one for its reduction."""
+    few, many = (
+        run_ranks(rounds_and_outcome, 2, Run("gpt", 2, 2, steps=STEPS, sizes={"layers": layers}), disk, limit_s=240)[0]
+        for layers in (2, 6)
+    )
+    # Of a block: a gather, a gathering each way, a reduction; with one for each exchange they were six.
+    assert many[0] - few[0] < STEPS * 4 * 5
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(2)), pytest.param(4, range(2), marks=pytest.mark.slow)])
+def test_ranks_that_give_up_different_units_do_not_hang(ranks: int, seeds: range, disk: Path) -> None:
+    (whole,) = run_ranks(train, 1, Run("gpt", steps=STEPS), disk)
+    for seed in seeds:
+        how = Run("gpt", ranks, 2, "all_on_disk", steps=STEPS, evictions=seed)
+        assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)
+
+
+class Stops(nn.Module):
+    """Between the exchanges of a block: no round is held there. A block is proven by copies in evaluation mode."""
+
+    def __init__(self, *, in_training: bool) -> None:
+        super().__init__()
+        self.in_training = in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training is self.in_training and os.environ["RANK"] == "1":
+            raise ValueError("this rank has had enough")
+        return x
+
+
+class FailsInTheProof(PreciseGPT):
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.dropout = Stops(in_training=False)
+
+
+class FailsInTheForward(PreciseGPT):
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.dropout = Stops(in_training=True)
+
+
+class AsksAlone(PreciseGPT):
+    """For logits of which each rank has a part, behind exchanges of a loss and before those of a backward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        logits = self(batch[:, :-1])
+        if os.environ["RANK"] == "1":
+            logits.argmax(-1)
+        return loss
+
+
+class AsksInItsForward(PreciseGPT):
+    """As the above; what follows on the other rank is an exchange of the same call."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if os.environ["RANK"] == "1":
+            logits.argmax(-1)
+        return super().forward(ids) + logits
+
+
+class AsksInTheBackward(PreciseGPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if os.environ["RANK"] == "1" and logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.argmax(-1) and None)
+        return logits
+
+
+class AsksBetweenUnits(PreciseGPT):
+    """For logits of an earlier step; what follows is an exchange of the root's own. Nothing of the root is whole, so its
+    parameters are never fetched, and may be read without being asked for."""
+
+    def build(self) -> None:
+        super().build()
+        self.position_embedding, self.norm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token_embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        earlier = self.__dict__.get("earlier")
+        if os.environ["RANK"] == "1" and earlier is not None:
+            earlier.argmax(-1)
+        logits: Tensor = self.head(x + self.token_embedding(tokens))
+        self.__dict__["earlier"] = logits.detach()
+        return logits
+
+
+class AsksBetweenBackwards(PreciseGPT):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        logits = self(batch[:, :-1]).detach()
+        losses = [self.loss(batch), self.loss(batch)]
+        for loss in losses:
+            loss.backward()
+            if os.environ["RANK"] == "1":
+                logits.argmax(-1)
+
+
+class CallsAlone(PreciseGPT):
+    """The module once more than the other rank, with the same exchanges as before."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if os.environ["RANK"] == "1":
+            self(batch[:, :-1])
+        return loss
+
+
+def fail_together(kind: type[PreciseGPT], disk: Path) -> tuple[str, float]:
+    """Type and text of this rank's error, and the seconds until it."""
+    rank_tensor_models.MODELS["fails"] = kind
+    began_s = time.monotonic()
+    try:
+        train(Run("fails", 2, 2, steps=STEPS), disk)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began_s
+    raise AssertionError("fit ended without an error")
+
+
+@pytest.mark.parametrize("kind", [FailsInTheProof, FailsInTheForward])
+def test_a_rank_that_fails_alone_takes_its_group_along(kind: type[PreciseGPT], disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, kind, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    (other, other_s), (culprit, culprit_s) = (outcome.value for outcome in outcomes)
+    assert "this rank has had enough" in culprit
+    assert other.startswith("RankError: rank 1 failed with"), other
+    assert max(other_s, culprit_s) < PROMPT_S
+
+
+ASKING = [AsksAlone, AsksInItsForward, AsksInTheBackward, AsksBetweenUnits, AsksBetweenBackwards]
+
+
+@pytest.mark.parametrize("kind", ASKING)
+def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type[PreciseGPT], disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, kind, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert took_s < PROMPT_S
+    assert "This rank asked for logits of which every rank of a tensor group has a part" in outcomes[1].value[0]
+    assert "rank 1 at test_tensor_exchanges.py:" in outcomes[1].value[0], outcomes[1].value
+
+
+def test_a_rank_that_calls_the_module_alone_is_an_error_on_all(disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, CallsAlone, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert "rank 1 at test_tensor_exchanges.py:" in text, text
+        assert took_s < PROMPT_S
