@@ -62,6 +62,8 @@ class RearrangingStrategy(EndingStrategy):
     def _leave_pages(self, engine: Engine, carried: Carried) -> None:
         """The engine ends, and nothing is given back: the run goes on with another one."""
         communicator = self._communicator
+        if self._tensor_group is not None:
+            self._tensor_group.connect(None)
         with ExitStack() as steps:  # the last one first
             steps.callback(engine.close)
             if communicator is not None:
