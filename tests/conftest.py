@@ -7,7 +7,6 @@ behind fails.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import zlib
@@ -24,12 +23,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lightning.fabric.utilities import registry
+from quick_start import leave_out_of_collections, look_for_callbacks_once
 
 from lightning_ptm import AngelPTMStrategy
 
-# Every Trainer looks through all installed packages for callbacks, which takes longer than many a small fit.
-registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+look_for_callbacks_once()
 
 TIERS: dict[str, dict[str, Any]] = {
     "ram": {},
@@ -134,6 +132,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow |= _tier_of(item) not in list(TIERS)[zlib.crc32(_test_of(item).encode()) % 2 :: 2]
         if slow:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    leave_out_of_collections()
 
 
 def _test_of(item: pytest.Item) -> str:
