@@ -93,6 +93,7 @@ def validation_rows(training: Training, world_size: int) -> DataLoader[Any]:
     return loader(tokens(training, world_size, seed=2), world_size)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
@@ -353,7 +354,7 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     return outcome_of(module), edit.read
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:

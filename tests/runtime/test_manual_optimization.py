@@ -141,7 +141,7 @@ class _Exploding(torch.autograd.Function):
         raise ArithmeticError
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "moves",
     [
@@ -170,7 +170,7 @@ def test_moves(strategy_at, tier, moves) -> None:
     fit(build, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(build).run(BATCHES))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moves", ["bs", "b|b|bsz", "zbbs"])
 def test_moves_with_recomputation(strategy_at, tier, moves) -> None:
     def build() -> ByHand:

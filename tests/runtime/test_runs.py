@@ -182,6 +182,7 @@ def replace(strategy: Any, module: Evaluated) -> None:
         module.head.bias.data = module.head.bias.data + 1.0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", [edit, replace])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_an_edit_counts_in_the_next_step(strategy_at, tier, act, recompute) -> None:

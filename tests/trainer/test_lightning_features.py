@@ -189,6 +189,7 @@ def with_options_plainly(name: str) -> dict[str, Any]:
     return with_options("auto", name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_and_callbacks(strategy_at, tier, name) -> None:
