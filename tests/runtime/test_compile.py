@@ -150,6 +150,7 @@ class DeepInPlace(BlocksInPlace):
     depth = 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("build", [Deep, DeepInPlace])

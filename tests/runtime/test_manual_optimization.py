@@ -93,6 +93,7 @@ class TwoGraphsAtOnce(Adversaries):
             optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("build", [Adversaries, AdversariesWithoutToggle, TwoGraphsAtOnce])
 def test_two_optimizers_by_hand(strategy_at, tier, build, precision) -> None:
@@ -189,7 +190,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_optimizers(strategy_at, tier, name, precision) -> None:
