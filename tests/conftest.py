@@ -7,10 +7,8 @@ behind fails.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lightning.fabric.utilities import registry
+from quick_cases import mark_slow
+from quick_start import leave_out_of_collections, look_for_callbacks_once
 
 from lightning_ptm import AngelPTMStrategy
 
-# Every Trainer looks through all installed packages for callbacks, which takes longer than many a small fit.
-registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+look_for_callbacks_once()
 
 TIERS: dict[str, dict[str, Any]] = {
     "ram": {},
@@ -119,30 +117,11 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which cases are slow. Of a test with the mark `one_in(n)`, one case in n is quick. A test that goes through all `TIERS`
-    takes every other one, from the first or the second on as its name has it: quick tests of a subject have all of them in
-    turn; with the mark `quick_tiers`, those that it names."""
-    tiers: dict[str, set[str]] = {}
-    for item in items:
-        tiers.setdefault(_test_of(item), set()).add(_tier_of(item))
-    for item in items:
-        chosen, named = item.get_closest_marker("one_in"), item.get_closest_marker("quick_tiers")
-        slow = chosen is not None and zlib.crc32(item.nodeid.encode()) % chosen.args[0] > 0
-        if named is not None:
-            slow |= _tier_of(item) not in ("", *named.args)
-        elif tiers[_test_of(item)] == set(TIERS):
-            slow |= _tier_of(item) not in list(TIERS)[zlib.crc32(_test_of(item).encode()) % 2 :: 2]
-        if slow:
-            item.add_marker(pytest.mark.slow)
+    mark_slow(items, list(TIERS))
 
 
-def _test_of(item: pytest.Item) -> str:
-    return item.nodeid.split("[")[0]
-
-
-def _tier_of(item: pytest.Item) -> str:
-    case = getattr(item, "callspec", None)
-    return str(case.params.get("tier", "")) if case is not None else ""
+def pytest_collection_finish() -> None:
+    leave_out_of_collections()
 
 
 @pytest.fixture

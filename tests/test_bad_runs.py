@@ -129,6 +129,7 @@ class BreakableFiles(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("fault", "number", "what"),
     [

@@ -829,6 +829,7 @@ NEEDS_RAM = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("tier", ["ram", "lock_free_three_tiers"])
 def test_everything_is_as_with_one_device(

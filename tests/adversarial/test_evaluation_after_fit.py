@@ -76,6 +76,7 @@ def test_a_checkpoint_behind_an_evaluation(how: str, kind: str, strategy_at: Mak
     assert_alike(*resumed)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
@@ -104,6 +105,7 @@ def test_another_fit_behind_an_evaluation_goes_on(how: str, strategy_at: MakeStr
     assert_alike(*modules)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])

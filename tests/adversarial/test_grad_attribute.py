@@ -121,6 +121,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("where", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 def test_what_is_done_to_grad_counts(name: str, where: str, strategy_at: MakeStrategy) -> None:

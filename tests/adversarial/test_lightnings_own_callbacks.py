@@ -216,6 +216,7 @@ class Validating(Judged):
             each.data = own
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Unfreezing, Adding, ByHandAdding, Exchanging, Validating])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 def test_what_is_trained_changes_between_batches(

@@ -132,6 +132,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "batches"), KINDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_they_keep_their_memory_format_and_bits(

@@ -74,12 +74,14 @@ class FrozenHalfBlock(Converting):
 KINDS = [DoubleHead, HalfHead, AllBfloat16, AllDouble, ThreeDtypesInOneUnit, FrozenHalfBlock]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "lock_free"])
 def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
     twins(kind, strategy_at(home))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",

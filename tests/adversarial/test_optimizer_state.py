@@ -85,6 +85,7 @@ READS: dict[str, Deed] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", WRITES)
 def test_state_is_not_written_to_in_vain(name: str, tier: str, strategy_at: MakeStrategy) -> None:
     with pytest.raises(UsageError, match=r"state of SGD was (written to|replaced) during a run, .*load_state_dict"):
@@ -200,6 +201,7 @@ def test_a_class_that_writes_to_gradients_trains_as_ever(
     judge(build, strategy_at(tier))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [StepsAgain, Reads, Adds])
 def test_what_a_class_has_written_to_gradients_is_not_left_out_in_silence(
     build: type[Judged], tier: str, strategy_at: MakeStrategy

@@ -189,6 +189,7 @@ RIGHT: list[Callable[[Any], Optimizer]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", RIGHT)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 def test_trains_as_without_the_strategy(make: Callable[[Any], Any], tier: str, strategy_at: Any) -> None:

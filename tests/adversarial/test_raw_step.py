@@ -62,6 +62,7 @@ class ClosureFirst(Judged):
         optimizer.optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [RawHandle, RawClosure, RawInHook, ClosureFirst])
 def test_a_raw_step_trains_as_a_plain_trainer_does(
     build: Callable[[], Judged], tier: str, strategy_at: MakeStrategy
@@ -326,6 +327,7 @@ def test_a_step_that_never_calls_its_closure_updates_once_on_every_home(tier: st
     judge(using(Wrapper, NeverCalls), strategy_at(tier))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("base", "clip"), [(Judged, None), (Judged, 0.01), (RawHandle, None), (RawClosure, None)])
 @pytest.mark.parametrize("optimizer", [Flattens, DecaysWhatItHeld])
 def test_a_step_that_has_looked_up_its_parameters_updates_once_on_every_home(

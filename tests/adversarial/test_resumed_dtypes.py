@@ -116,6 +116,7 @@ EDITS: list[tuple[type[Twin], type[Callback] | None]] = [
 READS: list[tuple[type[Twin], None]] = [(Twin, None), (Anchored, None)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize(
     ("saved", "goes_on", "kind", "callback"),

@@ -628,6 +628,7 @@ def test_weights_are_open_after_a_run_that_failed(strategy_at: Any, tier: str) -
 # -- inference mode --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_before_zero_grad"])
 def test_inference_mode_between_steps(strategy_at: Any, tier: str, hook: str) -> None:
     """Pages that are fetched, versions that are adopted, edits and state dicts: none of it stays an inference tensor."""
@@ -706,6 +707,7 @@ class WatchedOpaque(Watched, Opaque):
     pass
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Watched, Opaque, WatchedOpaque])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_operators_that_are_called_from_python_in_the_backward(

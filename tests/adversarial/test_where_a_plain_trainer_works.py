@@ -138,6 +138,7 @@ class Twice(Net):
         return self.blocks[2](self.blocks[1](x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Again, Between, Taught, Twice])
 def test_calls_of_several_kinds(strategy_at: Any, tier: str, build: type[Net]) -> None:
     assert_same(weights_of(fitted(build, strategy_at(tier))), weights_of(fitted(build, "auto")))
@@ -475,6 +476,7 @@ class LooksAtWeights(Net):
         return super().configure_optimizers()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
     strategy_at: Any, tier: str, kind: str, tmp_path: Path

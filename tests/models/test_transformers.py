@@ -300,7 +300,7 @@ def assert_same(ours: Wrapped, theirs: Wrapped) -> None:
     assert not differing, f"values differ: {differing}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
@@ -323,7 +323,7 @@ def test_a_model_trains_unchanged(strategy_at, name, where, settings) -> None:
     assert_same(ours, on_a_single_device(name, False if "recompute" in settings else None))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize(
     ("where", "settings"), [("all_on_disk", {}), ("three_tiers", {**NEAR_FULL, "recompute": "all"})]

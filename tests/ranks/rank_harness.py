@@ -1,7 +1,7 @@
 """Runs a function on several ranks, each a process of its own, and brings back what each returned, or why it did not.
 
 Ranks get the environment that torchrun gives, so Lightning launches nothing itself. They are forked from a server that
-has imported torch, Lightning and the strategy and done nothing else, so that a rank starts in a fraction of a second.
+has done what `rank_server` does and nothing else, so that a rank starts in a fraction of a second.
 
 I1: `watch_ranks` returns within its limit (counted from when all ranks have been started), and no process that it
 started is alive then. It ends its own processes only.
@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,7 @@ from typing import Any
 import torch
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-# The strategy by its module: the package imports what it names only when asked, and each rank would then do so for itself.
-_PROCESSES.set_forkserver_preload(
-    ["torch.distributed", "lightning.pytorch", "lightning_ptm.trainer.strategy", "lightning_ptm.callbacks", "pytest"]
-)
+_PROCESSES.set_forkserver_preload(["rank_server"])
 _GRACE_S = 10.0
 """For a rank that was told to end, until it is killed."""
 
@@ -118,6 +116,7 @@ def watch_ranks(body: Callable[..., Any], world_size: int, *args: Any, limit_s: 
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
+            _start_server()
             port = _free_port()
             for rank in range(world_size):
                 ranks.append(_start(body, args, rank, world_size, port, Path(folder)))
@@ -125,6 +124,20 @@ def watch_ranks(body: Callable[..., Any], world_size: int, *args: Any, limit_s: 
         finally:
             _end(ranks)
         return [rank.outcome() for rank in ranks]
+
+
+def _start_server() -> None:
+    """Unless it runs. It imports with the path of a new interpreter, and says nothing of what it does not find."""
+    before = os.environ.get("PYTHONPATH")
+    ours = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*ours, before] if before else ours)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _start(body: Callable[..., Any], args: Sequence[Any], rank: int, world_size: int, port: int, folder: Path) -> _Rank:

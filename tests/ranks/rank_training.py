@@ -153,20 +153,6 @@ def fit_in_all_tiers(
     return {tier: fit(training, world_size, folder, tier, **settings) for tier in tiers}
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A training with settings, which is done in each of some tiers."""
-
-    training: Training
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tiers: Sequence[str] = tuple(TIERS)
-
-
-def fit_variants(variants: Sequence[Variant], world_size: int, folder: Path | str) -> list[dict[str, Outcome]]:
-    """One rank's part of all of them, one after the other: starting ranks takes as long as a training."""
-    return [fit_in_all_tiers(each.training, world_size, folder, each.settings, each.tiers) for each in variants]
-
-
 # -- the plain side ---------------------------------------------------------------------------------------------------
 
 

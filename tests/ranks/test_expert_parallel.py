@@ -59,12 +59,15 @@ EXPERTS = {"units": ["MixtureOfExperts", "Expert"]}
 @pytest.mark.parametrize(
     ("world_size", "size", "settings", "tiers"),
     [
-        (2, 2, {}, ["ram", "all_on_disk", "three_tiers"]),
-        (2, 2, {"recompute": "all"}, ["masters_on_disk", "lock_free"]),
-        (3, 3, {"units": "auto"}, ["ram", "three_tiers"]),  # 4, 3 and 3 of the ten experts
-        (4, 2, {"recompute": "every 2nd"}, ["all_on_disk", "lock_free"]),
+        (2, 2, {}, ["three_tiers"]),
+        pytest.param(2, 2, {}, ["ram", "all_on_disk"], marks=pytest.mark.slow),
+        (2, 2, {"recompute": "all"}, ["masters_on_disk"]),
+        pytest.param(2, 2, {"recompute": "all"}, ["lock_free"], marks=pytest.mark.slow),
+        (3, 3, {"units": "auto"}, ["ram"]),  # 4, 3 and 3 of the ten experts
+        pytest.param(3, 3, {"units": "auto"}, ["three_tiers"], marks=pytest.mark.slow),
+        (4, 2, {"recompute": "every 2nd"}, ["lock_free"]),
+        pytest.param(4, 2, {"recompute": "every 2nd"}, ["all_on_disk"], marks=pytest.mark.slow),
     ],
-    ids=["two", "two_recomputed", "three", "two_groups"],
 )
 def test_clipped_training(world_size: int, size: int, settings: dict[str, Any], tiers: list[str], disk: Path) -> None:
     training = Training(MomentumMoE, "64-true", batches=3, clip=0.5)
@@ -87,7 +90,7 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
     ("world_size", "training", "settings"),
     [
         (2, Training(MomentumMoE, "64-true", batches=3), {}),  # updated behind the backward pass
-        (4, Training(MomentumMoE, "64-true", batches=3), {}),
+        pytest.param(4, Training(MomentumMoE, "64-true", batches=3), {}, marks=pytest.mark.slow),
         (2, ACCUMULATING, {}),
         (2, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
         (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),

@@ -109,11 +109,11 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
     ("world_size", "size", "tier", "kind"),
     [
         (1, 1, "ram", "sharded"),
-        (2, 1, "ram", "full"),
+        pytest.param(2, 1, "ram", "full", marks=pytest.mark.slow),
         (2, 2, "all_on_disk", "full"),
         (3, 3, "lock_free", "full"),
         (4, 2, "masters_on_disk", "sharded"),
-        (4, 4, "all_on_disk", "full"),
+        pytest.param(4, 4, "all_on_disk", "full", marks=pytest.mark.slow),
     ],
 )
 def test_any_division_loads_it(

@@ -32,9 +32,8 @@ from rank_models import (
 from rank_training import (
     Outcome,
     Training,
-    Variant,
     fit,
-    fit_variants,
+    fit_in_all_tiers,
     loader,
     make_strategy,
     make_trainer,
@@ -60,25 +59,32 @@ DIFFERENT = [
 ]
 
 
-def assert_plain(variants: Sequence[Variant], folder: Path) -> None:
+def assert_plain(training: Training, settings: dict[str, Any], tiers: Sequence[str], folder: Path) -> None:
     """Bit for bit, on each of two ranks."""
-    expected = [plain(variant.training, 2) for variant in variants]
-    for rank, outcomes in enumerate(run_ranks(fit_variants, 2, variants, 2, folder)):
-        for tiers, theirs in zip(outcomes, expected, strict=True):
-            for ours in tiers.values():
-                ours.assert_equal(theirs[rank])
+    expected = plain(training, 2)
+    for rank, outcomes in enumerate(run_ranks(fit_in_all_tiers, 2, training, 2, folder, settings, tiers)):
+        for ours in outcomes.values():
+            ours.assert_equal(expected[rank])
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize(
+    "tiers", [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]], ids="+".join
+)
 @pytest.mark.parametrize("build", DIFFERENT)
-def test_two_ranks(build: Any, disk: Path) -> None:
-    assert_plain([Variant(Training(build, precision, batches=5)) for precision in ("bf16-mixed", "32-true")], disk)
+def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> None:
+    assert_plain(Training(build, precision, batches=5), {}, tiers, disk)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("tier", ["ram", "three_tiers"])
+@pytest.mark.parametrize(
+    "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
+)
 @pytest.mark.parametrize("build", DIFFERENT)
-def test_two_ranks_with_other_settings(build: Any, disk: Path) -> None:
-    training = Training(build, batches=5)
-    others: list[dict[str, Any]] = [{"recompute": "all"}, {"update_in_backward": False}]
-    assert_plain([Variant(training, settings, ["ram", "three_tiers"]) for settings in others], disk)
+def test_two_ranks_with_other_settings(build: Any, settings: dict[str, Any], tier: str, disk: Path) -> None:
+    assert_plain(Training(build, batches=5), settings, [tier], disk)
 
 
 class MomentumSkips(SkipsABlock, MomentumTower):
@@ -101,20 +107,19 @@ class MomentumNothing(NothingOnOneRank, MomentumTower):
     pass
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("reduced", ["each_backward", "each_step"])
 @pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumBonus])
-def test_two_ranks_with_accumulation(build: Any, disk: Path) -> None:
-    """Gradients are reduced after each micro-batch, and once a step."""
-    tiers = ["ram", "all_on_disk"]
-    each = Training(build, batches=6, accumulate=2)
-    once = dataclasses.replace(each, reduce_once=True)
-    variants = [Variant(each, {}, tiers), Variant(once, {"reduce_gradients": "each_step"}, tiers)]
-    per_rank = run_ranks(fit_variants, 2, variants, 2, disk)
-    for place, variant in enumerate(variants):
-        theirs = plain(variant.training, 2)
-        for rank, outcomes in enumerate(per_rank):
-            for ours in outcomes[place].values():
-                torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
-                ours.assert_same_weights(per_rank[0][place]["ram"])
+def test_two_ranks_with_accumulation(build: Any, reduced: str, disk: Path) -> None:
+    """Gradients are reduced after each micro-batch, or once a step."""
+    training = Training(build, batches=6, accumulate=2, reduce_once=reduced == "each_step")
+    theirs = plain(training, 2)
+    settings, tiers = {"reduce_gradients": reduced}, ["ram", "all_on_disk"]
+    per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, tiers)
+    for rank, outcomes in enumerate(per_rank):
+        for ours in outcomes.values():
+            torch.testing.assert_close(ours.weights, theirs[rank].weights, rtol=0, atol=1e-6)
+            ours.assert_same_weights(per_rank[0]["ram"])
 
 
 @pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumNothing])

@@ -126,7 +126,7 @@ class Clock(L.Callback):
             self.started_s = time.monotonic()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_rank_raises(build: Any, culprit: int, error: str, world_size: int, ti
             assert "stops" in text
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("build", "code"), [(DiesInForward, -9), (DiesInBackward, -9), (RankZeroDies, -9), (ExitsInBackward, 5)]
 )

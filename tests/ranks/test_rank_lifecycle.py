@@ -63,8 +63,8 @@ def rows_seen(world_size: int, folder: Path, shuffle: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_lightning_gives_each_rank_its_own_rows(shuffle: bool, disk: Path) -> None:
-    per_rank = run_ranks(rows_seen, 3, 3, disk, shuffle)
-    everything = sorted(range(4 * 3 * BATCH))
+    per_rank = run_ranks(rows_seen, 2, 2, disk, shuffle)
+    everything = sorted(range(4 * 2 * BATCH))
     for epoch in range(2):
         assert sorted(row for seen in per_rank for row in seen[epoch]) == everything
     if shuffle:
@@ -93,6 +93,7 @@ def validation_rows(training: Training, world_size: int) -> DataLoader[Any]:
     return loader(tokens(training, world_size, seed=2), world_size)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
@@ -151,7 +152,9 @@ def fit_two_epochs(
     return outcome_of(module)
 
 
-@pytest.mark.parametrize(("first_tier", "second_tier"), [("ram", "three_tiers"), ("all_on_disk", "ram")])
+@pytest.mark.parametrize(
+    ("first_tier", "second_tier"), [("ram", "three_tiers"), pytest.param("all_on_disk", "ram", marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_goes_on_where_it_was_saved(first_tier: str, second_tier: str, disk: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     uninterrupted = run_ranks(fit_two_epochs, 2, 2, 2, disk, saved, first_tier)
@@ -197,9 +200,9 @@ def fit_sharded(
 @pytest.mark.parametrize(
     ("first_tier", "second_tier", "behind"),
     [
-        ("ram", "three_tiers", True),
+        pytest.param("ram", "three_tiers", True, marks=pytest.mark.slow),
         ("all_on_disk", "ram", False),
-        ("all_on_disk", "ram", True),
+        pytest.param("all_on_disk", "ram", True, marks=pytest.mark.slow),
         ("lock_free", "masters_on_disk", True),
     ],
 )
@@ -353,7 +356,7 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     return outcome_of(module), edit.read
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:

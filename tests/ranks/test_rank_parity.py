@@ -46,6 +46,7 @@ def outcomes(training: Training, world_size: int, folder: Path, **settings: Any)
     return by_tier
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -58,6 +59,7 @@ def test_every_tier_is_plain_data_parallelism(world_size: int, build: Any, preci
     assert not torch.equal(ours[0].losses[0], ours[1].losses[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
@@ -69,6 +71,7 @@ def test_settings_that_change_no_bit(settings: dict[str, Any], precision: str, d
         ours[rank].assert_equal(theirs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_accumulation(world_size: int, precision: str, disk: Path) -> None:
@@ -78,6 +81,7 @@ def test_accumulation(world_size: int, precision: str, disk: Path) -> None:
         ours[rank].assert_equal(theirs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven, SkipsAnother])
 def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, disk: Path) -> None:
@@ -115,6 +119,7 @@ def test_reductions_that_are_not_needed_are_not_made(disk: Path) -> None:
     assert often == 3 * seldom > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_clipping_by_norm(precision: str, accumulate: int, disk: Path) -> None:
@@ -142,6 +147,7 @@ def fit_whole_batches(training: Training, folder: Path, world_size: int) -> Outc
     return outcome_of(module)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-14), ("32-true", 1e-6)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_agree_with_one_rank_on_the_same_global_batch(

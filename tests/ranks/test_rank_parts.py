@@ -195,10 +195,10 @@ def assert_parts_of(ends: Sequence[dict[str, Tensor]], whole: dict[str, Tensor],
 @pytest.mark.parametrize(
     ("ranks", "parts", "tier", "precision"),
     [
-        (2, 2, "ram", "32-true"),
-        (2, 2, "masters_on_disk", "bf16-mixed"),
+        pytest.param(2, 2, "ram", "32-true", marks=pytest.mark.slow),
+        pytest.param(2, 2, "masters_on_disk", "bf16-mixed", marks=pytest.mark.slow),
         (2, 2, "lock_free", "bf16-mixed"),
-        (2, 2, "three_tiers", "bf16-mixed"),
+        pytest.param(2, 2, "three_tiers", "bf16-mixed", marks=pytest.mark.slow),
         (4, 2, "all_on_disk", "32-true"),
         (4, 4, "ram", "bf16-mixed"),
     ],

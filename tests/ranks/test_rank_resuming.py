@@ -97,6 +97,7 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
     return go_on(world_size, folder, kept, kind, 3, save_top_k=-1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("how", ["refused", "missing"])

@@ -48,6 +48,7 @@ def ended(ranks: tuple[int, ...], folder: str, tier: str, batches: int) -> tuple
     return "went on", trainer.global_step
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
 def test_sigterm_ends_all_ranks_before_the_same_batch(ranks: tuple[int, ...], tier: str, disk: Path) -> None:

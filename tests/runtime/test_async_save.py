@@ -96,6 +96,7 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
     assert not list((tmp_path / "behind").glob(f"{PARTIAL}*"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
 def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path, tmp_path_factory) -> None:

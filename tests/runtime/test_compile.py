@@ -128,18 +128,22 @@ SMALL = {"device_memory": "768KiB"}
 
 
 @pytest.mark.filterwarnings("ignore:.*compiled as a whole")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)
-def test_same_numbers_as_on_a_single_device(strategy_at, build) -> None:
-    expected = fit(build, "auto")
-    torch._dynamo.reset()
-    for where, settings in (
+@pytest.mark.parametrize(
+    ("where", "settings"),
+    [
         ("ram", {}),
         ("all_on_disk", {"recompute": "all"}),
         ("three_tiers", SMALL),
         ("three_tiers", {**SMALL, "recompute": "all"}),
         ("lock_free", {}),
-    ):
-        fit(build, strategy_at(where, **settings)).assert_equal(expected)
+    ],
+)
+def test_same_numbers_as_on_a_single_device(strategy_at, where, settings, build) -> None:
+    expected = fit(build, "auto")
+    torch._dynamo.reset()
+    fit(build, strategy_at(where, **settings)).assert_equal(expected)
 
 
 class Deep(BlocksReplaced):
@@ -150,6 +154,7 @@ class DeepInPlace(BlocksInPlace):
     depth = 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("build", [Deep, DeepInPlace])

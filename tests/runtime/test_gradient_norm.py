@@ -56,6 +56,7 @@ def norms_of(strategy: Any, batches: Batches, monitor: GradNormMonitor | None = 
     return collect.norms, outcome_of(module)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}], ids=str)
 def test_norms_are_those_of_a_plain_loop(strategy_at, tier, options) -> None:
     batches = tokens(4)

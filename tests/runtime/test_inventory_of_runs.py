@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "precision", "optimizer"), CASES)
 def test_one_rank(strategy_at: Any, tier: str, name: str, precision: str, optimizer: Callable[..., Any]) -> None:
     run(strategy_at(tier, **SETTINGS[name]), precision, optimizer)

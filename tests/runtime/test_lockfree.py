@@ -406,6 +406,7 @@ class TwoOptimizers(ScheduledStack):
             optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("where", WHERE)
 def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness) -> None:
@@ -662,6 +663,7 @@ class Valley(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("forecast", [True, False])
 def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:

@@ -93,6 +93,7 @@ class TwoGraphsAtOnce(Adversaries):
             optimizer.step()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("build", [Adversaries, AdversariesWithoutToggle, TwoGraphsAtOnce])
 def test_two_optimizers_by_hand(strategy_at, tier, build, precision) -> None:
@@ -141,7 +142,7 @@ class _Exploding(torch.autograd.Function):
         raise ArithmeticError
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "moves",
     [
@@ -170,7 +171,7 @@ def test_moves(strategy_at, tier, moves) -> None:
     fit(build, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(build).run(BATCHES))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moves", ["bs", "b|b|bsz", "zbbs"])
 def test_moves_with_recomputation(strategy_at, tier, moves) -> None:
     def build() -> ByHand:
@@ -189,7 +190,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_optimizers(strategy_at, tier, name, precision) -> None:

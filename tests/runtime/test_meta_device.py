@@ -137,7 +137,7 @@ def eager(build: type[Late]) -> type[Late]:
     return Eager
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "build",
     [
@@ -169,6 +169,7 @@ class AttentionWithReset(Attention):
         self.blocks.extend(Block() for _ in range(4))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Late, TiedWithReset])
 def test_reset_parameters(strategy_at, tier, build) -> None:
     """Without init_weights, every layer's own reset_parameters gives its usual values."""

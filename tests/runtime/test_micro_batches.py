@@ -99,7 +99,7 @@ class SharedInput(Staged):
         super().manual_backward(loss, *args, retain_graph=True, **kwargs)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", [IN_FLIGHT, ALL_FIRST])
 @pytest.mark.parametrize("kind", [Staged, Shared])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -111,7 +111,7 @@ def test_as_in_turn(strategy_at, tier, kind, order, precision) -> None:
     fit(build, BATCHES, strategy_at(tier), precision).assert_equal(in_turn)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["all", "none"])
 def test_recomputed(strategy_at, tier, recompute) -> None:
     kind = Staged if recompute == "all" else Reentrant

@@ -1,7 +1,7 @@
 """Modules of many shapes: whatever a module does in its forward, losses and weights are a plain loop's.
 
 Each case is a module; each runs with model states in RAM, on disk and over three tiers, with and without recomputation
-(five of the combinations, so that every tier and both settings come with every case).
+(five of the combinations, so that every tier and both settings come with every case; quickly each module with one of them).
 """
 
 from __future__ import annotations
@@ -417,6 +417,7 @@ def plain(name: str) -> Outcome:
     return PlainLoop(CASES[name]).run(BATCHES)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "recompute"),
     [

@@ -28,22 +28,26 @@ def plain(precision: str, accumulate: int = 1, clip: float | None = None, by_val
     return loop.run(BATCHES)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "bf16-true", "64-true"])
 def test_precisions(strategy_at, tier, precision) -> None:
     fit(ScheduledStack, BATCHES, strategy_at(tier), precision).assert_equal(plain(precision))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["all", "every 2nd"])
 def test_recompute(strategy_at, tier, recompute) -> None:
     fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute)).assert_equal(plain("bf16-mixed"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_accumulation(strategy_at, tier, recompute) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute), accumulate_grad_batches=4)
     ours.assert_equal(plain("bf16-mixed", accumulate=4))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
@@ -63,12 +67,14 @@ def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
     assert not torch.equal(expected.weights["head.weight"], unclipped.weights["head.weight"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_clipping_and_accumulation_in_true_precisions(strategy_at, tier, precision) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier), precision, accumulate_grad_batches=4, gradient_clip_val=0.5)
     ours.assert_equal(plain(precision, 4, 0.5))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_update_after_backward(strategy_at, tier, precision) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier, update_in_backward=False), precision)

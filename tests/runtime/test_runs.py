@@ -129,6 +129,7 @@ def test_weights_are_ordinary_after_fit(strategy_at, tier) -> None:
     assert not torch.equal(module.head.weight, twin.head.weight)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_evaluation_in_the_middle_of_an_epoch(strategy_at, tier, accumulate) -> None:
     """Training goes on as if nothing had been, also within an accumulation."""
@@ -182,6 +183,7 @@ def replace(strategy: Any, module: Evaluated) -> None:
         module.head.bias.data = module.head.bias.data + 1.0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("act", [edit, replace])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_an_edit_counts_in_the_next_step(strategy_at, tier, act, recompute) -> None:

@@ -75,6 +75,7 @@ class PassesTheEmbedding(Stack):
         return x
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", ["none", "all", "every 2nd"])
 @pytest.mark.parametrize(
     ("build", "units"),
@@ -109,6 +110,7 @@ class CountingStack(Stack):
         return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_users_checkpoint_goes_on_to_save_activations(strategy_at, tier, recompute) -> None:
     """Each block runs forward twice a step: once to compute, once to compute again; neither once nor three times."""
@@ -122,6 +124,7 @@ def test_a_users_checkpoint_goes_on_to_save_activations(strategy_at, tier, recom
     assert made[0].calls == 2 * len(made[0].blocks) * len(BATCHES)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_users_hooks_on_saved_tensors_keep_their_effect(strategy_at, tier, recompute) -> None:
     """Activations that the user moves elsewhere are moved, inside of units too, and weights are right all the same."""
@@ -154,6 +157,7 @@ class DoubleBackward(Stack):
         return loss + gradient.float().pow(2).sum()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_double_backward_is_refused(strategy_at, tier, recompute) -> None:
     with pytest.raises(UsageError, match=r"create_graph=True .*refused"):
@@ -170,6 +174,7 @@ class GradientOfTheInput(Stack):
         return loss * (1 + gradient.detach().float().abs().sum())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_gradient_of_an_activation_inside_the_step(strategy_at, tier, recompute) -> None:
     ours = fit(GradientOfTheInput, BATCHES, strategy_at(tier, recompute=recompute))
@@ -198,6 +203,7 @@ class FailingInBackward(Failing):
     where = "backward"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Failing, FailingInBackward])
 def test_an_error_of_the_users_comes_through_and_nothing_is_left(strategy_at, tier, build) -> None:
     torch.manual_seed(0)

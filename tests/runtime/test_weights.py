@@ -116,11 +116,13 @@ class Loaded(TunedEagerly):
 # -- the same training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Tuned, TunedEagerly])
 def test_training_from_a_file(strategy_at, tier: str, build: type[Tuned], file: Path) -> None:
     fit(build, BATCHES, strategy_at(tier, weights=file)).assert_equal(PlainLoop(Loaded).run(BATCHES))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_files_of_other_dtypes(strategy_at, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -418,6 +420,7 @@ class Initialised(Looking):
             module.order.copy_(torch.arange(64))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 def test_what_is_missing_is_initialised(strategy_at, tier: str, where: str, tmp_path: Path) -> None:
     lacking = values()

@@ -22,6 +22,7 @@ def wide() -> bool:
     return any(isinstance(mode, WideProducts) for mode in _get_current_dispatch_mode_stack())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bits_are_those_of_the_plain_loop_in_every_tier(strategy_at, tier, precision) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier, half_products="fp32"), precision)

@@ -189,6 +189,7 @@ def with_options_plainly(name: str) -> dict[str, Any]:
     return with_options("auto", name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_and_callbacks(strategy_at, tier, name) -> None:
@@ -201,6 +202,7 @@ def not_averaged() -> dict[str, Tensor]:
     return fitted(AngelPTMStrategy(page_size="64KiB", poison=True), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("averaging", [cb.WeightAveraging, lambda: cb.EMAWeightAveraging(decay=0.9)])
 def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging) -> None:
@@ -220,6 +222,7 @@ def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
         trainer(strategy_at("ram", state_dict_type="sharded"), callbacks=[cb.EMAWeightAveraging()]).fit(model())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_moving_average_is_resumed(strategy_at, tier, precision, tmp_path) -> None:
@@ -255,6 +258,7 @@ def saved_and_resumed_plainly() -> Any:
         return saved_and_resumed("auto", "auto", Path(folder))[:-1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize(("saved_here", "resumed_here"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_move_between_strategies(strategy_at, tier, tmp_path, saved_here, resumed_here) -> None:
@@ -390,6 +394,7 @@ def test_gradient_norm(strategy_at, tier) -> None:
     )  # only ranks, each with its part, cannot read .grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "tier", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 )

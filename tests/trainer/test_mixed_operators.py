@@ -118,6 +118,7 @@ class Residual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: bool) -> None:

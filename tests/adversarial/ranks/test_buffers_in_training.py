@@ -101,7 +101,9 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-@pytest.mark.parametrize(("tier", "accumulate"), [("ram", 1), ("ram", 3), ("all_on_disk", 1)])
+@pytest.mark.parametrize(
+    ("tier", "accumulate"), [("ram", 3), ("all_on_disk", 1), pytest.param("ram", 1, marks=pytest.mark.slow)]
+)
 def test_they_are_those_of_ddp(tier: str, accumulate: int, tmp_path: Path) -> None:
     for theirs, ours in run_ranks(both, 2, tmp_path, tier, (), accumulate, limit_s=120.0):
         for expected, values in zip(theirs, ours, strict=True):

@@ -82,8 +82,10 @@ OPTIONS = {"max_epochs": 2, "num_sanity_val_steps": 1, "enable_checkpointing": T
 @pytest.mark.parametrize(
     ("build", "tiers"),
     [
-        (RankZeroAlone, ("ram", "all_on_disk", "three_tiers")),
-        (RankOneAlone, ("masters_on_disk", "lock_free")),
+        (RankZeroAlone, ("three_tiers",)),
+        pytest.param(RankZeroAlone, ("ram", "all_on_disk"), marks=pytest.mark.slow),
+        (RankOneAlone, ("lock_free",)),
+        pytest.param(RankOneAlone, ("masters_on_disk",), marks=pytest.mark.slow),
     ],
 )
 def test_a_forward_of_one_rank_alone(build: type[Alone], tiers: tuple[str, ...], disk: Path) -> None:

@@ -1,0 +1,56 @@
+"""Which cases of a test are quick, by its marks; the others are slow."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence, Set
+
+import pytest
+from covering import few
+
+
+def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str]) -> None:
+    """Marks those as slow that no mark of their test calls quick.
+
+    A test that goes through `all_tiers` takes every other one, from the first or the second on as its name has it: quick
+    tests of a subject have all of them in turn; with the mark `quick_tiers`, those that it names. Of a test with the mark
+    `one_in(n)`, one case in n is quick; with the mark `covering(n)`, few of those that would be quick without it.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, cases in tests.items():
+        left_out: set[str] = set()
+        if set(map(_tier_of, cases)) == set(all_tiers):
+            left_out = set(all_tiers[1 - zlib.crc32(name.encode()) % 2 :: 2])
+        quick = _covering(name, [case for case in cases if _is_quick(case, left_out)])
+        for case in cases:
+            if case not in quick:
+                case.add_marker(pytest.mark.slow)
+
+
+def _is_quick(case: pytest.Item, left_out: Set[str]) -> bool:
+    chosen, named = case.get_closest_marker("one_in"), case.get_closest_marker("quick_tiers")
+    if case.get_closest_marker("slow") is not None:
+        return False
+    if chosen is not None and zlib.crc32(case.nodeid.encode()) % chosen.args[0] > 0:
+        return False
+    tier = _tier_of(case)
+    return tier not in left_out if named is None else tier in ("", *named.args)
+
+
+def _tier_of(case: pytest.Item) -> str:
+    call = getattr(case, "callspec", None)
+    return str(call.params.get("tier", "")) if call is not None else ""
+
+
+def _covering(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of these cases of a test, those that its mark `covering` asks for; without the mark all."""
+    mark = cases[0].get_closest_marker("covering") if cases else None
+    if mark is None:
+        return cases
+    # One name for each `parametrize`: the values of several parameters that come together are one choice.
+    by_choices = {tuple(case.callspec._idlist): case for case in cases}  # type: ignore[attr-defined]
+    assert len(by_choices) == len(cases), f"{name}: cases that differ in nothing"
+    assert mark.args[0] <= len(next(iter(by_choices))), f"{name}: fewer choices than are to meet"
+    return [by_choices[chosen] for chosen in few(list(by_choices), zlib.crc32(name.encode()), mark.args[0])]
