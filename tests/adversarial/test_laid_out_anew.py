@@ -185,6 +185,7 @@ class StepByStep(Adding):
 BUILDS = [Momentum, Factored, Two, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", ON_DISK)
 def test_whatever_is_kept_of_parameters_goes_with_them(
