@@ -1,4 +1,4 @@
-"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations.
+"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations that are whole.
 
 Owns a rank's place in its group, and the random numbers of what is divided. Ranks of a group compute the same on the same
 data, each with its parts of parameters. What is *whole* is the same on all of them, and so is its gradient; of what is
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,26 +51,32 @@ class TensorGroup:
             known, version, entered = self._entered
             if known() is value and value._version == version:
                 return entered
+        self.sends_back(self._summed(value))
         out: Tensor = _Enter.apply(value, self)
         self._entered = (weakref.ref(value), value._version, out)
         return out
 
     def add_up(self, value: Tensor) -> Tensor:
         """The sum over the ranks: whole."""
-        self._entered = None  # it would keep a graph alive
+        self.leave()
         out: Tensor = _AddUp.apply(value, self)
         return out
 
     def put_together(self, value: Tensor) -> Tensor:
         """The ranks' parts along the last dimension, one after the other: whole."""
-        self._entered = None
+        self.leave()
         out: Tensor = _PutTogether.apply(value, self)
         return out
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of a whole value along the last dimension."""
+        self.sends_back(value.nbytes * (self.size - 1) // self.size)
         out: Tensor = _PartOf.apply(value, self)
         return out
+
+    def leave(self) -> None:
+        """What has entered is used no more: to remember it would keep its graph alive."""
+        self._entered = None
 
     # -- what a kind of group does ------------------------------------------------------------------------------------
 
@@ -82,6 +88,21 @@ class TensorGroup:
     def gather(self, value: Tensor) -> Tensor:
         """All ranks' values, (size, *shape)."""
 
+    @abstractmethod
+    def sum_of_piece(self, pieces: Tensor) -> Tensor:
+        """Of (size, *shape), a piece for each rank: the sum over the ranks of this one's, in memory of its own."""
+
+    def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
+        """What an exchange results in; a forward that is recomputed is given the result of the first."""
+        return once(exchange)
+
+    def sends_back(self, sent_bytes: int) -> None:
+        """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""
+
+    def _summed(self, value: Tensor) -> int:
+        """Bytes that a rank sends for a sum."""
+        return 2 * value.nbytes * (self.size - 1) // self.size
+
     def begin_divided(self) -> None:
         """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
 
@@ -90,7 +111,7 @@ class TensorGroup:
 
     def forget(self) -> None:
         """What a forward that an error has ended left behind: a divided region, and what has entered, with its graph."""
-        self._entered = None
+        self.leave()
         self.end_divided()
 
     @contextmanager
@@ -132,6 +153,18 @@ class RankGroup(TensorGroup):
         self.exchanges += 1
         dist.all_gather_into_tensor(out, value, group=self._group)
         return out.view(self.size, *value.shape)
+
+    @override
+    def sum_of_piece(self, pieces: Tensor) -> Tensor:
+        pieces = pieces.contiguous()
+        self.exchanges += 1
+        if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
+            received = torch.empty_like(pieces)
+            dist.all_to_all_single(received, pieces, group=self._group)
+            return received.sum(0)
+        out = torch.empty_like(pieces[0])
+        dist.reduce_scatter_tensor(out, pieces.flatten(0, 1) if out.dim() else pieces, group=self._group)
+        return out
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 
@@ -192,7 +225,7 @@ class _Enter(torch.autograd.Function):
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return once(lambda: group.sum(value))
+        return group.kept(lambda: group.sum(value))
 
     @staticmethod
     @once_differentiable
@@ -204,7 +237,7 @@ class _PutTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return once(lambda: torch.cat(group.gather(value).unbind(0), -1))
+        return group.kept(lambda: torch.cat(group.gather(value).unbind(0), -1))
 
     @staticmethod
     @once_differentiable

@@ -154,7 +154,11 @@ class Run:
     norms: bool = False
 
     def on_one(self) -> Run:
-        settings = {name: value for name, value in self.settings.items() if not name.startswith("tensor_parallel")}
+        settings = {
+            name: value
+            for name, value in self.settings.items()
+            if name not in ("tensor_parallel_plan", "sequence_parallel")
+        }
         return dataclasses.replace(self, ranks=1, tensor=1, settings=settings)
 
 
