@@ -242,11 +242,6 @@ class Settings:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
-        if self.tensor_parallel_size > 1 and self.expert_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} and expert_parallel_size={self.expert_parallel_size}: "
-                f"ranks can be divided in one way at a time; use one of them (tensor parallelism cuts experts, too)"
-            )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "sequence_parallel=True divides sequences over the ranks of a tensor group, and tensor_parallel_size=1 makes "

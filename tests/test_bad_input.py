@@ -343,10 +343,6 @@ def test_a_home_on_disk_without_a_path_goes_to_the_trainers_folder(tmp_path: Pat
             lambda m: torch.optim.LBFGS(m.parameters()),
             r"torch\.optim\.lbfgs\.LBFGS\.step needs a closure .*as Adam, AdamW",
         ),
-        (
-            lambda m: torch.optim.Adafactor(m.parameters()),
-            r"Adafactor is not element-wise: .*what works: .*Adam, AdamW, SGD",
-        ),
     ],
 )
 def test_optimizers_that_are_not_element_wise(optimizer: Callable[[Any], Any], message: str) -> None:

@@ -156,15 +156,19 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
 
 
 def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Names of element-wise states of a parameter for which the run has no pages."""
+    """Names of states of a parameter for which the run has no pages."""
     for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
         binding = flat.store.binding
         for slot, parameter in enumerate(binding.parameters):
             lacking = [
                 name
                 for name, value in states.get(id(parameter), {}).items()
-                if isinstance(value, Tensor) and value.numel() > 1 and binding.fits(slot, value)
-                if name not in flat.states.slots
+                if isinstance(value, Tensor) and value.numel() > 1
+                if (
+                    name not in flat.states.state_names(slot)
+                    if flat.states.traits.whole
+                    else binding.fits(slot, value) and name not in flat.states.slots
+                )
             ]
             if lacking:
                 return lacking

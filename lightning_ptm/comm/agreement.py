@@ -201,7 +201,8 @@ def _deserted(rows: Sequence[Row], teams: Teams, rank: int) -> str:
         else "has none before the end of its pass"
     )
     return (
-        f"rank {rank} waits with exchange {rows[rank][2]} of tokens for its expert group of ranks {group[0]} to {group[-1]}, "
+        f"rank {rank} waits with exchange {rows[rank][2]} of tokens for its expert group of ranks "
+        f"{', '.join(map(str, group))}, "
         f"and rank {other} {doing}, so they would wait for ever; with expert_parallel_size above 1 all ranks of a group "
         f"must call the same layers with experts in the same order, in as many batches"
     )

@@ -56,6 +56,12 @@ class PlannedRun:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
+        experts, tensor = strategy.settings.expert_parallel_size, strategy.settings.tensor_parallel_size
+        if experts > 1 and tensor > 1:
+            raise ConfigError(
+                f"expert_parallel_size={experts} and tensor_parallel_size={tensor} train together, and how long ranks wait "
+                f"for tokens and for sums of activations at once is not counted yet; plan with one of them"
+            )
         with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",

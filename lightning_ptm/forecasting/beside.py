@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ptm.planning.chunks import Chunks, Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.planning.chunks import Chunks, Cuts, Moment, TimedChunk, TimedJob, comes_s, even_cuts
 from lightning_ptm.planning.pace import Pace, paced_steps
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.planning.waiting import Begin, Doing, Flat, Reading, Waiting
@@ -60,6 +60,7 @@ class BesideFlat:
     on_disk: bool
     kind: Hashable
     foreseeable: bool = False
+    cuts: Cuts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,15 @@ class BesideTiming:
 
 
 class _Job(TimedJob["_Flat"]):
-    def __init__(self, begun: Begin[_Flat], chunk_numel: int, now: Moment) -> None:
-        flat = begun.flat.is_
-        super().__init__(begun.flat, flat.numel, chunk_numel, now, 0.0, streams=flat.on_disk)
+    def __init__(self, begun: Begin[_Flat], now: Moment) -> None:
+        super().__init__(begun.flat, begun.flat.cuts, now, 0.0, streams=begun.flat.is_.on_disk)
         self.begun = begun
 
 
 class _Flat(Flat):
     def __init__(self, flat: BesideFlat, chunk_numel: int) -> None:
-        super().__init__(flat.kind, -(-flat.numel // chunk_numel), foreseeable=flat.foreseeable)
+        self.cuts = flat.cuts or even_cuts(flat.numel, chunk_numel)
+        super().__init__(flat.kind, len(self.cuts.starts), foreseeable=flat.foreseeable)
         self.is_ = flat
         self.have = Reading()
         self.published = False
@@ -140,7 +141,7 @@ class Beside:
         for flat in self._flats:
             self._of_unit.setdefault(flat.is_.unit, []).append(flat)
         self._at = _State()
-        self.chunks: Chunks[_Flat, _Job, TimedChunk[_Flat]] = Chunks(self, chunk_numel=chunk_numel, staging=staging)
+        self.chunks: Chunks[_Flat, _Job, TimedChunk[_Flat]] = Chunks(self, staging=staging)
 
     def run(self, trace: Trace, *, micro_batches: int = 1, step_s: float = 0.0) -> BesideTiming:
         """Steps of these ticks, one after the other.
@@ -251,7 +252,7 @@ class Beside:
 
     def _feed(self) -> None:
         for begun in self.waiting.next_jobs():
-            job = begun.flat.job = _Job(begun, self.chunks.chunk_numel, self._at.thread)
+            job = begun.flat.job = _Job(begun, self._at.thread)
             self.chunks.enqueue(job)
             if begun.flat.urgent:
                 self.chunks.to_front(job)

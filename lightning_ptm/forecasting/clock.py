@@ -19,11 +19,13 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
 from lightning_ptm.planning.chunks import (
     Chunks,
+    Cuts,
     Moment,
     TimedChunk,
     TimedJob,
     Wanted,
     comes_s,
+    cuts_of,
     first_to_wait_for,
     read_ahead,
     update_order,
@@ -141,10 +143,7 @@ class Clock:
         flats = [layout.flats_of(unit) for unit in range(len(layout.units))]
         self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
-        per_element = placement.master_bytes_per_element
-        self._master_bytes = [
-            sum(flat.shard_numel * per_element[flat.index] for flat in of if flat.trainable) for of in flats
-        ]
+        self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
         """Of a rank's shards, by unit."""
         # State.
         self._now = Moment()
@@ -154,9 +153,7 @@ class Clock:
         self._stalls: dict[Operation, float] = {}
         self._updated: dict[int, _Arrival] = {}
         """When the parameters of a unit are those of the last step."""
-        self.chunks: Chunks[FlatLayout, TimedJob[FlatLayout], TimedChunk[FlatLayout]] = Chunks(
-            self, chunk_numel=chunk_numel(layout.page_size), staging=staging_chunks
-        )
+        self.chunks = Chunks[FlatLayout, TimedJob[FlatLayout], TimedChunk[FlatLayout]](self, staging=staging_chunks)
         """Of updates on the cores that compute."""
         self._owed: dict[int, list[TimedJob[FlatLayout]]] = {}
         """By unit, those that nobody has waited for."""
@@ -238,7 +235,7 @@ class Clock:
             if self._updates:
                 # Behind the forward: what the first updates of the backward will need.
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
-                self.chunks.want([Wanted(flat, flat.shard_numel) for flat in ahead])
+                self.chunks.want([Wanted(flat, self._cuts(flat)) for flat in ahead])
             for trigger in range(plan.tick_count + 1):
                 tasks = plan.tasks_at(trigger)
                 updates = [task for task in tasks if task.operation is Operation.UPDATE]
@@ -279,9 +276,12 @@ class Clock:
         self._updates.add(task.unit)
         for flat in self._layout.flats_of(task.unit):
             if flat.trainable:
-                update = TimedJob(flat, flat.shard_numel, self.chunks.chunk_numel, self._now, ready_s, streams=staged)
+                update = TimedJob(flat, self._cuts(flat), self._now, ready_s, streams=staged)
                 self._owed.setdefault(task.unit, []).append(update)
                 self.chunks.enqueue(update)
+
+    def _cuts(self, flat: FlatLayout) -> Cuts:
+        return cuts_of(flat, chunk_numel(self._layout.page_size))
 
     def _staged(self, unit: int) -> bool:
         return not self._placement.homes[unit].master.updates
@@ -351,7 +351,7 @@ class Clock:
 
     def _chunk_loads(self, chunk: TimedChunk[FlatLayout]) -> _UpdateLoads:
         flat = chunk.flat
-        master_bytes = chunk.numel * self._placement.master_bytes_per_element[flat.index]
+        master_bytes = self._placement.master_bytes(flat) * chunk.numel // flat.shard_numel
         loads = self._update_loads(flat.unit, master_bytes, chunk.numel * flat.itemsize)
         if self._staged(flat.unit):
             loads.arithmetic = replace(loads.arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)

@@ -7,6 +7,7 @@ import math
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
 from lightning_ptm.runtime.stock import taken_dtype
@@ -29,10 +30,11 @@ def beside_compute(
             unit=flat.unit,
             numel=flat.shard_numel,
             bytes_per_element=blueprint.dtypes[flat.index].itemsize,
-            master_bytes_per_element=blueprint.master_bytes_per_element[flat.index],
+            master_bytes_per_element=-(-blueprint.placement.master_bytes(flat) // flat.shard_numel),
             on_disk=not blueprint.placement.homes[flat.unit].master.addressable,
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
             foreseeable=lock_free.forecast and can_forecast(traits),
+            cuts=cuts_of(flat, chunk_numel(layout.page_size)),
         )
         for flat in layout.flats
         if (traits := blueprint.traits[flat.index]) is not None

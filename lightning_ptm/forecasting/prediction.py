@@ -111,8 +111,7 @@ def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
             gradient = blueprint.gradient_home(flat.unit)
             if blueprint.placement.keeps_gradients or not gradient.computes:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
-            master = flat.shard_numel * blueprint.master_bytes_per_element[flat.index]
-            found["master"][homes.master.name.lower()] += master
+            found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)
     return found
 
 

@@ -56,15 +56,19 @@ class TensorGroup:
         self._entered = (weakref.ref(value), value._version, out)
         return out
 
+    def leave_entered(self) -> None:
+        """Layers behind take another value: what has entered is forgotten, which would keep a graph alive."""
+        self._entered = None
+
     def add_up(self, value: Tensor) -> Tensor:
         """The sum over the ranks: whole."""
-        self.leave()
+        self.leave_entered()
         out: Tensor = _AddUp.apply(value, self)
         return out
 
     def put_together(self, value: Tensor) -> Tensor:
         """The ranks' parts along the last dimension, one after the other: whole."""
-        self.leave()
+        self.leave_entered()
         out: Tensor = _PutTogether.apply(value, self)
         return out
 
@@ -73,10 +77,6 @@ class TensorGroup:
         self.sends_back(value.nbytes * (self.size - 1) // self.size)
         out: Tensor = _PartOf.apply(value, self)
         return out
-
-    def leave(self) -> None:
-        """What has entered is used no more: to remember it would keep its graph alive."""
-        self._entered = None
 
     # -- what a kind of group does ------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class TensorGroup:
 
     def forget(self) -> None:
         """What a forward that an error has ended left behind: a divided region, and what has entered, with its graph."""
-        self.leave()
+        self.leave_entered()
         self.end_divided()
 
     @contextmanager

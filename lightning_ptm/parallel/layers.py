@@ -19,6 +19,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.logits import logits_of
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -167,7 +168,8 @@ def _columns(place: Place, rule: Columns, between: Between) -> Layer:
     @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
         if rule.gather:
-            return group.put_together(between.columns(x, weight(), module.bias))
+            out = between.columns(x, weight(), module.bias)
+            return group.put_together(out) if place.inside else logits_of(out, group)
         if not place.inside:
             between.begin(training=module.training)
         return between.columns(x, weight(), module.bias)

@@ -176,7 +176,7 @@ class Parts:
 
     def _entered(self, value: Tensor) -> Tensor:
         entered = self.group.enter(value)
-        self.group.leave()
+        self.group.leave_entered()
         return entered
 
     # -- what layers ask ----------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class InBlock(InRegion):
 
     @override
     def leave(self, value: Tensor) -> Tensor:
-        self.group.leave()
+        self.group.leave_entered()
         self.parts.forget_gathered()
         return super().leave(value)
 

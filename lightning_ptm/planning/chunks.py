@@ -12,6 +12,7 @@ I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives
 from __future__ import annotations
 
 import abc
+import bisect
 import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,44 @@ from lightning_ptm.planning.homes import Placement
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 
 F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a flat's shard is cut into chunks, in elements.
+
+    Attributes:
+        starts: of the chunks, in order.
+        numel: of the shard: the end of the last one.
+    """
+
+    starts: Sequence[int]
+    numel: int
+
+    def length(self, place: int) -> int:
+        """Elements of the chunk at a place in `starts`."""
+        return (self.starts[place + 1] if place + 1 < len(self.starts) else self.numel) - self.starts[place]
+
+    def length_from(self, start: int) -> int:
+        """Elements of the chunk that starts there."""
+        return self.length(bisect.bisect_left(self.starts, start))
+
+
+def even_cuts(numel: int, chunk_numel: int) -> Cuts:
+    """Chunks of equal length, but for the last."""
+    return Cuts(range(0, numel, chunk_numel), numel)
+
+
+def cuts_of(flat: FlatLayout, chunk_numel: int) -> Cuts:
+    """Of a flat; where parameters are updated whole, a chunk is as many of them as `chunk_numel` elements hold, or one."""
+    if not flat.updated_whole:
+        return even_cuts(flat.shard_numel, chunk_numel)
+    starts: list[int] = []
+    ends = [slot.start for slot in flat.slots[1:]] + [flat.shard_numel]
+    for slot, end in zip(flat.slots, ends, strict=True):
+        if end > slot.start and (not starts or end - starts[-1] > chunk_numel):
+            starts.append(slot.start)
+    return Cuts(tuple(starts), flat.shard_numel)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +93,7 @@ class Job(abc.ABC, Generic[F, C]):
 
     Args:
         flat: told apart from others by identity.
-        numel: of its shard; chunk_numel: of a chunk of it.
+        cuts: where its shard is cut.
         starts: of the chunks that are to be updated, in order.
         streams: its chunks pass through buffers.
         reads_ahead: something of them may be read before its gradient is there.
@@ -64,8 +103,7 @@ class Job(abc.ABC, Generic[F, C]):
     def __init__(
         self,
         flat: F,
-        numel: int,
-        chunk_numel: int,
+        cuts: Cuts,
         starts: Sequence[int],
         *,
         streams: bool,
@@ -73,8 +111,7 @@ class Job(abc.ABC, Generic[F, C]):
         turn: int = 0,
     ) -> None:
         self.flat = flat
-        self.numel = numel
-        self.chunk_numel = chunk_numel
+        self.cuts = cuts
         self.streams = streams
         self.reads_ahead = reads_ahead
         self.turn = turn
@@ -133,11 +170,11 @@ class Act(Generic[F]):
 
 @dataclass(slots=True, eq=False)
 class Wanted(Generic[F]):
-    """A flat to be read ahead: where its next chunk starts."""
+    """A flat to be read ahead: where it is cut, and the place of its next chunk."""
 
     flat: F
-    numel: int
-    next_start: int = 0
+    cuts: Cuts
+    place: int = 0
 
 
 class Hands(Protocol[F_contra, J_contra, C]):
@@ -163,13 +200,11 @@ class Chunks(Generic[F, J, C]):
     """See the file's contract.
 
     Args:
-        chunk_numel: elements that travel together.
         staging: chunks that may hold buffers at once.
     """
 
-    def __init__(self, hands: Hands[F, J, C], *, chunk_numel: int, staging: float) -> None:
+    def __init__(self, hands: Hands[F, J, C], *, staging: float) -> None:
         self._hands = hands
-        self.chunk_numel = chunk_numel
         self.staging = staging
 
         self.told: Callable[[Act[F]], None] | None = None
@@ -196,7 +231,7 @@ class Chunks(Generic[F, J, C]):
             place -= 1
         self.queue.insert(place, job)
         if self.told is not None:
-            self.told(Act(Doing.SUBMITTED, flat, numel=job.numel))
+            self.told(Act(Doing.SUBMITTED, flat, numel=job.cuts.numel))
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
         for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
             self._ahead.remove(chunk)
@@ -299,7 +334,8 @@ class Chunks(Generic[F, J, C]):
             while job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
                     return moved
-                chunk = self._read(job, job.active, job.flat, job.waiting.pop(), job.numel)
+                start = job.waiting.pop()
+                chunk = self._read(job, job.active, job.flat, start, job.cuts.length_from(start))
                 if not chunk.whole:
                     job.lacking.append(chunk)
                 moved = True
@@ -310,17 +346,18 @@ class Chunks(Generic[F, J, C]):
         for wanted in list(self._wanted):
             if any(job.flat is wanted.flat for job in self.queue):
                 return moved  # its last job must be computed first (I1), and order is the point of reading ahead
-            while wanted.next_start < wanted.numel:
-                if self._held >= self.staging or self._is_busy(wanted.flat, wanted.next_start):
+            starts = wanted.cuts.starts
+            while wanted.place < len(starts):
+                if self._held >= self.staging or self._is_busy(wanted.flat, starts[wanted.place]):
                     return moved
-                self._read(None, self._ahead, wanted.flat, wanted.next_start, wanted.numel)
-                wanted.next_start += self.chunk_numel
+                self._read(None, self._ahead, wanted.flat, starts[wanted.place], wanted.cuts.length(wanted.place))
+                wanted.place += 1
                 moved = True
             self._wanted.remove(wanted)
         return moved
 
     def _read(self, job: J | None, among: list[C], flat: F, start: int, numel: int) -> C:
-        chunk = self._hands.chunk(flat, start, min(self.chunk_numel, numel - start))
+        chunk = self._hands.chunk(flat, start, numel)
         among.append(chunk)
         self._held += 1
         self._hands.read(job, chunk)
@@ -365,7 +402,7 @@ class Chunks(Generic[F, J, C]):
             if not job.waiting:
                 return None
             start = job.waiting.pop()
-            job.active.append(self._hands.chunk(job.flat, start, min(job.chunk_numel, job.numel - start)))
+            job.active.append(self._hands.chunk(job.flat, start, job.cuts.length_from(start)))
             return job.active[-1]
         for chunk in job.active:
             if chunk.whole and chunk.readable():
@@ -388,7 +425,7 @@ class Chunks(Generic[F, J, C]):
         self.queue.remove(job)
         self._hands.end(job)
         if self.told is not None:
-            self.told(Act(Doing.ENDED, job.flat, numel=job.numel))
+            self.told(Act(Doing.ENDED, job.flat, numel=job.cuts.numel))
 
     def _tell(self, doing: Doing, chunk: C) -> None:
         if self.told is not None:
@@ -454,13 +491,13 @@ class TimedJob(Job[F, TimedChunk[F]]):
     """A job on all of a flat whose gradient comes at a known time; one that does not stream is computed at once.
 
     Args:
-        now: of whoever looks; ready_s: when the gradient is there.
+        cuts: where it is cut where it streams; now: of whoever looks; ready_s: when the gradient is there.
     """
 
-    def __init__(self, flat: F, numel: int, chunk_numel: int, now: Moment, ready_s: float, *, streams: bool) -> None:
+    def __init__(self, flat: F, cuts: Cuts, now: Moment, ready_s: float, *, streams: bool) -> None:
         if not streams:
-            chunk_numel = numel
-        super().__init__(flat, numel, chunk_numel, range(0, numel, chunk_numel), streams=streams)
+            cuts = even_cuts(cuts.numel, cuts.numel)
+        super().__init__(flat, cuts, cuts.starts, streams=streams)
         self.ready_s = ready_s
         self._now = now
 

@@ -1,7 +1,14 @@
 """Which rank holds which experts when ranks divide them, and who computes with whom (expert parallelism).
 
-Knows numbers of ranks and experts only. Ranks r of equal r // size are a group: they exchange tokens, and each of its members
-holds other experts. Ranks of equal r % size hold the same ones, and their pages are sharded over these ranks.
+Knows numbers of ranks and experts only. A *group* are ranks that differ along the mesh's expert axis alone: they exchange
+tokens, and each of its members holds other experts. Ranks of equal place on that axis hold the same ones, and their pages are
+sharded over these ranks.
+
+Where ranks also cut parameters, tensor groups are innermost, so that their ranks are neighbours, and each rank of one is in
+an expert group of its own, of ranks with the same parts. A tensor group has the same tokens, and each of its ranks sends all
+of them to its own group: an expert that is cut needs every token on each of its parts, and one that is whole is computed
+alike by all ranks of a tensor group, as all that is whole is. (Each could send its share of the tokens, and the ranks of a
+tensor group tell each other what came: fewer bytes between groups, one exchange more inside of them.)
 
 I1: every expert of a layer is held by exactly one member of each group. I2: members hold neighbours, the first ones one more
 where experts do not divide evenly.
@@ -13,28 +20,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.holders import Axis, Holders, Mesh, Sharing, everybodys
+from lightning_ptm.planning.holders import Axis, Holders, Mesh, everybodys, sharing_along
+
+ALONG = ((Axis.DATA, Axis.EXPERT), (Axis.DATA, Axis.TENSOR), (Axis.DATA,), (Axis.EXPERT,))
+"""Axes along which some ranks share or exchange, beside all of them: parts of what is everybody's, experts, parts of these,
+and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplit:
-    """Of `world_size` ranks, groups of `size` divide the experts among them."""
+    """Of `world_size` ranks, groups of `size` divide the experts among them.
+
+    Args:
+        parts: into how many tensor groups cut parameters, of experts, too; it divides `world_size`.
+
+    Raises:
+        ConfigError: there are no such groups.
+    """
 
     world_size: int
     size: int
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size % self.size:
-            sizes = ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)
+        batches = self.world_size // self.parts
+        if batches % self.size:
+            sizes = ", ".join(str(size) for size in range(1, batches + 1) if batches % size == 0)
+            ranks = f"the number of ranks, {batches}"
+            if self.parts > 1:
+                ranks = f"the number of tensor groups, {batches} ({self.world_size} ranks by {self.parts})"
             raise ConfigError(
-                f"expert_parallel_size={self.size} does not divide the number of ranks, {self.world_size}, so the last group "
-                f"would lack experts; use one of {sizes}, or another number of ranks"
+                f"expert_parallel_size={self.size} does not divide {ranks}, so the last group would lack experts; use one of "
+                f"{sizes}, or another number of ranks"
             )
 
     @property
     def mesh(self) -> Mesh:
-        """The members of a group are neighbours."""
-        return Mesh({Axis.DATA: self.world_size // self.size, Axis.EXPERT: self.size})
+        """The ranks of a tensor group are neighbours, and those groups that divide experts."""
+        batches = self.world_size // self.parts
+        return Mesh({Axis.DATA: batches // self.size, Axis.EXPERT: self.size, Axis.TENSOR: self.parts})
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -46,8 +70,8 @@ class ExpertSplit:
         return self.mesh.coordinate(rank, Axis.EXPERT)
 
     def holders(self, member: int) -> tuple[int, ...]:
-        """The ranks that hold a member's experts."""
-        return self.mesh.groups((Axis.DATA,))[member]
+        """The ranks that hold a member's experts, or parts of them."""
+        return self.mesh.groups((Axis.DATA, Axis.TENSOR))[member]
 
     def counts(self, experts: int) -> tuple[int, ...]:
         """By member, how many of a layer's experts it holds (I2)."""
@@ -71,6 +95,5 @@ def divided(split: ExpertSplit, members: Mapping[int, int], scaled_by: int) -> H
         scaled_by: of experts' gradients, see `Sharing`.
     """
     # An expert's tokens are of its whole group, so its gradients are of all ranks' losses.
-    axes = (Axis.DATA,)
-    by_member = [Sharing(axes, ranks, split.world_size, scaled_by) for ranks in split.mesh.groups(axes)]
+    by_member = sharing_along(split.mesh, (Axis.DATA, Axis.TENSOR), scaled_by)
     return replace(everybodys(split.mesh), apart={unit: by_member[member] for unit, member in members.items()})

@@ -2,7 +2,8 @@
 
 Owns the ranks' places along the axes of a mesh, and for each unit its sharing class: which ranks share it, and by what the
 sum of their gradients is divided. Knows numbers of ranks and units, never tensors; equal on all ranks. A provider makes the
-table: `everybodys` where all ranks share all, `experts.divided` where they divide experts.
+table: `everybodys` where all ranks share all units, `experts.divided` where they divide experts; either with parameters in
+parts or without.
 
 I1: the ranks of a unit's class divide its elements among them (`layout.FlatLayout.owner`); no other rank has any.
 I2: a class is shared along axes, so the ranks that differ along the others hold other units of its kind in the same way.
@@ -85,31 +86,68 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSharing:
+    """The sharing classes of a unit's flats.
+
+    Attributes:
+        whole: of parameters that a rank has whole; its ranks are those that hold the unit.
+        parts: of parameters that are parts of larger ones; its ranks are those with the first parts.
+        partial: of whole parameters whose gradients on the ranks of a tensor group, which have the same data, are parts of a
+            sum.
+    """
+
+    whole: Sharing
+    parts: Sharing
+    partial: Sharing
+
+
+def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tuple[UnitSharing, ...]:
+    """The classes of a unit that ranks share which differ along these axes alone: one for each group of such ranks.
+
+    Whoever holds it, its gradients are of all ranks' losses. Those of a tensor group are one loss: a whole gradient counts
+    for each rank of the group, a part, and a part of a sum, once for the group.
+    """
+    axes = tuple(axis for axis in mesh.sizes if axis in axes)
+    alike = tuple(axis for axis in axes if axis is not Axis.TENSOR)
+    first_parts = {ranks[0]: ranks for ranks in mesh.groups(alike)}
+    all_losses, losses = mesh.world_size, mesh.world_size // mesh.sizes.get(Axis.TENSOR, 1)
+    return tuple(
+        UnitSharing(
+            Sharing(axes, ranks, all_losses, scaled_by),
+            Sharing(alike, first_parts[ranks[0]], losses, scaled_by),
+            Sharing(axes, ranks, losses, scaled_by),
+        )
+        for ranks in mesh.groups(axes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Holders:
     """The table of sharing classes.
 
     Attributes:
-        everybody: the class of all ranks.
-        parts: of parameters that are parts of larger ones; its ranks are those with the first parts.
-        partial: of whole parameters whose gradients on the ranks of a group, which have the same data, are parts of a sum.
-        apart: by unit, the class of those that not all ranks share.
+        everybody: the classes of units that all ranks share.
+        apart: by unit, the classes of those that not all ranks share.
     """
 
     mesh: Mesh
-    everybody: Sharing
-    parts: Sharing
-    partial: Sharing
-    apart: Mapping[int, Sharing] = field(default_factory=dict)
+    everybody: UnitSharing
+    apart: Mapping[int, UnitSharing] = field(default_factory=dict)
 
-    def of(self, unit: int) -> Sharing:
-        """The class of a unit."""
+    def of(self, unit: int) -> UnitSharing:
+        """The classes of a unit."""
         return self.apart.get(unit, self.everybody)
 
     def of_flat(self, flat: FlatLayout) -> Sharing:
-        """The class of a flat: that of its unit, but for parts and partial gradients."""
+        """The class of a flat."""
+        sharing = self.of(flat.unit)
         if flat.partial:
-            return self.partial
-        return self.parts if flat.parts > 1 else self.of(flat.unit)
+            return sharing.partial
+        return sharing.parts if flat.parts > 1 else sharing.whole
+
+    def shared_by(self) -> dict[int, int]:
+        """By unit, how many ranks hold those that not all do."""
+        return {unit: len(sharing.whole.ranks) for unit, sharing in self.apart.items()}
 
     @property
     def in_parts(self) -> bool:
@@ -118,22 +156,19 @@ class Holders:
 
     def elsewhere(self, rank: int) -> frozenset[int]:
         """Units that other ranks hold, and this one does not."""
-        return frozenset(unit for unit, sharing in self.apart.items() if rank not in sharing.ranks)
+        return frozenset(unit for unit, sharing in self.apart.items() if rank not in sharing.whole.ranks)
 
     @property
     def alike(self) -> tuple[Axis, ...]:
         """Ranks that differ along these axes alone hold the same units."""
         classes = [self.everybody, *self.apart.values()]
-        return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.axes for sharing in classes))
+        return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.whole.axes for sharing in classes))
 
 
 def everybodys(mesh: Mesh) -> Holders:
     """All ranks share all units, and those that have the same parts of a parameter share these."""
-    ranks = tuple(range(mesh.world_size))
-    apart = tuple(axis for axis in mesh.sizes if axis is not Axis.TENSOR)
-    alike = mesh.groups(apart)[0]
-    everybody, partial = (Sharing(tuple(mesh.sizes), ranks, losses) for losses in (len(ranks), len(alike)))
-    return Holders(mesh, everybody, Sharing(apart, alike, len(alike)), partial)
+    (everybody,) = sharing_along(mesh, tuple(mesh.sizes))
+    return Holders(mesh, everybody)
 
 
-__all__ = ["Axis", "Holders", "Mesh", "Sharing", "everybodys"]
+__all__ = ["Axis", "Holders", "Mesh", "Sharing", "UnitSharing", "everybodys", "sharing_along"]

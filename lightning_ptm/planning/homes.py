@@ -5,9 +5,10 @@ Owns no choice: placement.py makes it, the simulator checks it, the runtime allo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.terms import Tier
 
 
@@ -92,6 +93,7 @@ class Placement:
     Args:
         homes: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
+        own_state_bytes: by flat, bytes of each tensor of states that have shapes of their own, which no element counts.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
         sums_gradients: whether those of several backward passes may add up (accumulation).
         at_home_bytes: of homes, by tier.
@@ -109,6 +111,13 @@ class Placement:
     gather_bytes: int
     staging_bytes: int
     staging_tier: Tier
+    own_state_bytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def master_bytes(self, flat: FlatLayout) -> int:
+        """Bytes of a trained flat's master states."""
+        return flat.shard_numel * self.master_bytes_per_element[flat.index] + sum(
+            self.own_state_bytes.get(flat.index, ())
+        )
 
     def gradients(self, unit: int) -> Gradients:
         """How a unit's are kept."""

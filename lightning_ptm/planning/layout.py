@@ -10,6 +10,7 @@ I2: every parameter start, piece start and piece length is a multiple of `ALIGN_
 I3: all pieces of a stripe have equal length; all but the tail stripe's fill a page; the tail's are a multiple of
     `TAIL_BYTES`.
 I4: padding lies at the end of a parameter or at the end of a flat, never inside a parameter.
+I5: a parameter whose update needs it whole begins where a disk block begins, whatever the dtype of what is kept of it.
 
 Long because what cannot be laid out is refused beside the arithmetic that it would break.
 """
@@ -51,6 +52,7 @@ class ParameterSpec:
             shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
         box: of a part of a larger parameter, which part; `shape` is the part's.
         partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
+        updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ParameterSpec:
     stride: tuple[int, ...] | None = None
     box: Box | None = None
     partial: bool = False
+    updated_whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -170,6 +173,11 @@ class FlatLayout:
     def partial(self) -> bool:
         """Whether the gradients of the ranks of a tensor group are parts of a sum."""
         return self.slots[0].spec.partial
+
+    @property
+    def updated_whole(self) -> bool:
+        """Whether updates need each of its parameters as a whole."""
+        return self.trainable and self.slots[0].spec.updated_whole
 
     @property
     def family(self) -> tuple[bool, str, int]:
@@ -360,8 +368,10 @@ def build_layout(
 def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int, world_size: int) -> FlatLayout:
     slots: list[ParameterSlot] = []
     end = 0
+    # So many elements are whole blocks of any dtype (I5).
+    align = BLOCK_BYTES if parameters[0].trainable and parameters[0].updated_whole else ALIGN_NUMEL
     for parameter in parameters:
-        start = round_up(end, ALIGN_NUMEL)
+        start = round_up(end, align)
         slots.append(ParameterSlot(parameter, start, parameter.numel))
         end = start + parameter.numel
     itemsize = parameters[0].itemsize

@@ -10,7 +10,8 @@ I3: home bytes hold for any order in which the homes are allocated (`_home_bytes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.demand import (
@@ -48,6 +49,7 @@ def place(
     sums_gradients: bool = False,
     staging_bytes: int,
     update_on_device: bool,
+    own_state_bytes: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> Placement:
     """Choose homes: compute parameters on the device first, then master states where memory is left, then host, disk.
 
@@ -64,6 +66,7 @@ def place(
         sums_gradients: those of several backward passes may add up there.
         staging_bytes: bytes through which updates stream; rounded up to pages.
         update_on_device: the optimizer can run on the device, so master states may be cached there.
+        own_state_bytes: see Placement.
 
     Raises:
         ConfigError: a wish or a budget for a tier that does not exist.
@@ -92,6 +95,7 @@ def place(
     problem = _Problem(
         layout,
         tuple(master_bytes_per_element),
+        own_state_bytes,
         trace,
         uses_of(trace, len(layout.units)),
         budget,
@@ -112,6 +116,7 @@ class _Problem:
         self,
         layout: ModelLayout,
         master_bytes_per_element: tuple[int, ...],
+        own_state_bytes: Mapping[int, Sequence[int]],
         trace: Trace,
         uses: Uses,
         budget: Budget,
@@ -126,6 +131,7 @@ class _Problem:
         # Configuration.
         self._layout = layout
         self._per_element = master_bytes_per_element
+        self._own_state_bytes = own_state_bytes
         self._trace = trace
         self._uses = uses
         self._budget = budget
@@ -204,6 +210,7 @@ class _Problem:
             gather_bytes=min(self._pool_bytes - used[Tier.DEVICE], most_pages * page),
             staging_bytes=self._staging_bytes,
             staging_tier=self._staging_tier,
+            own_state_bytes=self._own_state_bytes,
         )
 
     def _place_parameters(self, resident: bool) -> list[Tier]:
@@ -334,6 +341,7 @@ class _Problem:
                 slots, rest = divmod(self._per_element[flat.index], SLOT_BYTES)
                 total_bytes += slots * _home_bytes(flat.shard_numel * SLOT_BYTES, page)
                 total_bytes += _home_bytes(flat.shard_numel * rest, page)
+                total_bytes += sum(_home_bytes(size, page) for size in self._own_state_bytes.get(flat.index, ()))
         return total_bytes
 
     def _device_error(self) -> CapacityError:

@@ -237,7 +237,7 @@ class _Replay:
                 continue
             if self._placement.keeps_gradients or homes.gradient is not Tier.DEVICE:
                 need_bytes[homes.gradient] += -(-flat.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES
-            need_bytes[homes.master] += flat.shard_numel * self._placement.master_bytes_per_element[flat.index]
+            need_bytes[homes.master] += self._placement.master_bytes(flat)
         for tier, size in need_bytes.items():
             home_bytes = self._placement.at_home_bytes[tier]
             if size > home_bytes:

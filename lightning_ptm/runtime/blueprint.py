@@ -37,10 +37,17 @@ from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.overlap import overlap
-from lightning_ptm.runtime.parts import Boxes, mesh_of
+from lightning_ptm.runtime.parts import Boxes, split_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
-from lightning_ptm.runtime.stock import chunk_bytes, in_the_making, take_stock, travelling
+from lightning_ptm.runtime.stock import (
+    chunk_bytes,
+    in_the_making,
+    own_state_bytes,
+    scratch_bytes,
+    take_stock,
+    travelling,
+)
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -379,10 +386,9 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     settings = request.settings
     if settings.activations == "host":
         _check_device_of_its_own(machine)
-    split = ExpertSplit(world_size, settings.expert_parallel_size)
-    mesh = mesh_of(request.boxes, split, rank)
+    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
-    holders = everybodys(mesh) if experts is None else experts.holders
+    holders = everybodys(split.mesh) if experts is None else experts.holders
     unified = not machine.device_apart and settings.device_bytes is None
     lock_free = settings.lock_free and bool(request.optimizers)
     wishes = _wishes(settings, unified, lock_free=lock_free)
@@ -391,7 +397,7 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     if outside:
         units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
-    elif unified and holders.everybody.alone and not request.mixed and _may_be_unpaged(settings, wishes):
+    elif unified and holders.everybody.whole.alone and not request.mixed and _may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
     return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
@@ -399,11 +405,12 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     elsewhere = asked.holders.elsewhere(rank)
+    specs = _with_whole_updates(request, asked, _specs(asked.units, request, asked.unpaged))
     layout = build_layout(
-        _specs(asked.units, request, asked.unpaged),
+        specs,
         page_size=request.settings.page_bytes,
         world_size=world_size,
-        shared_by={unit: len(sharing.ranks) for unit, sharing in asked.holders.apart.items()},
+        shared_by=asked.holders.shared_by(),
         elsewhere=elsewhere,
     )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
@@ -414,7 +421,10 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
     gradient_dtypes = tuple(
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
-    traits = _traits(request, layout, dtypes, master_dtypes, asked.known)
+    traits = tuple(
+        _traits_of(request, asked.known, flat.slots[0].spec.optimizer, master or dtype) if flat.trainable else None
+        for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
+    )
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
@@ -444,11 +454,14 @@ def _make_room(
         plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place)
         beside = _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
         budget = _without(budget, beside, ram)
+    if scratch := scratch_bytes(model):
+        budget = _beside_scratch(budget, scratch)
     streams = disk or any(size for tier, size in budget.items() if not tier.updates)
     of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
         most = _LOCK_FREE_CHUNKS if asked.lock_free else _STAGING_CHUNKS
-        chunks = _staging_chunks(settings, of_one, budget, most)
+        whole = any(flat.updated_whole for flat in layout.flats)
+        chunks = _staging_chunks(settings, of_one, budget, most, least=1 if whole else 2)
     at_step = request.keep_gradients or not settings.update_in_backward
     return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one, at_step)
 
@@ -465,6 +478,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         staging_bytes=room.staging_bytes,
         sums_gradients=request.sums_gradients,
         update_on_device=machine.device_apart or asked.unified,
+        own_state_bytes=own_state_bytes(model),
     )
     keep = room.at_step or asked.lock_free
     placement = None
@@ -526,7 +540,7 @@ def _routes(
             of_flat = route(
                 _gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
-                one_rank=asked.holders.of(flat.unit).alone,
+                one_rank=asked.holders.of(flat.unit).whole.alone,
                 sums=flat.sums_gradients,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
@@ -615,11 +629,11 @@ def _check_device_of_its_own(machine: Machine) -> None:
 def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
     wanted = request.settings.units
     wanted = wanted if wanted == "auto" else tuple(wanted)
+    parts = {parameter: box.parts for parameter, box in request.boxes.items()}
     if split.size == 1:
-        parts = {parameter: box.parts for parameter, box in request.boxes.items()}
         return discover(request.module, wanted, parts=parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
-    units = discover(request.module, wanted, experts)
+    units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
     return units, divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
 
@@ -754,23 +768,43 @@ def _stride(item: UnitParameter) -> tuple[int, ...] | None:
     return stride
 
 
-def _traits(
-    request: Request,
-    layout: ModelLayout,
-    dtypes: Sequence[torch.dtype],
-    master_dtypes: Sequence[torch.dtype | None],
-    known: Traits,
-) -> tuple[OptimizerTraits | None, ...]:
-    found: list[OptimizerTraits | None] = []
-    for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True):
-        if not flat.trainable:
-            found.append(None)
-            continue
-        key = (flat.slots[0].spec.optimizer, master or dtype)
-        if key not in known:
-            known[key] = probe(request.optimizers[key[0]], dtype=key[1], device=request.backend.device)
-        found.append(known[key])
-    return tuple(found)
+def _traits_of(request: Request, known: Traits, optimizer: int, dtype: torch.dtype) -> OptimizerTraits:
+    """Of an optimizer, in the dtype that it updates; tried once."""
+    key = (optimizer, dtype)
+    if key not in known:
+        known[key] = probe(request.optimizers[optimizer], dtype=dtype, device=request.backend.device)
+    return known[key]
+
+
+def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """With what optimizers update whole parameters.
+
+    Raises:
+        ConfigError: they do, and ranks divide these; or they are saved while they are updated.
+    """
+
+    def followed(parameter: ParameterSpec) -> ParameterSpec:
+        if not parameter.trainable:
+            return parameter
+        dtype: torch.dtype = getattr(torch, parameter.dtype)
+        master = _master_dtype(dtype, mixed=request.mixed, always=asked.lock_free)
+        traits = _traits_of(request, asked.known, parameter.optimizer, master or dtype)
+        if not traits.whole:
+            return parameter
+        if not asked.holders.everybody.whole.alone:
+            raise ConfigError(
+                f"{traits.name} updates each parameter as a whole ({traits.whole}), and several ranks have a part of "
+                f"{parameter.name} each, so that none of them could; train with it on one rank (devices=1), or use an "
+                f"optimizer that treats each element on its own, such as torch.optim.AdamW"
+            )
+        if request.settings.async_save:
+            raise ConfigError(
+                f"{traits.name} updates each parameter as a whole ({traits.whole}), and async_save=True copies states page "
+                f"by page before they change; use async_save=False"
+            )
+        return dataclasses.replace(parameter, updated_whole=True)
+
+    return [dataclasses.replace(spec, parameters=tuple(map(followed, spec.parameters))) for spec in specs]
 
 
 def _master_dtype(dtype: torch.dtype, *, mixed: bool, always: bool) -> torch.dtype | None:
@@ -869,7 +903,19 @@ def _without(budget: Budget, size: int, ram: Tier) -> Budget:
     return budget.without(ram, size)
 
 
-def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int) -> int:
+def _beside_scratch(budget: Budget, size: int) -> Budget:
+    """What is left beside the room for a whole gradient, wherever updates may run."""
+    for tier in [tier for tier, have in budget.items() if tier.updates and have]:
+        if size >= budget[tier]:
+            raise CapacityError(
+                f"an optimizer that updates whole parameters takes {format_bytes(size)} for the gradient of the largest one, "
+                f"and pages have {format_bytes(budget[tier])} {tier.place}; raise {tier.setting}"
+            )
+        budget = budget.without(tier, size)
+    return budget
+
+
+def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *, least: int) -> int:
     """Chunks in flight, each of so many bytes."""
     if settings.staging_bytes is not None:
         chunks = settings.staging_bytes // of_one
@@ -880,7 +926,7 @@ def _staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int) 
             )
         return chunks
     ram = budget[Tier.HOST] or budget[Tier.DEVICE]
-    return min(most, max(2, int(ram * _STAGING_SHARE) // of_one))
+    return min(most, max(least, int(ram * _STAGING_SHARE) // of_one))
 
 
 def _budget(settings: Settings, machine: Machine, unified: bool) -> Budget:

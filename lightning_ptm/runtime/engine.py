@@ -46,6 +46,7 @@ from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
+from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner, check_layout
@@ -179,7 +180,7 @@ class Engine:
         self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self.communicator, self.stores, self.flats, blueprint.holders, self.bars)
+        self.values = Values(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders, self.bars)
         self._first_values(given)
         self._module_buffers = None
         if not self.communicator.alone:
@@ -191,7 +192,7 @@ class Engine:
                 if flat.gradient.route.waits is Waits.KEPT:
                     flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
-            self.updater.take_staging(row.tier, taken_dtype(row), row.count)
+            self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
         self._save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
         self.updates = self._update_scheduler(pages)
         self._undo.callback(self.updates.close)
@@ -328,10 +329,7 @@ class Engine:
                 )
         first.check()
         first.fill_buffers()
-        for owner in self.module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(self.device)
+        move_beside_parameters(self.module, self.device)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 

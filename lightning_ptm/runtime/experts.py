@@ -70,7 +70,7 @@ class DividedExperts:
     @property
     def teams(self) -> Teams:
         """Who has a part in what."""
-        return Teams(self.split.groups, {unit: sharing.ranks for unit, sharing in self.holders.apart.items()})
+        return Teams(self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.apart.items()})
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.pace import Pace
 from lightning_ptm.planning.waiting import Reading
 from lightning_ptm.runtime.store import UnitStore
@@ -469,6 +470,6 @@ def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
         layout.shard_numel,
         flat.store.binding.dtype,
         len(layout.slots),
-        size=-(-layout.shard_numel // updater.chunk_numel),
+        size=len(cuts_of(layout, updater.chunk_numel).starts),
         foreseeable=forecast and can_forecast(flat.states.traits),
     )

@@ -23,7 +23,7 @@ from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
-from lightning_ptm.update import FlatStates, OptimizerTraits
+from lightning_ptm.update import FlatStates, OptimizerTraits, lay_out_states, layout_groups
 
 _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 
@@ -114,7 +114,8 @@ class Pages:
     def _states(self, flat: FlatLayout, traits: OptimizerTraits, rank: int) -> FlatStates:
         master = next(iter(self._of_flat(What.MASTERS, flat)), None)
         tensors = self._of_flat(What.STATES, flat)
-        slots = {slot.name: tensor for slot, tensor in zip(traits.slots, tensors, strict=True)}
+        layouts = lay_out_states(flat, traits, layout_groups(flat))
+        slots = {layout.name: tensor for layout, tensor in zip(layouts, tensors, strict=True)}
         return FlatStates(flat, rank, traits, master=master, slots=slots)
 
     def _supply(self, flat: FlatLayout) -> PageSupply:

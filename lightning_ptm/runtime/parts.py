@@ -20,7 +20,6 @@ from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.planning.holders import Axis, Mesh
 
 Boxes = Mapping[int, Box]
 """Of parameters that are parts, by id."""
@@ -61,21 +60,16 @@ def declared(module: nn.Module, boxes: Mapping[str, Box]) -> dict[int, Box]:
     return {key: box for key, box in found.items() if box.parts > 1}
 
 
-def mesh_of(boxes: Boxes, split: ExpertSplit, rank: int) -> Mesh:
-    """The ranks by what they have of experts, or of parameters in parts.
+def split_of(boxes: Boxes, world_size: int, expert_ranks: int, rank: int) -> ExpertSplit:
+    """The ranks by what they have of experts, which groups of `expert_ranks` divide, and of parameters in parts.
 
     Raises:
         ConfigError: they cannot be divided so, or this one should have other parts.
     """
     for box in boxes.values():
-        if split.size > 1:
+        if world_size % box.parts:
             raise ConfigError(
-                f"expert_parallel_size={split.size} and a parameter that is {box.cut}: ranks can be divided in one way at a "
-                f"time; use expert_parallel_size=1, or a module with whole parameters"
-            )
-        if split.world_size % box.parts:
-            raise ConfigError(
-                f"a parameter is {box.cut}, and {split.world_size} ranks make no groups of {box.parts}; use a multiple of "
+                f"a parameter is {box.cut}, and {world_size} ranks make no groups of {box.parts}; use a multiple of "
                 f"{box.parts} ranks, or fewer parts"
             )
         if box.index != rank % box.parts:
@@ -83,8 +77,7 @@ def mesh_of(boxes: Boxes, split: ExpertSplit, rank: int) -> Mesh:
                 f"a parameter of rank {rank} is {box.cut}, the part {box.index}, and that rank has part {rank % box.parts} "
                 f"of everything; declare index=rank % parts"
             )
-    parts = next((box.parts for box in boxes.values()), None)
-    return split.mesh if parts is None else Mesh({Axis.DATA: split.world_size // parts, Axis.TENSOR: parts})
+    return ExpertSplit(world_size, expert_ranks, next((box.parts for box in boxes.values()), 1))
 
 
 # -- values ---------------------------------------------------------------------------------------------------------------

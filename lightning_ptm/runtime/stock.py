@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
-from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
-from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier, chunk_numel
+from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
@@ -65,35 +67,99 @@ class Flats(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A tensor beside a flat's others, of as many elements."""
+    """A tensor beside a flat's others; as long as the shard, but for states of own shapes."""
 
     what: What
-    name: str
-    dtype: torch.dtype
+    layout: StateLayout
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
 
 
 def columns(flats: Flats, flat: int) -> list[Column]:
     """All that is kept of a flat; of one that is trained, what its update streams."""
-    master, traits = flats.master_dtypes[flat], flats.traits[flat]
-    found = [] if master is None else [Column(What.MASTERS, "master", master)]
+    master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
+
+    def whole(what: What, name: str, dtype: torch.dtype) -> Column:
+        return Column(what, StateLayout(name, dtype, layout.shard_numel))
+
+    found = [] if master is None else [whole(What.MASTERS, "master", master)]
     if traits is not None:
-        found += [Column(What.STATES, slot.name, slot.dtype) for slot in traits.slots]
-    found.append(Column(What.PARAMETERS, "parameters", flats.dtypes[flat]))
+        found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
+    found.append(whole(What.PARAMETERS, "parameters", flats.dtypes[flat]))
     if traits is not None:
-        found.append(Column(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
+        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
+    return found
+
+
+def own_state_bytes(flats: Flats) -> dict[int, tuple[int, ...]]:
+    """By flat, bytes of each tensor of states that have shapes of their own."""
+    return {
+        flat.index: tuple(
+            column.numel * column.dtype.itemsize for column in columns(flats, flat.index) if column.what is What.STATES
+        )
+        for flat in flats.layout.flats
+        if flat.updated_whole
+    }
+
+
+def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
+    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once; never less
+    than other buffers have."""
+    least = chunk_numel(flats.layout.page_size)
+    found: dict[torch.dtype, int] = {}
+    for flat in flats.layout.flats:
+        if not flat.updated_whole:
+            continue
+        cuts = cuts_of(flat, least)
+        cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+        for column in columns(flats, flat.index):
+            longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
+            found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
     return found
 
 
 def chunk_bytes(flats: Flats) -> int:
     """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
     buffers share pages; 0: nothing is updated."""
-    most: Counter[torch.dtype] = Counter()
+    most: Counter[tuple[torch.dtype, int]] = Counter()
+    numels = buffer_numels(flats)
     for flat in flats.layout.flats:
         if flats.traits[flat.index] is not None:
-            most |= Counter(column.dtype for column in columns(flats, flat.index))
+            kept = columns(flats, flat.index)
+            most |= Counter((column.dtype, _buffer_numel(flats, flat, numels, column.dtype)) for column in kept)
+    rows = (_staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
+    return _alone_bytes(flats, rows)
+
+
+def scratch_bytes(flats: Flats) -> int:
+    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter."""
+    numels = buffer_numels(flats)
+    dtypes = dict.fromkeys(_updated_dtype(flats, flat) for flat in flats.layout.flats if flat.updated_whole)
+    return _alone_bytes(flats, (_staging_row(Tier.HOST, dtype, numels[dtype], 1) for dtype in dtypes))
+
+
+def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
+    """Of rows, each in pages of its own."""
     page = flats.layout.page_size
-    rows = (_staging_row(Tier.HOST, dtype, count, page) for dtype, count in most.items())
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
+
+
+def _buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], dtype: torch.dtype) -> int:
+    return numels[dtype] if flat.updated_whole else chunk_numel(flats.layout.page_size)
+
+
+def _updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
+    return flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
 
 
 def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
@@ -138,7 +204,7 @@ def _states(blueprint: Blueprint) -> Iterator[Row]:
                 yield _row(
                     column.what,
                     blueprint.placement.homes[flat.unit].master,
-                    flat.shard_numel,
+                    column.numel,
                     column.dtype,
                     unit=flat.unit,
                     flat=flat.index,
@@ -189,19 +255,34 @@ def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
 
 def _staging(blueprint: Blueprint) -> Iterator[Row]:
     """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
-    most: Counter[tuple[Tier, torch.dtype]] = Counter()
+    most: Counter[tuple[Tier, torch.dtype, int]] = Counter()
+    scratch: set[tuple[Tier, torch.dtype, int]] = set()
+    numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
-        most |= _staged(blueprint, flat)
-    for (tier, dtype), count in most.items():
-        yield _staging_row(tier, dtype, count * blueprint.staging_chunks, blueprint.layout.page_size)
+        most |= _staged(blueprint, flat, numels)
+        if flat.updated_whole:
+            dtype = _updated_dtype(blueprint, flat)
+            scratch.add((_place_of_update(blueprint, flat), dtype, numels[dtype]))
+    counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
+    counts.update(scratch)
+    for (tier, dtype, numel), count in counts.items():
+        yield _staging_row(tier, dtype, numel, count)
 
 
-def _staging_row(tier: Tier, dtype: torch.dtype, count: int, page_size: int) -> Row:
-    name = f"update staging {dtype}"
-    return _row(What.STAGING, tier, chunk_numel(page_size), dtype, count=count, name=name, shares_pages=True)
+def _staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
+    return _row(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
 
 
-def _staged(blueprint: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch.dtype]]:
+def _place_of_update(blueprint: Blueprint, flat: FlatLayout) -> Tier:
+    homes = blueprint.placement.homes[flat.unit]
+    kept = columns(blueprint, flat.index)
+    stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
+    return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
+
+
+def _staged(
+    blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int]
+) -> Counter[tuple[Tier, torch.dtype, int]]:
     """Foretells `update.job.Progress.staged`, which is the rule by which a run goes: the updater takes no buffer that it does
     not need, and a test looks whether it takes more than these."""
     homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
@@ -212,9 +293,12 @@ def _staged(blueprint: Blueprint, flat: FlatLayout) -> Counter[tuple[Tier, torch
         # A travelling one is in RAM, where it is used.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
-    stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
-    place = arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
-    return Counter((place, column.dtype) for column in kept if tiers[column.what] not in (None, place))
+    place = _place_of_update(blueprint, flat)
+    return Counter(
+        (place, column.dtype, _buffer_numel(blueprint, flat, numels, column.dtype))
+        for column in kept
+        if tiers[column.what] not in (None, place)
+    )
 
 
 def save_rows(blueprint: Blueprint) -> Iterator[Row]:
@@ -228,7 +312,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
             del tiers[What.PARAMETERS]  # a rounded copy
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
-                longest[column.dtype] = max(longest.get(column.dtype, 0), flat.shard_numel)
+                longest[column.dtype] = max(longest.get(column.dtype, 0), column.numel)
     for dtype, numel in longest.items():
         least = min(chunk_numel(blueprint.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         yield _row(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")

@@ -7,7 +7,8 @@ so that no more than a unit exists whole beside the pages (but for `gathered` an
 I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
 method is then collective.
 I2: the precise value of a parameter is its master where there is one, else its compute parameter.
-I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it.
+I3: what some ranks do not hold (experts that others do) they are told by the first rank that holds it; of parts, each by the
+first one that holds the same part.
 I4: of a parameter that is a part of a larger one, `gathered` and the module at the end of a run have the part, with which the
 module computes; what a checkpoint is made of, and what is loaded, is the larger one.
 """
@@ -34,10 +35,10 @@ from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
-    from lightning_ptm.comm import Communicator
+    from lightning_ptm.comm import Communicator, Communicators
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.planning.holders import Holders
-    from lightning_ptm.planning.layout import ParameterSpec
+    from lightning_ptm.planning.layout import FlatLayout, ParameterSpec
     from lightning_ptm.runtime.binding import FlatBinding
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
@@ -86,11 +87,16 @@ def _all_flats(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None
 
 def _slots_with(update: FlatUpdate, name: str) -> list[int]:
     """Parameters of a flat that were ever updated and have this state."""
-    found = []
-    for slot, group in enumerate(update.states.groups):
-        if group is not None and update.states.scalars(slot) is not None and name in update.states.slot_names[group]:
-            found.append(slot)
-    return found
+    states = update.states
+    places = range(len(states.groups))
+    return [slot for slot in places if states.scalars(slot) is not None and name in states.state_names(slot)]
+
+
+def _state_in(binding: FlatBinding, update: FlatUpdate | None, name: str, slot: int, whole: Tensor) -> Tensor:
+    """A state of the parameter of `slot`, in its shape, as a view of `whole`, which holds those of the flat."""
+    if update is None or not update.states.traits.whole:
+        return binding.view(whole, slot)
+    return update.states.own_state(name, slot, whole)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ class _Updated:
 
     Attributes:
         scalars: by parameter, None for one that was never updated.
-        slots: by parameter the names of its element-wise states.
+        slots: by parameter the names of its states in pages.
         dtypes: of these, by name.
     """
 
@@ -113,10 +119,7 @@ def _updated(update: FlatUpdate) -> _Updated:
     known = [states.scalars(slot) for slot in range(len(update.store.binding.parameters))]
     return _Updated(
         scalars=[None if each is None else dict(each.values) for each in known],
-        slots=[
-            frozenset() if group is None else frozenset(trait.name for trait in states.traits.groups[group].slots)
-            for group in states.groups
-        ],
+        slots=[frozenset(states.state_names(slot)) for slot in range(len(states.groups))],
         dtypes={name: paged.dtype for name, paged in states.slots.items()},
     )
 
@@ -145,7 +148,7 @@ class Values:
     def __init__(
         self,
         allocator: Allocator,
-        communicator: Communicator,
+        communicators: Communicators,
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
         holders: Holders,
@@ -153,7 +156,8 @@ class Values:
     ) -> None:
         self._progress = progress or Progress(shown=False)
         self._allocator = allocator
-        self._communicator = communicator
+        self._communicator = communicators.everybody
+        self._with_same_parts = communicators.along(holders.everybody.parts.axes)
         self._stores = stores
         self._holders = holders
         self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
@@ -200,9 +204,7 @@ class Values:
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._source(store) is not None
-                self._write_flat(
-                    flat, self._built(binding, reads, self._tells(flat), keep=keep, replicate=replicate), seen
-                )
+                self._write_flat(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads):
                 values = [None if read is None else read() for read in reads]
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
@@ -216,18 +218,18 @@ class Values:
         for binding in store.elsewhere:
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
-                self._built(binding, reads, self._communicator, keep=False, replicate=False)  # for those who hold it
+                self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
             binding.unbind()
 
-    def _tells(self, flat: FlatStore) -> Communicator:
-        """Of the ranks of which the first one's values count (I1): all, or those that have the same parts."""
-        return flat.communicator if flat.layout.parts > 1 else self._communicator
+    def _tells(self, flat: FlatLayout) -> Communicator:
+        """Of the ranks of which the first one's values count (I1), and that tell each other (I3): all, or those that have the
+        same parts."""
+        return self._with_same_parts if flat.parts > 1 else self._communicator
 
     def _built(
         self,
         binding: FlatBinding,
         reads: Sequence[Read | None],
-        communicator: Communicator,
         *,
         keep: bool,
         replicate: bool,
@@ -245,6 +247,7 @@ class Values:
             binding.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
+        communicator = self._tells(binding.layout)
         communicator.broadcast(whole)
         if replicate and not communicator.alone:
             for slot in built:  # I1
@@ -301,16 +304,19 @@ class Values:
         if source is None:
             assert whole is not None
             return whole
-        dtype = self._communicator.broadcast_object(None if whole is None else whole.dtype, source)
-        ours = whole is not None and self._communicator.rank == source
+        communicator = self._tells(binding.layout)
+        if binding.layout.parts > 1:
+            source = self._holders.everybody.parts.ranks.index(source)  # of the first parts, and so of any
+        dtype = communicator.broadcast_object(None if whole is None else whole.dtype, source)
+        ours = whole is not None and communicator.rank == source
         told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
-        self._communicator.broadcast(told, source)
+        communicator.broadcast(told, source)
         return told
 
     def _source(self, store: UnitStore) -> int | None:
         """The rank that tells all others of a unit; None for one that all ranks hold."""
         sharing = self._holders.apart.get(store.unit.index)
-        return None if sharing is None else sharing.ranks[0]
+        return None if sharing is None else sharing.whole.ranks[0]
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
@@ -349,7 +355,8 @@ class Values:
                     for slot, state in states.items():
                         if name in known.slots[slot]:
                             spec = binding.layout.slots[slot].spec
-                            value = put_together(binding.view(whole, slot), spec.box, self._communicator)
+                            view = _state_in(binding, update, name, slot, whole)
+                            value = put_together(view, spec.box, self._communicator)
                             state[name] = copy_of(spec.name, value)
                     del whole  # no two of them at once
                 for slot, state in states.items():
@@ -442,23 +449,31 @@ class Values:
     def _load_optimizer_states_of(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen) -> None:
         binding = flat.store.binding
         per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
-        slot_names = {trait.name for trait in flat.states.traits.slots}
-        for trait in flat.states.traits.slots:
-            given = [None if state is None else state.get(trait.name) for state in per_slot]
+        ours = flat.states
+        for name, paged in ours.slots.items():
+            given = [None if state is None else state.get(name) for state in per_slot]
             given = [value if isinstance(value, Tensor) else None for value in given]
+            if ours.traits.whole:
+                given = [value if name in ours.state_names(slot) else None for slot, value in enumerate(given)]
             for slot, value in enumerate(given):
-                if value is not None and not binding.fits(slot, value):
+                own = ours.own_shape(name, slot)
+                if value is not None and not (binding.fits(slot, value) if own is None else tuple(value.shape) == own):
                     spec = binding.layout.slots[slot].spec
                     raise ConfigError(
-                        f"{trait.name} of {spec.name} has shape {tuple(value.shape)} in what is loaded, and the parameter "
-                        f"{spec.whole_shape}; it is of another model"
+                        f"{name} of {spec.name} has shape {tuple(value.shape)} in what is loaded, and "
+                        f"{f'the parameter {spec.whole_shape}' if own is None else f'{own} here'}; it is of another model"
                     )
-            paged, boxes = flat.states.slots[trait.name], binding.boxes
-            given = binding.as_laid(given)
-            pieces.fill(self._allocator, paged, flat.states.segments, given, boxes, keep=False, seen=seen)
+            if ours.traits.whole:
+                given = [None if value is None else value.reshape(-1) for value in given]
+                boxes = None
+            else:
+                given, boxes = binding.as_laid(given), binding.boxes
+            segments = ours.state_segments(name)
+            pieces.fill(self._allocator, paged, segments, given, boxes, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
-            scalars = None if not state else {name: v for name, v in state.items() if name not in slot_names}
-            flat.states.set_scalars(slot, scalars)
+            paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
+            scalars = None if not state else {name: v for name, v in state.items() if name not in paged_names}
+            ours.set_scalars(slot, scalars)
 
     # -- by hand ------------------------------------------------------------------------------------------------------
 
@@ -528,7 +543,7 @@ class Values:
             for binding, flat, whole in wholes:
                 if write:
                     self._collect_edits(binding, whole)
-                    (self._communicator if flat is None else self._tells(flat)).broadcast(whole)
+                    self._tells(binding.layout).broadcast(whole)
                     if flat is not None:
                         self._write_flat(flat, whole)
                         self._renew_originals(flat, whole)
@@ -642,7 +657,7 @@ class Values:
         places = {item.name: place for place, item in enumerate(store.unit.parameters)}
         families: dict[tuple[bool, str, int], int] = {}
         for flat, paged, slots in parts:
-            parameters = [slot.spec for slot in flat.layout.slots]
+            parameters, segments = self._laid(flat, name)
             whole = {slot: self._original(flat, slot, name) for slot in slots}
             for slot, original in whole.items():
                 spec = parameters[slot]
@@ -650,7 +665,7 @@ class Values:
                 dtype = paged.dtype if original is None else original.dtype
                 tensors.append(((family, spec.group, places[spec.name]), (spec.name, dtype, spec.whole_shape)))
             paged_segments, outside = [], []
-            for segment in self.segments(flat):
+            for segment in segments:
                 if segment.parameter not in whole:
                     continue
                 original = whole[segment.parameter]
@@ -662,6 +677,16 @@ class Values:
             flats.append(ShardedFlat(paged, parameters, paged_segments, outside))
         tensors.sort(key=itemgetter(0))
         return ShardedKind(store.unit.name, name, [tensor for _, tensor in tensors], flats)
+
+    def _laid(self, flat: FlatStore, kind: str) -> tuple[Sequence[ParameterSpec], Sequence[Segment]]:
+        """A flat's parameters, with the shapes that this kind of states has of them, and where these lie."""
+        specs = [slot.spec for slot in flat.layout.slots]
+        update = self._updates.get(flat.layout.index)
+        if kind == PARAMETERS or update is None or not update.states.traits.whole:
+            return specs, self.segments(flat)
+        shapes = [update.states.own_shape(kind, slot) for slot in range(len(specs))]
+        own = [dataclasses.replace(spec, shape=shape or spec.shape) for spec, shape in zip(specs, shapes, strict=True)]
+        return own, update.states.state_segments(kind)
 
     def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
         return self._originals.get(id(flat.binding.parameters[slot])) if kind == PARAMETERS else None

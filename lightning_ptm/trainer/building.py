@@ -28,14 +28,13 @@ from lightning_ptm.memory import FileOps, make_folders
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.planning.holders import Axis
+from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.inspection import states_in_words
 from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.parts import mesh_of
+from lightning_ptm.runtime.parts import split_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
 from lightning_ptm.trainer.half_products import chosen_wide_products
@@ -82,11 +81,11 @@ class BuildingStrategy(CheckpointingStrategy):
         if isinstance(self.checkpoint_io, FileCheckpointIO):
             self.checkpoint_io.progress = progress
         self._communicator = self._make_communicator(events)
-        split = ExpertSplit(self.world_size, self.settings.expert_parallel_size)
-        mesh = mesh_of(self._boxes(), split, self._communicator.rank)
+        mesh = split_of(
+            self._boxes(), self.world_size, self.settings.expert_parallel_size, self._communicator.rank
+        ).mesh
         # Before anything can fail on one rank alone. What ranks with other parts exchange is the module's affair.
-        along = [(axis,) for axis in mesh.sizes if axis is not Axis.TENSOR]
-        communicators = Communicators(mesh, self._communicator, along)
+        communicators = Communicators(mesh, self._communicator, ALONG)
         given = self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
         if settings.page_size == "auto":  # once for all runs of this strategy

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -28,6 +29,7 @@ from lightning_ptm.checkpoints import optimizer_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.ending import EndingStrategy
@@ -220,10 +222,8 @@ class AngelPTMStrategy(EndingStrategy):
             fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
             if fitted and self._layer_sync is not None and self._has_ranks:
                 self._layer_sync.revert(self.lightning_module)
-            for owner in self.lightning_module.modules():
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None and not buffer.is_meta:  # set-up may have failed before it had memory
-                        owner._buffers[name] = buffer.cpu()
+            move_beside_parameters(self.lightning_module, torch.device("cpu"))
+            _update_properties(self.lightning_module, device=torch.device("cpu"))
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None
         if self._signals is not None:

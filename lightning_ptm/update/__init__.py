@@ -21,6 +21,7 @@ from lightning_ptm.update.norms import (
 from lightning_ptm.update.probe import probe
 from lightning_ptm.update.scale import LossScale
 from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
+from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups
 from lightning_ptm.update.states import FlatStates, Segment, shard_segments
 from lightning_ptm.update.traits import Initial, OptimizerTraits, same_value
 from lightning_ptm.update.updater import Updater
@@ -40,6 +41,7 @@ __all__ = [
     "Segment",
     "Shadow",
     "ShardGradient",
+    "StateLayout",
     "TensorGradient",
     "Transform",
     "UpdateJob",
@@ -47,6 +49,8 @@ __all__ = [
     "greatest",
     "check_every_gradient",
     "clip_coefficient",
+    "lay_out_states",
+    "layout_groups",
     "norm_of_power",
     "parameter_norms",
     "probe",

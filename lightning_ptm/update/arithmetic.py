@@ -6,6 +6,7 @@ I2: the compute copy of an element is the rounding of its master after the step,
     whole chunk where the compute pages are staged (unchanged elements then get the same bytes again). Of a job with a
     forecast it is what momentum alone makes of the master next.
 I3: where a chunk is cut into optimizer calls depends on the flat alone, never on the tiers, so the tiers cannot change bits.
+    A parameter that is updated whole is a call of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ptm.update.gradient import GradientReader, ParameterGradients, ShardGradient, TensorGradient
-from lightning_ptm.update.job import GRADIENT, PARAMETER, TARGET, JobUnderWay
+from lightning_ptm.update.job import GRADIENT, PARAMETER, SCRATCH, TARGET, JobUnderWay, UpdateJob
 from lightning_ptm.update.merged import FIRST_MOMENT, MergedStep
 from lightning_ptm.update.shadow import HyperParameters, RunViews
-from lightning_ptm.update.states import Run
+from lightning_ptm.update.states import Run, Segment
 from lightning_ptm.update.traits import frozen_scalars
 
 
@@ -64,6 +65,9 @@ class Arithmetic:
         """
         job, states = progress.job, progress.job.states
         parameter = windows[PARAMETER]
+        if states.traits.whole:
+            self._update_whole(progress, start, numel, windows, whole_target=whole_target)
+            return
         slots = {name: windows[name] for name in states.slots if name in windows}
         reader = _reader(progress, start, windows)
         target = None if whole_target else windows.get(TARGET)
@@ -94,6 +98,42 @@ class Arithmetic:
             windows[TARGET].copy_(before)
         elif whole_target:
             windows[TARGET].copy_(parameter)
+
+    @staticmethod
+    def _update_whole(
+        progress: JobUnderWay, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
+    ) -> None:
+        """As `update`, of parameters that lie in the chunk as a whole, one after the other, each through all steps."""
+        job, states = progress.job, progress.job.states
+        reader = _reader(progress, start, windows)
+        firsts = {name: states.layouts[name].stretch(start, numel)[0] for name in states.slots if name in windows}
+        for index, slot in enumerate(states.flat.slots):
+            group = states.groups[index]
+            if not start <= slot.start < start + numel or group is None or not progress.present[index]:
+                continue
+            shape, scalars = slot.spec.shape, states.scalars(index)
+            value = windows[PARAMETER].narrow(0, slot.start - start, slot.numel)
+            slots = {
+                name: states.own_state(name, index, windows[name], firsts[name]) for name in states.state_names(index)
+            }
+            segment = Segment(index, slot.start, 0, slot.numel, ragged=False)
+            run = Run(group, scalars, slot.start, slot.numel, (segment,))
+            given = reader.view(run)
+            direct = given is not None and _is_direct(job, value, given)
+            for hyper in job.steps:
+                gradient = given if direct else windows[SCRATCH].narrow(0, 0, slot.numel)
+                assert gradient is not None
+                if not direct:
+                    reader.read_into(gradient, run)
+                    job.transform.apply_(gradient)
+                views = RunViews(group, value.view(shape), gradient.view(shape), slots, scalars)
+                scalars = progress.whole_scalars[index] = job.shadow.step_whole(hyper, views)
+            if states.traits.writes_gradient and isinstance(job.gradient, ParameterGradients):
+                job.gradient.watch_on()
+            if TARGET in windows and not whole_target:
+                windows[TARGET].narrow(0, slot.start - start, slot.numel).copy_(value)
+        if whole_target:
+            windows[TARGET].copy_(windows[PARAMETER])
 
     @staticmethod
     def _merged_hyper(progress: JobUnderWay) -> HyperParameters:
@@ -198,15 +238,7 @@ class Arithmetic:
     @staticmethod
     def _direct(chunk: _Chunk, view: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient itself, where the optimizer can take it as it is."""
-        if (
-            view is not None
-            and view.dtype == chunk.parameter.dtype
-            and view.device == chunk.parameter.device
-            and chunk.progress.job.transform.is_identity
-            and not (chunk.progress.job.earlier and chunk.progress.job.states.traits.writes_gradient)
-        ):
-            return view
-        return None
+        return view if view is not None and _is_direct(chunk.progress.job, chunk.parameter, view) else None
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy that is good until the next chunk."""
@@ -221,6 +253,16 @@ class Arithmetic:
         if key not in self._scratch:
             self._scratch[key] = torch.empty(self._block_numel, dtype=parameter.dtype, device=parameter.device)
         return self._scratch[key]
+
+
+def _is_direct(job: UpdateJob, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the optimizer can take a gradient as it is."""
+    return (
+        gradient.dtype == parameter.dtype
+        and gradient.device == parameter.device
+        and job.transform.is_identity
+        and not (job.earlier and job.states.traits.writes_gradient)
+    )
 
 
 def _reader(progress: JobUnderWay, start: int, windows: Mapping[str, torch.Tensor]) -> GradientReader:

@@ -14,7 +14,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.update.compared import agree, replayed, same_parts, same_values
-from lightning_ptm.update.kept import Lacks, Raises, group_values, slots_of
+from lightning_ptm.update.kept import Lacks, Raises, group_values, own_slots_of, slots_of, told
 from lightning_ptm.update.private import PrivateOptimizer, held_by
 from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
 from lightning_ptm.update.specimens import (
@@ -24,17 +24,19 @@ from lightning_ptm.update.specimens import (
     Trial,
     chosen_groups,
     part_of,
+    settings_of,
     specimens_of,
     trial_of,
     with_few,
 )
 from lightning_ptm.update.traits import GroupTraits, Initial, OptimizerTraits, same_value
 from lightning_ptm.update.trial import Difference, Whole, holds_parameters, run_in_pieces, run_whole, strange_keys
+from lightning_ptm.update.whole_trial import keeps_others, run_by_parameter, smallest, with_own_shapes
 
 _WORKS = (
     "what works: optimizers that treat each element on its own, as Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, "
-    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; or any, with everything in RAM, on one rank and in "
-    "a true precision"
+    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; on one rank also those that treat each parameter on "
+    "its own, as Muon, Adafactor and LAMB do; or any, with everything in RAM, on one rank and in a true precision"
 )
 
 
@@ -64,6 +66,8 @@ class Candidate:
         self._device = device
         self._name = name_of(optimizer)
         self._initial = Initial.LAZY
+        self._whole = ""
+        """Why it is not element-wise; then it is tried whether it updates each parameter on its own."""
         self._slots: list[str] = []
 
     def traits(self) -> OptimizerTraits:
@@ -73,7 +77,11 @@ class Candidate:
             kinds = [self._kind(index) for index in range(len(self._optimizer.param_groups))]
             chosen = chosen_groups(kinds)
             trial = trial_of([self._optimizer.param_groups[index] for index in chosen], self._all_values(chosen))
-            traits = self._fused_or_not(trial)
+            traits = self._by_element_or_parameter(trial)
+            tried = {kinds[index]: traits.groups[place] for place, index in enumerate(chosen)}
+            groups = [tried.get(kind, traits.groups[0]) for kind in kinds]
+            if traits.whole:
+                groups = with_own_shapes(self._optimizer, traits, groups, self._dtype)
         except Raises as lack:
             raise ConfigError(
                 f"{self._name} cannot be tried, and so not be run page by page: {lack}. Use {self._instead()} in its place; "
@@ -81,12 +89,10 @@ class Candidate:
             ) from lack.__cause__
         except Lacks as lack:
             raise ConfigError(
-                f"{self._name} is not element-wise: {lack}; so its update cannot be run page by page, and training with it "
-                f"would change its meaning. Use {self._instead()} in its place; {_WORKS}"
+                f"{self._name} updates neither each element nor each parameter on its own: {lack}; so its update cannot be "
+                f"run page by page; training with it would change its meaning. Use {self._instead()} in its place; {_WORKS}"
             ) from lack.__cause__
-        tried = {kinds[index]: traits.groups[place] for place, index in enumerate(chosen)}
-        fallback = traits.groups[0]
-        return dataclasses.replace(traits, groups=tuple(tried.get(kind, fallback) for kind in kinds))
+        return dataclasses.replace(traits, groups=tuple(groups))
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +135,7 @@ class Candidate:
             fresh = PrivateOptimizer(self._optimizer).construct([{"params": [like], **group}])
         except Exception as error:
             raise Lacks(
-                f"its constructor makes states, and called again with its defaults it raises {_told(error)}"
+                f"its constructor makes states, and called again with its defaults it raises {told(error)}"
             ) from error
         return Initial.CONSTRUCTED if fresh.state.get(like) else Initial.LAZY
 
@@ -143,17 +149,21 @@ class Candidate:
     def _kind(self, index: int) -> tuple[Any, ...]:
         """Groups of one kind differ in learning rate and names alone."""
         group = self._optimizer.param_groups[index]
-        settings = tuple(
-            (key, repr(value))
-            for key, value in sorted(group.items(), key=lambda item: item[0])
-            if key not in ("params", "param_names", "lr", "initial_lr") and not isinstance(value, str)
-        )
-        return (*settings, *sorted({specimen.shape for specimen in specimens_of(0, group["params"])}))
+        return (*settings_of(group), *sorted({specimen.shape for specimen in specimens_of(0, group["params"])}))
 
     def _all_values(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """The user's very values, to be copied together: groups may share a list."""
         groups = [self._optimizer.param_groups[index] for index in chosen]
         return [{key: value for key, value in group.items() if key not in NOT_HYPER} for group in groups]
+
+    def _by_element_or_parameter(self, trial: Trial) -> OptimizerTraits:
+        try:
+            return self._fused_or_not(trial)
+        except Raises:
+            raise
+        except Lacks as lack:
+            self._whole = str(lack)
+        return self._tried(trial, [False] * len(trial.groups))
 
     def _fused_or_not(self, trial: Trial) -> OptimizerTraits:
         fused = [may_fuse(values, self._dtype, self._device) for values in trial.groups]
@@ -187,7 +197,7 @@ class Candidate:
         try:
             return run_whole(self._optimizer, trial, self._initial, self._dtype, self._device, **options)
         except Exception as error:
-            raise Raises(f"on small {self._dtype} parameters it raises {_told(error)}") from error
+            raise Raises(f"on small {self._dtype} parameters it raises {told(error)}") from error
 
     # -- what it keeps ------------------------------------------------------------------------------------------------
 
@@ -198,9 +208,12 @@ class Candidate:
         groups = []
         for index, choose in enumerate(fused):
             members = [place for place, specimen in enumerate(whole.trial.specimens) if specimen.group == index]
-            slots = slots_of(whole, members)
             scalars = dict.fromkeys(key for place in members for key in whole.scalars[-1][place])
-            groups.append(GroupTraits(slots, tuple(scalars), choose))
+            if self._whole:
+                slots, kept = own_slots_of(whole, members)
+                groups.append(GroupTraits(slots, tuple(scalars), choose, kept=kept, small=smallest(kept)))
+            else:
+                groups.append(GroupTraits(slots_of(whole, members), tuple(scalars), choose))
         advanced, created, containers = group_values(whole)
         return OptimizerTraits(
             self._name,
@@ -215,6 +228,7 @@ class Candidate:
             ignores_closure=max(whole.calls) == 0,
             holds_parameters=holds_parameters(self._optimizer, whole, self._initial),
             writes_gradient=whole.writes_gradient,
+            whole=self._whole,
         )
 
     def _check_behaviour(self, whole: Whole) -> None:
@@ -255,8 +269,9 @@ class Candidate:
             raise self._explained(whole, found)
 
     def _in_pieces(self, traits: OptimizerTraits, whole: Whole) -> Difference | Exception | None:
+        run = run_by_parameter if traits.whole else run_in_pieces
         try:
-            return run_in_pieces(self._optimizer, traits, whole)
+            return run(self._optimizer, traits, whole)
         except Exception as error:  # whatever a foreign class raises on a piece is the reason to refuse it
             return error
 
@@ -298,11 +313,7 @@ class Candidate:
             groups = tuple({**group, key: 0.1} if place == index else group for place, group in enumerate(trial.groups))
             try:
                 whole = self._run(dataclasses.replace(with_few(trial), groups=groups))
-                if any(
-                    {slot.name for slot in group.slots} != whole.slots[0][place].keys()
-                    for place, specimen in enumerate(whole.trial.specimens)
-                    for group in (traits.groups[specimen.group],)
-                ):
+                if any(keeps_others(traits, whole, place) for place in range(len(whole.trial.specimens))):
                     continue  # it keeps more then: the shadow refuses that by itself
                 self._check_pieces(traits, whole)
             except Lacks as lack:
@@ -325,7 +336,11 @@ class Candidate:
             if lack is not None:
                 return lack
         if isinstance(found, Exception):
-            return Lacks(f"on a piece of a parameter, made 1-D, it raises {_told(found)}")
+            if self._whole:
+                return Lacks(f"on a parameter alone it raises {told(found)}")
+            return Lacks(f"on a piece of a parameter, made 1-D, it raises {told(found)}")
+        if self._whole:
+            return Lacks(f"updating a parameter of shape {specimens[first].shape} alone changes its {found.what}")
         return Lacks(
             f"updating a parameter of shape {specimens[first].shape} in pieces changes its {found.what} at step "
             f"{found.step + 1}: its elements have more in common than the number of steps"
@@ -352,6 +367,8 @@ class Candidate:
                 return Lacks(
                     f"it looks at attributes of a parameter ({', '.join(specimen.attributes)}), which pages do not have"
                 )
+        if self._whole:
+            return None
         if len(specimen.shape) != 1:
             flat = dataclasses.replace(alone.trial, specimens=(Specimen(0, (specimen.numel,), specimen.attributes),))
             try:
@@ -377,7 +394,3 @@ def _insists_on_closure(optimizer: Optimizer) -> bool:
     parameters = inspect.signature(undecorated_step(type(optimizer))).parameters
     closure = parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -3,7 +3,8 @@
 Facts and their bookkeeping only; planning/chunks.py decides what becomes of them, pipeline.py does it.
 I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
     address it where it lives.
-I2: a chunk is the same stretch of all columns; it starts at a multiple of the updater's `chunk_numel`.
+I2: a chunk is the same stretch of all columns, cut as planning/chunks.py has it: at multiples of the updater's `chunk_numel`,
+    or where a parameter begins, where these are updated whole. States of own shapes are as long as they are then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.merged import MergedStep, merge
 from lightning_ptm.update.shadow import HyperParameters, Shadow
+from lightning_ptm.update.state_layout import StateLayout
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.traits import ScalarState
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 PARAMETER = "<parameter>"
 """Column that the optimizer updates: the master parameter, or the compute parameter where it is the truth."""
+SCRATCH = "<scratch>"
+"""No column: room for the gradient of a parameter that is updated whole, where it cannot be taken as it is."""
 TARGET = "<target>"
 """Column that gets the compute copy of an updated master parameter."""
 GRADIENT = "<gradient>"
@@ -123,6 +127,11 @@ class Column:
     home: PagedTensor
     reads: bool
     writes: bool
+    layout: StateLayout | None = None
+
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first element, elements) of what it has of elements [start, start + numel) of the shard."""
+        return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -153,7 +162,10 @@ def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier
 def state_columns(states: FlatStates) -> list[Column]:
     """The columns that are known before the job is: the master parameter and the slots."""
     columns = [Column(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
-    columns.extend(Column(name, slot, reads=True, writes=True) for name, slot in states.slots.items())
+    layouts = states.layouts
+    columns.extend(
+        Column(name, slot, reads=True, writes=True, layout=layouts[name]) for name, slot in states.slots.items()
+    )
     return columns
 
 
@@ -204,17 +216,16 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
         self.columns = job_columns(job, self.present)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 
-        starts = range(0, flat.shard_numel, chunk_numel)
+        cuts = chunks.cuts_of(flat, chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.
         updated = [
             start
-            for start in starts
-            if job.fresh_target or job.states.runs(start, min(chunk_numel, flat.shard_numel - start), self.present)
+            for place, start in enumerate(cuts.starts)
+            if job.fresh_target or job.states.runs(start, cuts.length(place), self.present)
         ]
         super().__init__(
             job.states,
-            flat.shard_numel,
-            chunk_numel,
+            cuts,
             updated,
             streams=bool(self.staged),
             reads_ahead=any(column.reads and column.role != GRADIENT for column in self.staged),
@@ -225,6 +236,8 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
         self.submitted: Mark | None = None
         """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
         self._scalars: list[dict[tuple[int, int], ScalarState]] = []
+        self.whole_scalars: dict[int, ScalarState] = {}
+        """Of parameters that have been updated whole, by index: what the job has made of their scalars."""
         self.merged: Mapping[int, MergedStep] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
 
@@ -256,7 +269,7 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
 
     def _merge(self) -> dict[int, MergedStep]:
         states, steps, clocks = self.job.states, self.job.steps, self._clocks()
-        if len({group for group, _ in clocks}) < len(clocks):
+        if len({group for group, _ in clocks}) < len(clocks) or states.traits.whole:
             return {}  # parameters of one group have had different numbers of steps
         found: dict[int, MergedStep] = {}
         for (group, _), scalars in clocks.items():
@@ -266,6 +279,14 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
                 return {}
             found[group] = merged
         return found
+
+    def advance_scalars(self, like: torch.Tensor) -> None:
+        """All chunks are computed. Args: as `scalars_after`."""
+        states = self.job.states
+        if states.traits.whole:
+            states.advance_whole(self.whole_scalars)
+        else:
+            states.advance(self.scalars_after(like)[-1], self.present)
 
     def forget_gradient(self, backend: Backend) -> None:
         if isinstance(self.job.gradient, ParameterGradients):

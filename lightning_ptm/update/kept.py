@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from lightning_ptm.update.traits import SlotTraits, same_value
+from lightning_ptm.update.traits import Shape, SlotTraits, StateShapes, same_value
 from lightning_ptm.update.trial import Whole
 
 _NUMBERS = (torch.Tensor, int, float, complex, bool, str, type(None))
@@ -19,6 +20,17 @@ class Lacks(Exception):
 
 class Raises(Lacks):
     """It raises on the parameters of the trial."""
+
+
+def told(error: Exception) -> str:
+    """An error of foreign code, in a phrase."""
+    return f"{type(error).__name__}: {error}"
+
+
+def kept_shapes(state: Mapping[str, Any]) -> StateShapes:
+    """Shapes of those states of a parameter that are tensors of several elements."""
+    many = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    return MappingProxyType({key: tuple(value.shape) for key, value in many.items()})
 
 
 def slots_of(whole: Whole, members: Sequence[int]) -> tuple[SlotTraits, ...]:
@@ -58,6 +70,35 @@ def slots_of(whole: Whole, members: Sequence[int]) -> tuple[SlotTraits, ...]:
                 f"shape {whole.trial.specimens[other].shape}"
             )
     return tuple(found.values())
+
+
+def own_slots_of(whole: Whole, members: Sequence[int]) -> tuple[tuple[SlotTraits, ...], dict[Shape, StateShapes]]:
+    """States of several elements that parameters at these places have, in whatever shapes, the same in every step: each name
+    once, and their shapes by that of the parameter."""
+    found: dict[str, SlotTraits] = {}
+    shapes: dict[Shape, StateShapes] = {}
+    for place in members:
+        shape = whole.trial.specimens[place].shape
+        for step in range(len(whole.trial.steps)):
+            state = {**whole.slots[step][place], **whole.scalars[step][place]}
+            for key, value in state.items():
+                if not isinstance(value, _NUMBERS):
+                    raise Lacks(f"it keeps {key!r}, a {type(value).__name__}, for each parameter")
+                if not isinstance(value, torch.Tensor) or value.numel() < 2:
+                    continue
+                if type(value) is not torch.Tensor:
+                    raise Lacks(f"it keeps {key!r} as a {type(value).__name__}")
+                if found.setdefault(key, SlotTraits(key, value.dtype)).dtype != value.dtype:
+                    raise Lacks(
+                        f"it keeps {key!r} in {value.dtype} for some parameters, and in {found[key].dtype} for others"
+                    )
+            now = kept_shapes(state)
+            if now != shapes.setdefault(shape, now):
+                late = sorted(
+                    key for key in now.keys() | shapes[shape].keys() if now.get(key) != shapes[shape].get(key)
+                )
+                raise Lacks(f"it makes or drops its state {', '.join(late)} in step {step + 1}, and not in the first")
+    return tuple(found.values()), shapes
 
 
 def group_values(whole: Whole) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,13 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.planning.chunks import Chunks, Wanted
+from lightning_ptm.planning.chunks import Chunks, Wanted, cuts_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.job import (
     GRADIENT,
     PARAMETER,
+    SCRATCH,
     TARGET,
     Chunk,
     Column,
@@ -85,9 +86,10 @@ class Pipeline:
         self.before_write: BeforeWrite | None = None
         """Told of every stretch of master states that is about to change."""
         self.stats = UpdateStats()
-        self.pool = StagingPool(allocator, chunk_numel)
+        self.pool = StagingPool(allocator)
+        self.chunk_numel = chunk_numel
         self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
-        self.policy: Chunks[FlatStates, JobUnderWay, Chunk] = Chunks(self, chunk_numel=chunk_numel, staging=staging)
+        self.policy: Chunks[FlatStates, JobUnderWay, Chunk] = Chunks(self, staging=staging)
         """Takes jobs, and forgets what was read ahead."""
         self._landing: list[JobUnderWay] = []
         """Computed jobs whose compute parameters are not readable yet."""
@@ -96,7 +98,8 @@ class Pipeline:
 
     def want(self, order: Sequence[FlatStates]) -> None:
         """Read these flats ahead, in this order; replaces the order given before."""
-        self.policy.want([Wanted(states, states.flat.shard_numel) for states in order if self._staged(states)])
+        cuts = [(states, cuts_of(states.flat, self.chunk_numel)) for states in order if self._staged(states)]
+        self.policy.want([Wanted(states, each) for states, each in cuts])
 
     def to_front(self, handle: JobHandle) -> None:
         """Serve a job before all others."""
@@ -181,9 +184,9 @@ class Pipeline:
     def read(self, progress: JobUnderWay | None, chunk: Chunk) -> bool:
         """Begin to read the columns that the chunk lacks and that can be read by now; whether there are any."""
         if progress is None:
-            tier, columns = self._tier(chunk.flat), self._staged(chunk.flat)
+            tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
         else:
-            tier, columns = progress.tier, progress.staged
+            tier, columns = progress.tier, self._of(chunk, progress.staged)
         missing = [
             column
             for column in columns
@@ -194,13 +197,13 @@ class Pipeline:
         if reads and progress is not None and progress.submitted is not None:
             progress.submitted.order()  # copies of what a device holds start behind the current stream
         for column in missing:
-            buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype)
+            start, numel = column.stretch(chunk.start, chunk.numel)
+            size = max(numel, self.chunk_numel)
+            buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype, size)
             is_slot = column.role in chunk.flat.slots
             if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
-                chunk.reads[column.role] = self._allocator.copy(
-                    column.home, buffer, source_start=chunk.start, numel=chunk.numel
-                )
-                self.stats.bytes_read += chunk.numel * column.home.dtype.itemsize
+                chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
+                self.stats.bytes_read += numel * column.home.dtype.itemsize
         chunk.whole = progress is not None and len(chunk.buffers) == len(columns)
         return bool(missing)
 
@@ -233,20 +236,17 @@ class Pipeline:
         for transfer in chunk.reads.values():
             transfer.wait()
         started = perf_counter()
-        windows = {
-            column.role: chunk.buffers[column.role].tensor().narrow(0, 0, chunk.numel)
-            if column.role in chunk.buffers
-            else column.home.tensor().narrow(0, chunk.start, chunk.numel)
-            for column in progress.columns
-        }
+        windows = self._windows(progress, chunk)
         if self.before_write is not None:
-            for column in progress.columns:
+            for column in self._of(chunk, progress.columns):
                 if column.writes:
-                    self.before_write(column.home, chunk.start, windows[column.role])
+                    self.before_write(column.home, column.stretch(chunk.start, chunk.numel)[0], windows[column.role])
             waited, started = started, perf_counter()
             self.stats.add_stall(Wait.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
-        self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
+        with self._scratch(progress, chunk) as scratch:
+            windows |= scratch
+            self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         ended = perf_counter()
         self.stats.arithmetic_s += ended - started
         if self._events.heard:
@@ -255,15 +255,46 @@ class Pipeline:
             self._events.tell(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         self.stats.chunks += 1
         truth = TARGET if progress.job.states.master is not None else PARAMETER
-        for column in progress.staged:
+        for column in self._of(chunk, progress.staged):
             if column.writes:
+                start, numel = column.stretch(chunk.start, chunk.numel)
                 transfer = chunk.writes[column.role] = self._allocator.copy(
-                    chunk.buffers[column.role], column.home, target_start=chunk.start, numel=chunk.numel
+                    chunk.buffers[column.role], column.home, target_start=start, numel=numel
                 )
-                self.stats.bytes_written += chunk.numel * column.home.dtype.itemsize
+                self.stats.bytes_written += numel * column.home.dtype.itemsize
                 if column.role == truth:
                     progress.landing.append(transfer)
         return bool(chunk.writes)
+
+    @staticmethod
+    def _of(chunk: Chunk, columns: list[Column]) -> list[Column]:
+        """Those that a chunk has anything of: of states with own shapes it may have none."""
+        if not chunk.flat.traits.whole:
+            return columns
+        return [column for column in columns if column.stretch(chunk.start, chunk.numel)[1]]
+
+    def _windows(self, progress: JobUnderWay, chunk: Chunk) -> dict[str, torch.Tensor]:
+        """What a chunk has of each column, where the arithmetic addresses it: by role, 1-D."""
+        windows = {}
+        for column in self._of(chunk, progress.columns):
+            start, numel = column.stretch(chunk.start, chunk.numel)
+            buffer = chunk.buffers.get(column.role)
+            whole, start = (column.home, start) if buffer is None else (buffer, 0)
+            windows[column.role] = whole.tensor().narrow(0, start, numel)
+        return windows
+
+    @contextlib.contextmanager
+    def _scratch(self, progress: JobUnderWay, chunk: Chunk) -> Iterator[dict[str, torch.Tensor]]:
+        """Room for the gradient of a parameter that is updated whole; nothing where updates are element-wise."""
+        parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
+        if not chunk.flat.traits.whole:
+            yield {}
+            return
+        buffer = self.pool.take(progress.tier, parameter.dtype, max(chunk.numel, self.chunk_numel))
+        try:
+            yield {SCRATCH: buffer.tensor()}
+        finally:
+            self.pool.give_back(buffer)
 
     def end(self, progress: JobUnderWay) -> None:
         """A job is computed."""
@@ -272,7 +303,7 @@ class Pipeline:
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),
             device=self._backend.device if progress.tier is Tier.DEVICE else "cpu",
         )
-        progress.job.states.advance(progress.scalars_after(like)[-1], progress.present)
+        progress.advance_scalars(like)
         progress.forget_gradient(self._backend)
         progress.handle.end = self._backend.mark()
         if progress.landing:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, frozen_scalars
 
-_DUMMY_NUMEL = 64
 NOT_HYPER = frozenset(("params", "param_names"))
 """Keys of a parameter group that are no hyper-parameters."""
 
@@ -38,7 +37,8 @@ class HyperParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunViews:
-    """One run handed to the optimizer as if it were a parameter; all tensors are 1-D and of equal shape.
+    """One run handed to the optimizer as if it were a parameter; all tensors are 1-D and of equal shape. Where parameters are
+    updated whole, it is one, in its own shape, and so are its slots in theirs.
 
     `scalars` is None for parameters that were never updated: the slots then hold no state yet and are filled.
     """
@@ -123,12 +123,27 @@ class Shadow:
                 switched on after the probe, e.g. SGD's momentum from 0).
         """
         # torch's fused SGD takes the first of a call's parameters to speak for all: first steps go in a call of their own.
+        if self.traits.whole:
+            raise InternalError(f"{self.traits.name} updates whole parameters, one by one (`step_whole`)")
         first = [run for run in runs if run.scalars is None]
         if first and len(first) < len(runs):
             self._call(hyper, first)
             self._call(hyper, [run for run in runs if run.scalars is not None])
         else:
             self._call(hyper, runs)
+
+    def step_whole(self, hyper: HyperParameters, run: RunViews) -> ScalarState:
+        """Update a whole parameter and its slots in place; call it under no_grad.
+
+        Returns:
+            Its scalars after the step.
+
+        Raises:
+            UsageError: as `step`; or a state has another shape than its slot.
+        """
+        found: dict[str, Any] = {}
+        self._call(hyper, [run], scalars=found)
+        return frozen_scalars(found)
 
     def advance(
         self, hyper: HyperParameters, group: int, scalars: ScalarState | None, like: torch.Tensor
@@ -141,7 +156,7 @@ class Shadow:
             scalars: its scalars before the step, None before its first.
             like: any tensor of the dtype and device that the parameter is updated in.
         """
-        slots = {slot.name for slot in self.traits.groups[group].slots}
+        slots = self._dummy_slots(group, like)
         return frozen_scalars(
             {
                 name: value
@@ -170,13 +185,9 @@ class Shadow:
         like: torch.Tensor,
         keep: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        zeros = torch.zeros(_DUMMY_NUMEL, dtype=like.dtype, device=like.device)
+        zeros = torch.zeros(self.traits.groups[group].small, dtype=like.dtype, device=like.device)
         clone = self._clone
-        slots = {
-            slot.name: torch.zeros(_DUMMY_NUMEL, dtype=slot.dtype, device=like.device)
-            for slot in self.traits.groups[group].slots
-        }
-        run = RunViews(group, zeros, torch.zeros_like(zeros), slots, scalars)
+        run = RunViews(group, zeros, torch.zeros_like(zeros), self._dummy_slots(group, like), scalars)
         zeros.grad = run.gradient
         try:
             clone.state[zeros] = self._state(hyper, run)
@@ -188,6 +199,12 @@ class Shadow:
         finally:
             clone.param_groups = []
             clone.state.clear()
+
+    def _dummy_slots(self, group: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        traits = self.traits.groups[group]
+        shapes = traits.kept[traits.small] if self.traits.whole else {slot.name: traits.small for slot in traits.slots}
+        dtypes = {slot.name: slot.dtype for slot in traits.slots}
+        return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 
     def _values(self, hyper: HyperParameters, group: int) -> dict[str, Any]:
         values = dict(hyper.groups[group])
@@ -201,7 +218,8 @@ class Shadow:
             vars(self._clone).update(copy.deepcopy(self._records))
         self._step(self._clone, **self._closure)
 
-    def _call(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> None:
+    def _call(self, hyper: HyperParameters, runs: Sequence[RunViews], scalars: dict[str, Any] | None = None) -> None:
+        """One call of the optimizer; `scalars` gets those that a run has behind it."""
         clone = self._clone
         groups: dict[int, dict[str, Any]] = {}
         homes = [run.parameter.detach() for run in runs]
@@ -218,6 +236,9 @@ class Shadow:
             self._take_step()
             for run, home in zip(runs, homes, strict=True):
                 self._collect(run)
+                if scalars is not None:
+                    state = self._clone.state[run.parameter]
+                    scalars.update({name: value for name, value in state.items() if name not in run.slots})
                 if run.parameter.data_ptr() != home.data_ptr():  # the class has given the parameter another tensor
                     home.copy_(run.parameter)
                     run.parameter.data = home
@@ -243,6 +264,12 @@ class Shadow:
             slot = run.slots.get(name)
             if slot is not None:
                 if value is not slot and value is not None:
+                    if self.traits.whole and value.shape != slot.shape:
+                        raise UsageError(
+                            f"{self.traits.name} now keeps {name!r} of shape {tuple(value.shape)} for a parameter of shape "
+                            f"{tuple(run.parameter.shape)}, and its pages hold {tuple(slot.shape)}: a hyper-parameter "
+                            f"changed after training began. Give the optimizer this setting from the start"
+                        )
                     slot.copy_(value)
             elif _is_slot(value):
                 raise UsageError(

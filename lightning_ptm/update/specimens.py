@@ -12,6 +12,16 @@ from typing import Any
 
 import torch
 
+
+def settings_of(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """A parameter group's, but for learning rate and names."""
+    return tuple(
+        (key, repr(value))
+        for key, value in sorted(group.items(), key=lambda item: item[0])
+        if key not in ("params", "param_names", "lr", "initial_lr") and not isinstance(value, str)
+    )
+
+
 _LOUD_LR = 0.05
 """So that a rounding to 16 bit does not swallow what is looked for."""
 

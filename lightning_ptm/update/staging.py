@@ -6,6 +6,7 @@ I1: a buffer that was taken is given back once, when no transfer touches it.
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,41 +19,44 @@ if TYPE_CHECKING:
 
 
 class StagingPool:
-    """Equal buffers of `numel` elements, kept by tier and dtype. Grows on demand; `reserve` makes it grow beforehand.
+    """Buffers, kept by tier, dtype and size. Grows on demand; `reserve` makes it grow beforehand.
 
     Args:
         allocator: where buffers come from.
-        numel: elements of a buffer.
     """
 
-    def __init__(self, allocator: Allocator, numel: int) -> None:
+    def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        self._numel = numel
 
         self._free: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
+        """The smaller ones first."""
         self._owned: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
 
-    def reserve(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
-        """Own at least `count` buffers.
+    def reserve(self, tier: Tier, dtype: torch.dtype, numel: int, count: int) -> None:
+        """Own at least `count` buffers of so many elements.
 
         Raises:
             CapacityError: the tier has too few pages.
         """
-        while len(self._owned.get((tier, dtype), ())) < count:
-            self.give_back(self._allocate(tier, dtype))
+        while sum(buffer.numel == numel for buffer in self._owned.get((tier, dtype), ())) < count:
+            self.give_back(self._allocate(tier, dtype, numel))
 
-    def take(self, tier: Tier, dtype: torch.dtype) -> PagedTensor:
-        """A buffer with undefined contents.
+    def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        """A buffer of `numel` elements or more, with undefined contents.
 
         Raises:
             CapacityError: none is free and the tier has too few pages for another.
         """
-        free = self._free.get((tier, dtype))
-        return free.pop() if free else self._allocate(tier, dtype)
+        free = self._free.get((tier, dtype), [])
+        for place, buffer in enumerate(free):
+            if buffer.numel >= numel:
+                return free.pop(place)
+        return self._allocate(tier, dtype, numel)
 
     def give_back(self, buffer: PagedTensor) -> None:
         """Return a buffer that no transfer touches."""
-        self._free.setdefault((buffer.tier, buffer.dtype), []).append(buffer)
+        # Of equal ones the last that was used comes first: it may be in the cache.
+        bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=_numel)
 
     def close(self) -> None:
         """Release every buffer. Idempotent."""
@@ -61,8 +65,12 @@ class StagingPool:
             for buffer in buffers:
                 self._allocator.release(buffer)
 
-    def _allocate(self, tier: Tier, dtype: torch.dtype) -> PagedTensor:
-        buffer = self._allocator.allocate(f"update staging {dtype}", self._numel, dtype, tier, shared_tail=True)
+    def _allocate(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        buffer = self._allocator.allocate(f"update staging {dtype}", numel, dtype, tier, shared_tail=True)
         self._owned.setdefault((tier, dtype), []).append(buffer)
         self._allocator.merge(buffer)
         return buffer
+
+
+def _numel(buffer: PagedTensor) -> int:
+    return buffer.numel

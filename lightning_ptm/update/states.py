@@ -2,8 +2,10 @@
 
 Owns the scalars of the flat's parameters; names, but does not move, the paged tensors of the master parameter and of
 every slot. Knows a flat's layout and nothing of steps in flight.
-I1: element i of the master parameter and of every slot belongs to element i of this rank's shard.
-I2: parameters with the same history share one ScalarState object, so comparing runs is comparing identities.
+I1: element i of the master parameter and of every slot belongs to element i of this rank's shard; where parameters are
+    updated whole, slots are laid out as state_layout.py has it.
+I2: parameters with the same history share one ScalarState object, so comparing runs is comparing identities. Where parameters
+    are updated whole, each has its own.
 I3: a run never ends inside the ragged tail of a parameter, nor goes on past it: kernels treat the last, partial vector of a
     tensor differently, and it must be the parameter's own last one.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,8 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
-from lightning_ptm.update.traits import OptimizerTraits, ScalarState, frozen_scalars
+from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -107,10 +111,6 @@ def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _layout_groups(flat: FlatLayout) -> tuple[int | None, ...]:
-    return tuple(slot.spec.group if slot.spec.group >= 0 else None for slot in flat.slots)
-
-
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
@@ -124,7 +124,7 @@ class FlatStates:
         traits: what the optimizer keeps.
         master: the master parameter, or None when the compute parameter is the truth and is updated in place
             ("true" precisions).
-        slots: one paged tensor of `flat.shard_numel` elements for each of `traits.slots`, by name.
+        slots: by name, the paged tensors that `lay_out_states` names.
         groups: parameter group of each of the flat's parameters within the optimizer, None for one that this optimizer
             does not update. Defaults to the layout's groups: right when there is one optimizer.
     """
@@ -139,21 +139,24 @@ class FlatStates:
         slots: Mapping[str, PagedTensor],
         groups: Sequence[int | None] | None = None,
     ) -> None:
-        names = [slot.name for slot in traits.slots]
-        if sorted(names) != sorted(slots):
-            raise InternalError(f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {names}")
-        for tensor in (*slots.values(), *((master,) if master is not None else ())):
-            if tensor.numel != flat.shard_numel:
+        self.groups = tuple(groups) if groups is not None else layout_groups(flat)
+        self.layouts = {layout.name: layout for layout in lay_out_states(flat, traits, self.groups)}
+        """Where what is in which of `slots`, by name."""
+        if self.layouts.keys() != slots.keys():
+            raise InternalError(
+                f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {sorted(self.layouts)}"
+            )
+        tensors = [(slots[name], layout.numel) for name, layout in self.layouts.items()]
+        for tensor, numel in (*tensors, *(((master, flat.shard_numel),) if master is not None else ())):
+            if tensor.numel != numel:
                 raise InternalError(
-                    f"{tensor.name} has {tensor.numel} elements, the shard of flat {flat.unit}/{flat.index} "
-                    f"has {flat.shard_numel}"
+                    f"{tensor.name} has {tensor.numel} elements, flat {flat.unit}/{flat.index} needs {numel}"
                 )
         self.flat = flat
         self.rank = rank
         self.traits = traits
         self.master = master
         self.slots = dict(slots)
-        self.groups = tuple(groups) if groups is not None else _layout_groups(flat)
         self.segments = shard_segments(flat, rank)
         self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
         """Names of the slots of each parameter group."""
@@ -185,8 +188,8 @@ class FlatStates:
         if master_dtype is not None:
             master = allocator.allocate(f"{name}/master", flat.shard_numel, master_dtype, tier, shared_tail=True)
         slots = {
-            slot.name: allocator.allocate(f"{name}/{slot.name}", flat.shard_numel, slot.dtype, tier, shared_tail=True)
-            for slot in traits.slots
+            slot.name: allocator.allocate(f"{name}/{slot.name}", slot.numel, slot.dtype, tier, shared_tail=True)
+            for slot in lay_out_states(flat, traits, layout_groups(flat) if groups is None else groups)
         }
         return cls(flat, rank, traits, master=master, slots=slots, groups=groups)
 
@@ -203,6 +206,41 @@ class FlatStates:
         """Tier of the master states; None when there are none (plain SGD in a true precision)."""
         tensors = self.tensors()
         return tensors[0].tier if tensors else None
+
+    def state_names(self, parameter: int) -> tuple[str, ...]:
+        """Names of the slots that have a state of the flat's parameter at an index."""
+        group = self.groups[parameter]
+        if group is None:
+            return ()
+        if not self.traits.whole:
+            return self.slot_names[group]
+        return tuple(self.traits.groups[group].kept[self.flat.slots[parameter].spec.shape])
+
+    def own_shape(self, name: str, parameter: int) -> Shape | None:
+        """Shape of a state of a parameter that has it, where that is not the parameter's."""
+        own = self.layouts[name].own
+        return None if own is None else own.shapes[parameter]
+
+    def own_state(self, name: str, parameter: int, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """A state of a parameter, in its own shape, as a view of elements of its slot from `first` on."""
+        own = self.layouts[name].own
+        shape = None if own is None else own.shapes[parameter]
+        if own is None or shape is None:
+            raise InternalError(
+                f"parameter {parameter} of {self.flat.unit}/{self.flat.index} has no {name!r} of its own shape"
+            )
+        return tensor.narrow(0, own.starts[parameter] - first, math.prod(shape)).view(shape)
+
+    def state_segments(self, name: str) -> Sequence[Segment]:
+        """Which parameters' states lie where in a slot."""
+        own = self.layouts[name].own
+        if own is None:
+            return self.segments
+        return [
+            Segment(parameter, own.starts[parameter], 0, math.prod(shape), ragged=False)
+            for parameter, shape in enumerate(own.shapes)
+            if shape is not None
+        ]
 
     def scalars(self, parameter: int) -> ScalarState | None:
         """Scalars of the flat's parameter at an index; None before its first update."""
@@ -227,7 +265,7 @@ class FlatStates:
             UsageError: a new group keeps other states than the old one; nothing has changed.
         """
         for index, (old, new) in enumerate(zip(self.groups, groups, strict=True)):
-            if old is not None and new is not None and set(self.slot_names[old]) != set(self.slot_names[new]):
+            if old is not None and new is not None and self._kept(index, old) != self._kept(index, new):
                 raise UsageError(
                     f"parameter {self.flat.slots[index].spec.name} was moved from parameter group {old} to {new} of "
                     f"{self.traits.name}, which keep different states ({_listed(self.slot_names[old])}, and "
@@ -235,6 +273,16 @@ class FlatStates:
                     f"tiny momentum), or end this fit and start another one"
                 )
         self.groups = tuple(groups)
+
+    def _kept(self, parameter: int, group: int) -> object:
+        """What a parameter has in a group: names of states, and their shapes where these are own."""
+        kept = self.traits.groups[group].kept.get(self.flat.slots[parameter].spec.shape)
+        return kept if self.traits.whole else set(self.slot_names[group])
+
+    def advance_whole(self, scalars: Mapping[int, ScalarState]) -> None:
+        """Parameters that were updated whole have these scalars from now on, by index."""
+        for index, state in scalars.items():
+            self._scalars[index] = state
 
     def advance(self, successors: Mapping[tuple[int, int], ScalarState], present: Sequence[bool]) -> None:
         """Move every updated parameter's scalars on by one step.

@@ -1,8 +1,9 @@
 """What the probe learns about an optimizer class: plain facts, no behaviour.
 
 Knows torch dtypes and nothing of pages, flats or threads.
-I1: a slot is element-wise: its tensor has the shape of its parameter, and element i depends on element i alone.
-I2: a scalar does not depend on the parameter's elements, so every piece of a parameter goes through the same scalars.
+I1: a slot of an element-wise optimizer has the shape of its parameter, and element i depends on element i alone.
+I2: a scalar of one does not depend on the parameter's elements, so every piece of a parameter goes through the same scalars.
+I3: of an optimizer that updates whole parameters, states have shapes of their own, and scalars are each parameter's.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ class Initial(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTraits:
-    """One element-wise state tensor of a parameter (`exp_avg`, `momentum_buffer`...)."""
+    """One state tensor of parameters (`exp_avg`, `momentum_buffer`...)."""
 
     name: str
     dtype: torch.dtype
+
+
+Shape = tuple[int, ...]
+StateShapes = Mapping[str, Shape]
+"""By name of a state, its shape."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,14 +50,18 @@ class GroupTraits:
     """The class offers `fused`, the user left it open, and it works here: run it fused."""
     fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Hyper-parameters that are 0 and have to stay so, each with what the update does otherwise."""
+    kept: Mapping[Shape, StateShapes] = dataclasses.field(default_factory=dict)
+    """By shape of a parameter, the states that it has where it is updated whole; those of one element are scalars."""
+    small: Shape = (64,)
+    """Shape of a small parameter that can be in the group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerTraits:
     """What one optimizer instance keeps.
 
-    Its update may be cut anywhere between elements whose distance from their parameter's first is a multiple of ALIGN_NUMEL:
-    kernels take whole vectors of them there.
+    Unless it updates whole parameters, its update may be cut anywhere between elements whose distance from their parameter's
+    first is a multiple of ALIGN_NUMEL: kernels take whole vectors of them there.
 
     Attributes:
         name: qualified class name, for messages.
@@ -67,6 +77,7 @@ class OptimizerTraits:
         holds_parameters: `step` has looked up what to update before it calls its closure.
         writes_gradient: `step` uses the gradient as scratch.
         every_gradient: why every parameter needs a gradient in every step; empty: it does not.
+        whole: why the update of a parameter needs all of it at once, and of no other; empty: it is element-wise.
     """
 
     name: str
@@ -82,6 +93,7 @@ class OptimizerTraits:
     holds_parameters: bool = False
     writes_gradient: bool = False
     every_gradient: str = ""
+    whole: str = ""
 
     @property
     def slots(self) -> tuple[SlotTraits, ...]:
@@ -93,8 +105,9 @@ class OptimizerTraits:
         return tuple(found.values())
 
     def bytes_per_element(self) -> int:
-        """Bytes of optimizer state per parameter element (master parameter not included)."""
-        return sum(slot.dtype.itemsize for slot in self.slots)
+        """Bytes of optimizer state per parameter element (master parameter not included); 0 where states have shapes of
+        their own."""
+        return 0 if self.whole else sum(slot.dtype.itemsize for slot in self.slots)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -93,7 +93,7 @@ def run_whole(
     for index, specimen in enumerate(trial.specimens):
         found.starts.append(_start(specimen, index, dtype, device) if replay is None else replay.starts[index])
     parameters = _parameters(found)
-    used = _run_object(private, initial, _groups(trial, parameters, 0))
+    used = run_object(private, initial, _groups(trial, parameters, 0))
     generator = torch.Generator().manual_seed(2023)
     state = _random_state()
     attributes, outside = PrivateOptimizer.attributes_of(used), private.outside()
@@ -133,7 +133,7 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
     too late for it."""
     private = PrivateOptimizer(optimizer)
     parameters = _parameters(whole)
-    used = _run_object(private, initial, _groups(whole.trial, parameters, 0))
+    used = run_object(private, initial, _groups(whole.trial, parameters, 0))
     for group in used.param_groups:
         group.update(whole.trial.at_step(0, 1))
 
@@ -160,7 +160,8 @@ def _parameters(whole: Whole) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def _run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+def run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+    """A private copy's object with these groups."""
     if initial is Initial.CONSTRUCTED:
         return private.construct(groups)
     private.object.param_groups = groups
@@ -309,11 +310,7 @@ def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -
     paged = list(_laid_out(traits, whole))
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):
-        groups = []
-        for index, values in enumerate(trial.groups):
-            own = {**own_values(values), **trial.at_step(index, step), **advanced[index]}
-            groups.append(MappingProxyType(own))
-        hyper = HyperParameters(tuple(groups))
+        hyper = hyper_at(trial, step, advanced)
         present = [each for each in paged if (step, each.index) not in trial.absent]
         after = [shadow.advance(hyper, trial.specimens[each.index].group, each.scalars, each.flat) for each in present]
         pieces = [
@@ -325,15 +322,36 @@ def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -
             each.scalars = scalars
         if traits.group_slots:
             like = paged[0].flat
-            advanced = [shadow.advanced_group(hyper, index, like) for index in range(len(groups))]
+            advanced = [shadow.advanced_group(hyper, index, like) for index in range(len(trial.groups))]
         for each in paged:
             found = _first_difference(whole, step, each)
             if found is not None:
                 return Difference(found, step, each.index)
-        for index, values in enumerate(advanced):
-            for key, value in values.items():
-                if not same_value(whole.groups[step][index].get(key), value):
-                    return Difference(f"group value {key!r}", step, None)
+        if (differs := group_difference(whole, step, advanced)) is not None:
+            return differs
+    return None
+
+
+def hyper_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> HyperParameters:
+    """Of a step of a trial.
+
+    Args:
+        advanced: by group, values that steps before have moved on.
+    """
+    return HyperParameters(
+        tuple(
+            MappingProxyType({**own_values(values), **trial.at_step(index, step), **advanced[index]})
+            for index, values in enumerate(trial.groups)
+        )
+    )
+
+
+def group_difference(whole: Whole, step: int, advanced: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The first value of a group that a step has moved on to another one than it was with whole parameters."""
+    for index, values in enumerate(advanced):
+        for key, value in values.items():
+            if not same_value(whole.groups[step][index].get(key), value):
+                return Difference(f"group value {key!r}", step, None)
     return None
 
 

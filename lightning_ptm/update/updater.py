@@ -43,7 +43,8 @@ class Updater:
 
     Args:
         allocator: moves the bytes. Updates of flats whose master states live in its device tier run on that device.
-        chunk_numel: elements that travel together; a multiple of 4096. Default: one page of float32.
+        chunk_numel: elements that travel together, unless they are one parameter that is updated whole; a multiple of 4096.
+            Default: one page of float32.
         block_numel: elements per optimizer call; a multiple of 64.
         staging: chunks that may hold staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
@@ -101,16 +102,19 @@ class Updater:
     @property
     def chunk_numel(self) -> int:
         """Elements that travel together."""
-        return self._pipeline.policy.chunk_numel
+        return self._pipeline.chunk_numel
 
-    def take_staging(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
+    def take_staging(self, tier: Tier, dtype: torch.dtype, count: int, numel: int | None = None) -> None:
         """Take so many staging buffers, so that no job fails for want of pages in mid-run. Call before `run_in_thread`. They
         are shared: flats of the same dtypes and tiers need one set.
+
+        Args:
+            numel: elements of each; None: those of a chunk of what is cut anywhere.
 
         Raises:
             CapacityError: the tier is too small.
         """
-        self._pipeline.pool.reserve(tier, dtype, count)
+        self._pipeline.pool.reserve(tier, dtype, self.chunk_numel if numel is None else numel, count)
 
     def submit(self, job: UpdateJob) -> JobHandle:
         """Queue a job behind those submitted before.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.memory import Allocator
@@ -169,3 +170,34 @@ def test_host_pages_are_page_locked_and_copies_are_ordered_behind_compute() -> N
             target.tensor().add_(1.0)
         allocator.copy(target, back).wait()
         assert torch.equal(back.tensor(), torch.arange(8 << 20, dtype=torch.float32) + 50)
+
+
+class Metered(Model):
+    """With a metric, which is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 1)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert self.device == loss.device == self.mean.device
+        self.log("loss", self.mean, on_step=True)
+        self.mean(loss.detach())
+        return loss
+
+
+def test_metrics_of_a_module_are_where_its_steps_are_and_afterwards_in_ram() -> None:
+    module = Metered()
+    trainer = Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=AngelPTMStrategy(page_size="64KiB"),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.randint(0, 256, (4, 9)), batch_size=2))
+    assert module.device == module.mean.device == torch.device("cpu")

@@ -22,7 +22,7 @@ def built() -> None:
 PARTS = {
     "memory": ("tests/memory", 40),
     "update": ("tests/update", 3),
-    "runs": ("tests/gpu/test_cuda.py", 11),
+    "runs": ("tests/gpu/test_cuda.py", 12),
 }
 """Folders with tests of the marker, and how many there are at least."""
 QUICK = [("memory", "late")]

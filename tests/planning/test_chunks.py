@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from lightning_ptm.planning import Wishes
-from lightning_ptm.planning.chunks import Act, Chunk, Chunks, Job, Wanted, first_to_wait_for, read_ahead, update_order
+from lightning_ptm.planning.chunks import (
+    Act,
+    Chunk,
+    Chunks,
+    Job,
+    Wanted,
+    even_cuts,
+    first_to_wait_for,
+    read_ahead,
+    update_order,
+)
 from lightning_ptm.terms import Tier
 
 from .models import even_layout
@@ -37,7 +47,8 @@ class HandJob(Job[str, HandChunk]):
     def __init__(
         self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True, **options: Any
     ) -> None:
-        super().__init__(flat, chunks * CHUNK, CHUNK, range(0, chunks * CHUNK, CHUNK), streams=streams, **options)
+        cuts = even_cuts(chunks * CHUNK, CHUNK)
+        super().__init__(flat, cuts, cuts.starts, streams=streams, **options)
         self.gradient = gradient
 
     def has_gradient(self) -> bool:
@@ -48,7 +59,7 @@ class Bench:
     """Hands that note what they do, and a disk that a test moves."""
 
     def __init__(self, staging: int = 4) -> None:
-        self.chunks: Chunks[str, HandJob, HandChunk] = Chunks(self, chunk_numel=CHUNK, staging=staging)
+        self.chunks: Chunks[str, HandJob, HandChunk] = Chunks(self, staging=staging)
         self.log: list[Act[str]] = []
         self.chunks.told = self.log.append
         self.reading: list[HandChunk] = []
@@ -151,7 +162,7 @@ def test_a_chunk_is_not_read_before_its_last_write_has_landed() -> None:
 def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(given_up: str, again: str) -> None:
     """The second read may end first, and then the write would meet the first."""
     bench = Bench(staging=8)
-    bench.chunks.want([Wanted("a", 10)])
+    bench.chunks.want([Wanted("a", even_cuts(10, CHUNK))])
     assert bench.run() == [("read", "a", 0)]
     if given_up == "forgotten":
         bench.chunks.forget_ahead()
@@ -159,7 +170,7 @@ def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(
         bench.chunks.enqueue(HandJob("a", 0))
         bench.run()
     if again == "ahead":
-        bench.chunks.want([Wanted("a", 10)])
+        bench.chunks.want([Wanted("a", even_cuts(10, CHUNK))])
         assert bench.run() == []
     bench.chunks.enqueue(HandJob("a", 1))
     assert bench.run() == []
@@ -182,7 +193,7 @@ def test_jobs_of_a_flat_keep_their_order_and_the_first_is_served_with_the_later(
 
 def test_what_was_read_ahead_becomes_the_jobs_own_and_gives_way_to_what_can_be_computed() -> None:
     bench = Bench(staging=2)
-    bench.chunks.want([Wanted("a", 20), Wanted("b", 20)])
+    bench.chunks.want([Wanted("a", even_cuts(20, CHUNK)), Wanted("b", even_cuts(20, CHUNK))])
     assert bench.run() == [("read", "a", 0), ("read", "a", 10)]
     bench.come(2)
     bench.chunks.enqueue(HandJob("b", 1))
@@ -235,7 +246,7 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
         elif event == 4 and bench.chunks.queue:
             bench.chunks.to_front(chance.choice(bench.chunks.queue))
         elif event == 5:
-            bench.chunks.want([Wanted(flat, 40) for flat in chance.sample("abc", 2)])
+            bench.chunks.want([Wanted(flat, even_cuts(40, CHUNK)) for flat in chance.sample("abc", 2)])
         elif event == 6:
             bench.chunks.forget_ahead()
         computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
@@ -247,7 +258,7 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
         bench.come()
         bench.land()
         computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
-    assert sorted(computed) == sorted((job.flat, start) for job in jobs for start in range(0, job.numel, CHUNK))
+    assert sorted(computed) == sorted((job.flat, start) for job in jobs for start in job.cuts.starts)
     assert not bench.held and len(bench.ended) == len(jobs)
     for flat in "abc":
         assert [job for job in bench.ended if job.flat == flat] == [job for job in jobs if job.flat == flat]

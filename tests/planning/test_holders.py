@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.experts import ExpertSplit, divided
-from lightning_ptm.planning.holders import Axis, Holders, Mesh, Sharing, everybodys
+from lightning_ptm.planning.holders import Axis, Holders, Mesh, Sharing, everybodys, sharing_along
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 
-DATA, EXPERT = Axis.DATA, Axis.EXPERT
+DATA, EXPERT, TENSOR = Axis.DATA, Axis.EXPERT, Axis.TENSOR
 SIX = Mesh({DATA: 3, EXPERT: 2})
 
 
@@ -25,8 +25,8 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Holders:
-    size = draw(st.integers(1, 4))
-    split = ExpertSplit(size * draw(st.integers(1, 4)), size)
+    size, parts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    split = ExpertSplit(size * parts * draw(st.integers(1, 4)), size, parts)
     members = st.dictionaries(st.integers(1, 9), st.integers(0, size - 1))
     return divided(split, draw(members), draw(st.sampled_from([1, 2, 4])))
 
@@ -56,34 +56,36 @@ def test_groups_have_every_rank_once_and_differ_along_their_axes_alone(mesh: Mes
 
 
 def test_ranks_of_a_group_have_other_parts() -> None:
-    found = everybodys(Mesh({DATA: 2, Axis.TENSOR: 2}))
-    assert found.in_parts and found.of(3) == Sharing((DATA, Axis.TENSOR), (0, 1, 2, 3), losses=4)
-    assert found.parts == Sharing((DATA,), (0, 2), losses=2)
+    found = everybodys(Mesh({DATA: 2, TENSOR: 2}))
+    assert found.in_parts and found.of(3).whole == Sharing((DATA, TENSOR), (0, 1, 2, 3), losses=4)
+    assert found.of(3).parts == Sharing((DATA,), (0, 2), losses=2)
+    assert found.of(3).partial == Sharing((DATA, TENSOR), (0, 1, 2, 3), losses=2)
     cut = ParameterSpec("cut", (4, 64), "float32", 4, True, 0, box=Box((4, 128), 1, 2, 0))
     whole = ParameterSpec("whole", (64,), "float32", 4, True, 0)
     layout = build_layout([UnitSpec("", (whole, cut))], page_size=1 << 16, world_size=4)
-    assert [found.of_flat(flat) for flat in layout.flats] == [found.everybody, found.parts]
+    assert [found.of_flat(flat) for flat in layout.flats] == [found.everybody.whole, found.everybody.parts]
     assert [flat.world_size for flat in layout.flats] == [4, 2]
-    assert found.alike == (DATA, Axis.TENSOR)  # of units
+    assert found.alike == (DATA, TENSOR)  # of units
 
 
 def test_where_each_rank_has_other_parts_nobody_shares_them() -> None:
-    found = everybodys(Mesh({DATA: 1, Axis.TENSOR: 3}))
-    assert found.parts.alone and found.parts.ranks == (0,) and not found.everybody.alone
+    found = everybodys(Mesh({DATA: 1, TENSOR: 3}))
+    assert found.everybody.parts.alone and found.everybody.parts.ranks == (0,) and not found.everybody.whole.alone
     assert not everybodys(Mesh({DATA: 3})).in_parts and not everybodys(SIX).in_parts
 
 
 def test_all_ranks_share_all_units() -> None:
     found = everybodys(Mesh({DATA: 3}))
-    assert found.of(0) == found.of(7) == Sharing((DATA,), (0, 1, 2), losses=3)
-    assert found.of(0).divisor == 3
-    assert not found.of(0).alone
+    assert found.of(0) == found.of(7)
+    assert found.of(0).whole == Sharing((DATA,), (0, 1, 2), losses=3)
+    assert found.of(0).whole.divisor == 3
+    assert not found.of(0).whole.alone
     assert found.elsewhere(1) == frozenset()
     assert found.alike == (DATA,)
 
 
 def test_one_rank_is_alone_with_all_it_has() -> None:
-    sharing = everybodys(Mesh({DATA: 1})).everybody
+    sharing = everybodys(Mesh({DATA: 1})).everybody.whole
     assert sharing.alone
     assert sharing.divisor == 1
 
@@ -96,25 +98,51 @@ def test_divided_experts_have_their_members_ranks_and_the_losses_of_all(
     split: ExpertSplit, ranks: tuple[int, ...], divisor: int
 ) -> None:
     found = divided(split, {4: 0, 5: 1}, 1)
-    assert found.of(5).ranks == ranks
-    assert found.of(5).divisor == found.of(0).divisor == divisor
-    assert not found.of(5).alone  # also where one rank holds it: other ranks' tokens are in its gradient
+    assert found.of(5).whole.ranks == ranks and found.shared_by() == dict.fromkeys((4, 5), len(ranks))
+    assert found.of(5).whole.divisor == found.of(0).whole.divisor == divisor
+    assert not found.of(5).whole.alone  # also where one rank holds it: other ranks' tokens are in its gradient
     assert found.of(0) == everybodys(split.mesh).everybody
     assert found.elsewhere(0) == {5}
     assert found.elsewhere(1) == {4}
-    assert found.alike == (DATA,)
+    assert found.alike == (DATA, TENSOR)
+
+
+def test_experts_and_parts_are_divided_at_once() -> None:
+    """Twelve ranks: two experts' members in each of two groups, of tensor groups of three."""
+    split = ExpertSplit(12, 2, 3)
+    assert split.groups == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))  # of equal parts
+    assert [split.member(rank) for rank in range(12)] == [0, 0, 0, 1, 1, 1] * 2
+    assert split.holders(1) == (3, 4, 5, 9, 10, 11)
+    found = divided(split, {1: 0, 2: 1}, 1)
+    of_expert, of_all = found.of(2), found.of(0)
+    assert of_expert.whole == Sharing((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=12)
+    assert of_expert.parts == Sharing((DATA,), (3, 9), losses=4)  # of four batches, of which each group has two
+    assert of_expert.partial == Sharing((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=4)
+    assert of_all.whole.ranks == tuple(range(12)) and of_all.parts == Sharing((DATA, EXPERT), (0, 3, 6, 9), losses=4)
+    assert found.elsewhere(1) == found.elsewhere(8) == {2} and found.elsewhere(4) == {1}
+
+
+@given(mesh=meshes())
+def test_parts_have_the_holders_of_the_whole_by_the_group(mesh: Mesh) -> None:
+    """Every rank that holds a unit is of one group of those with its parts, and places in these groups are the same."""
+    parts = mesh.sizes[TENSOR]
+    for each in sharing_along(mesh, (DATA, TENSOR)):
+        assert len(each.parts.ranks) * parts == len(each.whole.ranks)
+        alike = [group for group in mesh.groups(each.parts.axes) if group[0] in each.whole.ranks]
+        assert sorted(rank for group in alike for rank in group) == list(each.whole.ranks)
+        assert each.parts.ranks == alike[0]
 
 
 def test_what_gradients_are_over_already_is_not_divided_by_again() -> None:
     found = divided(ExpertSplit(3, 3), {1: 2}, 4)
-    assert (found.of(1).divisor, found.of(0).divisor) == (0.75, 3)
+    assert (found.of(1).whole.divisor, found.of(0).whole.divisor) == (0.75, 3)
 
 
 @given(holders=tables(), numel=st.integers(0, 300_000))
 def test_every_element_has_exactly_one_owner_in_the_world(holders: Holders, numel: int) -> None:
     spec = ParameterSpec("p", (numel,), "float32", 4, trainable=True, group=0)
     for unit in range(10):
-        sharing = holders.of(unit)
+        sharing = holders.of(unit).whole
         everywhere = range(holders.mesh.world_size)
         assert [rank for rank in everywhere if unit not in holders.elsewhere(rank)] == list(sharing.ranks)
         assert sharing.ranks in holders.mesh.groups(sharing.axes)

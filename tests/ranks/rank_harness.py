@@ -1,7 +1,7 @@
 """Runs a function on several ranks, each a process of its own, and brings back what each returned, or why it did not.
 
 Ranks get the environment that torchrun gives, so Lightning launches nothing itself. They are forked from a server that
-has imported torch and Lightning and done nothing else, so that a rank starts in a fraction of a second.
+has imported torch, Lightning and the strategy and done nothing else, so that a rank starts in a fraction of a second.
 
 I1: `watch_ranks` returns within its limit (counted from when all ranks have been started), and no process that it
 started is alive then. It ends its own processes only.
@@ -30,7 +30,10 @@ from typing import Any
 import torch
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch.distributed", "lightning.pytorch", "lightning_ptm"])
+# The strategy by its module: the package imports what it names only when asked, and each rank would then do so for itself.
+_PROCESSES.set_forkserver_preload(
+    ["torch.distributed", "lightning.pytorch", "lightning_ptm.trainer.strategy", "lightning_ptm.callbacks", "pytest"]
+)
 _GRACE_S = 10.0
 """For a rank that was told to end, until it is killed."""
 

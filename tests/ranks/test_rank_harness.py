@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -42,6 +43,10 @@ def misbehave(how: str) -> int:
     return rank
 
 
+def has_the_strategy() -> bool:
+    return "lightning_ptm.trainer.strategy" in sys.modules
+
+
 def raise_an_error() -> None:
     raise ValueError("no such luck")
 
@@ -57,6 +62,10 @@ def return_a_function() -> object:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_values_come_back_in_the_order_of_ranks(world_size: int) -> None:
     assert run_ranks(who_am_i, world_size, "hello") == [("hello", rank, world_size) for rank in range(world_size)]
+
+
+def test_a_rank_need_not_import_the_strategy_first() -> None:
+    assert run_ranks(has_the_strategy, 1) == [True]
 
 
 def test_ranks_find_each_other() -> None:

@@ -21,6 +21,7 @@ from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.parallel import Columns, Rows, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup, TensorGroup
+from lightning_ptm.parallel.logits import whole
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.runtime.parts import cut
 
@@ -124,6 +125,8 @@ class Held(nn.Module):
     def loss_and_gradients(self, tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
         self.zero_grad(set_to_none=True)
         logits = self.model(input_ids=tokens).logits
+        if logits.dtype is not torch.float64:
+            logits = whole(logits)  # a loss of parts rounds to what logits are in, and the model is what is compared
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         named = self.named_parameters()

@@ -162,11 +162,6 @@ def test_one_rank_makes_no_group_of_two() -> None:
         L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False).fit(BoringModel())
 
 
-def test_ranks_are_divided_in_one_way_at_a_time() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and expert_parallel_size=2.*one way at a time"):
-        AngelPTMStrategy(tensor_parallel_size=2, expert_parallel_size=2)
-
-
 @pytest.mark.parametrize("token", [-1, 32, 1000])
 def test_a_token_without_a_row_is_an_error_as_where_the_embedding_is_whole(token: int) -> None:
     model = Small()

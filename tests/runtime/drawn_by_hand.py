@@ -131,4 +131,4 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidO
         for flat in (flat for unit in flats for flat in unit):
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
-        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicator, stores, flats, found.holders))
+        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicators, stores, flats, found.holders))

@@ -158,7 +158,7 @@ class Parts:
             poison=True,
         )
         self.communicator: Any = SoloCommunicator() if world_size == 1 else Twin()
-        self.sharing = everybodys(Mesh({Axis.DATA: world_size})).everybody
+        self.sharing = everybodys(Mesh({Axis.DATA: world_size})).everybody.whole
         self.log: list[str] = []
         self.values: dict[int, Tensor] = {}
         """By flat, this rank's shard."""

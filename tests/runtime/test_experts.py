@@ -198,15 +198,17 @@ def test_what_gradients_are_over(size: int, divisor: int) -> None:
     plain = divide(model, units, ExpertSplit(2 * size, size))
     scaled = divide(model, units, ExpertSplit(2 * size, size), scaled_to_overflow=True)
     expert = plain.units[0][0][0]
-    assert plain.holders.of(expert).scaled_by == plain.holders.of(0).scaled_by == scaled.holders.of(0).scaled_by == 1
-    assert scaled.holders.of(expert).scaled_by == divisor
+    plain_one, plain_rest = plain.holders.of(expert).whole, plain.holders.of(0).whole
+    assert plain_one.scaled_by == plain_rest.scaled_by == scaled.holders.of(0).whole.scaled_by == 1
+    of_expert = scaled.holders.of(expert)
+    assert {each.scaled_by for each in (of_expert.whole, of_expert.parts, of_expert.partial)} == {divisor}
 
 
 def test_who_tells_of_a_unit() -> None:
     model = nn.ModuleList([Layer()])
     found = divide(model, discover(model, ["Expert"]), ExpertSplit(4, 2))
     assert 0 not in found.holders.apart
-    assert [found.holders.of(unit).ranks[0] for expert in found.units[0] for unit in expert] == [0, 0, 1]
+    assert [found.holders.of(unit).whole.ranks[0] for expert in found.units[0] for unit in expert] == [0, 0, 1]
     assert found.teams.groups == ((0, 1), (2, 3))
     assert 0 not in found.teams.holders
 

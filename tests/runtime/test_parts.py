@@ -19,7 +19,7 @@ from lightning_ptm.planning.differences import layout_lines
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Axis, Mesh
 from lightning_ptm.runtime.blueprint import Blueprint, decide
-from lightning_ptm.runtime.parts import cut, declared, elements, mesh_of
+from lightning_ptm.runtime.parts import cut, declared, elements, split_of
 from lightning_ptm.runtime.units import discover
 from lightning_ptm.trainer.averaging import refuse_parts
 
@@ -69,12 +69,13 @@ def test_what_is_declared_is_found_by_parameter() -> None:
     rows, columns = Box.around((4, 8), 0, 2, 1), Box.around((8, 4), 1, 2, 1)
     found = declared(module, {"0.weight": rows, "1.weight": columns})
     assert found == {id(module[0].weight): rows, id(module[1].weight): columns}
-    assert mesh_of(found, ExpertSplit(4, 1), rank=3) == Mesh({Axis.DATA: 2, Axis.TENSOR: 2})
+    assert split_of(found, 4, 1, rank=3).mesh == Mesh({Axis.DATA: 2, Axis.EXPERT: 1, Axis.TENSOR: 2})
+    assert split_of(found, 4, 2, rank=3).mesh == Mesh({Axis.DATA: 1, Axis.EXPERT: 2, Axis.TENSOR: 2})
 
 
 def test_one_part_is_the_whole() -> None:
     found = declared(tower(), {"0.weight": Box((4, 8), 0, 1, 0)})
-    assert found == {} and mesh_of(found, ExpertSplit(3, 3), rank=1) == ExpertSplit(3, 3).mesh
+    assert found == {} and split_of(found, 3, 3, rank=1) == ExpertSplit(3, 3)
 
 
 def test_tied_parameters_may_be_declared_by_each_name_alike() -> None:
@@ -106,16 +107,21 @@ def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, Box], words: s
 
 
 @pytest.mark.parametrize(
-    ("rank", "split", "words"),
+    ("rank", "world_size", "experts", "words"),
     [
-        (0, ExpertSplit(3, 1), "3 ranks make no groups of 2; use a multiple of 2 ranks"),
-        (0, ExpertSplit(2, 2), "expert_parallel_size=2 and a parameter that is 1/2 of .* one way at a time"),
-        (1, ExpertSplit(2, 1), "of rank 1 is 1/2 of .*, the part 0, and that rank has part 1 of everything"),
+        (0, 3, 1, "3 ranks make no groups of 2; use a multiple of 2 ranks"),
+        (
+            0,
+            6,
+            2,
+            r"expert_parallel_size=2 does not divide the number of tensor groups, 3 \(6 ranks by 2\).* one of 1, 3,",
+        ),
+        (1, 2, 1, "of rank 1 is 1/2 of .*, the part 0, and that rank has part 1 of everything"),
     ],
 )
-def test_what_does_not_fit_the_ranks_is_refused(rank: int, split: ExpertSplit, words: str) -> None:
+def test_what_does_not_fit_the_ranks_is_refused(rank: int, world_size: int, experts: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        mesh_of(declared(tower(), {"0.weight": Box((8, 8), 0, 2, 0)}), split, rank)
+        split_of(declared(tower(), {"0.weight": Box((8, 8), 0, 2, 0)}), world_size, experts, rank)
 
 
 def test_units_are_those_of_the_whole_model() -> None:

@@ -14,7 +14,6 @@ from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.stock import (
-    Column,
     chunk_bytes,
     columns,
     gradient_row,
@@ -64,10 +63,11 @@ def rows(found: Blueprint, what: What, lifetime: Lifetime = Lifetime.RUN) -> lis
 
 # -- columns ----------------------------------------------------------------------------------------------------------
 
-PARAMETER, GRADIENT = Column(What.PARAMETERS, "parameters", FP32), Column(What.GRADIENTS, "gradient", FP32)
-MOMENTS = [Column(What.STATES, "exp_avg", FP32), Column(What.STATES, "exp_avg_sq", FP32)]
-MASTER = Column(What.MASTERS, "master", FP32)
-HALF = [Column(What.PARAMETERS, "parameters", BF16), Column(What.GRADIENTS, "gradient", BF16)]
+Kept = tuple[What, str, torch.dtype]
+PARAMETER, GRADIENT = (What.PARAMETERS, "parameters", FP32), (What.GRADIENTS, "gradient", FP32)
+MOMENTS = [(What.STATES, "exp_avg", FP32), (What.STATES, "exp_avg_sq", FP32)]
+MASTER = (What.MASTERS, "master", FP32)
+HALF = [(What.PARAMETERS, "parameters", BF16), (What.GRADIENTS, "gradient", BF16)]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,12 @@ HALF = [Column(What.PARAMETERS, "parameters", BF16), Column(What.GRADIENTS, "gra
         (LOCK_FREE, [MASTER, *MOMENTS, PARAMETER, GRADIENT]),
     ],
 )
-def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Column]) -> None:
+def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -> None:
     found = drawn(**options)
-    assert all(columns(found, flat.index) == expected for flat in found.layout.flats)
+    for flat in found.layout.flats:
+        kept = columns(found, flat.index)
+        assert [(column.what, column.name, column.dtype) for column in kept] == expected
+        assert {column.numel for column in kept} == {flat.shard_numel}
 
 
 @pytest.mark.parametrize(

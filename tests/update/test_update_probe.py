@@ -77,15 +77,8 @@ class FillsStateInConstructor(optim.Optimizer):
     [
         (lambda: optim.LBFGS(parameters()), "closure"),
         (lambda: NeedsClosure(parameters()), "closure"),
-        (lambda: optim.Adafactor(parameters()), "row_var"),
         (lambda: optim.SparseAdam(parameters()), "dense gradients"),
-        (lambda: LikeLAMB(parameters()), "depends on others of its parameter"),
         (lambda: HiddenCounter(parameters()), "depends on self.steps_done"),
-        pytest.param(
-            lambda: optim.Muon(parameters()),
-            "whole 2-D parameters only",
-            marks=pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon"),
-        ),
     ],
 )
 def test_refused_with_class_and_reason_and_remedy(make: Any, reason: str) -> None:
@@ -94,6 +87,25 @@ def test_refused_with_class_and_reason_and_remedy(make: Any, reason: str) -> Non
         probe(optimizer)
     assert reason in str(caught.value)
     assert "what works" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "kept"),
+    [
+        (lambda: optim.Adafactor(parameters()), "row_var", {"row_var": (2, 1), "col_var": (1, 3)}),
+        (lambda: LikeLAMB(parameters()), "depends on others of its parameter", {"average": (2, 3)}),
+        pytest.param(
+            lambda: optim.Muon(parameters()),
+            "whole 2-D parameters only",
+            {"momentum_buffer": (2, 3)},
+            marks=pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon"),
+        ),
+    ],
+)
+def test_whole_parameters_with_the_reason_and_the_shapes_of_their_states(make: Any, reason: str, kept: Any) -> None:
+    traits = probe(make())
+    assert reason in traits.whole
+    assert dict(traits.groups[0].kept[2, 3]) == kept
 
 
 def test_slots_and_scalars_of_each_group() -> None:
@@ -149,6 +161,12 @@ def test_probing_leaves_the_optimizer_alone() -> None:
     assert parameter.grad is None
     assert torch.equal(torch.random.get_rng_state(), random)
     assert scheduler.last_epoch == 0
+
+
+def test_whole_parameters_that_are_large_are_tried_without_their_memory() -> None:
+    parameter = torch.nn.Parameter(torch.empty(1 << 20, 1 << 20, device="meta"))
+    traits = probe(optim.Adafactor([parameter]))
+    assert dict(traits.groups[0].kept[1 << 20, 1 << 20]) == {"row_var": (1 << 20, 1), "col_var": (1, 1 << 20)}
 
 
 def test_parameters_on_meta() -> None:

@@ -1,0 +1,335 @@
+"""Logits of which every rank has a part of the vocabulary, in the place of whole ones: a tensor that is put together when
+somebody asks for more than its cross-entropy.
+
+Owns which questions need no exchange. What is exchanged for a loss, loss.py knows. Everything else is asked of the whole
+logits, which all ranks of the group put together, once, and keep as long as they keep these.
+
+I1: what anybody gets is what whole logits give, to the bit; the cross-entropy, up to the rounding of sums.
+I2: the gradient of the part is all of it, whichever way losses took. So what is asked of the graph (hooks, gradients), is
+asked of the part. I3: the part is never written to. Who writes, writes to whole logits; from then on these are what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_ptm.errors import RankError
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.loss import cross_entropy
+from lightning_ptm.parallel.views import View, view_of
+from lightning_ptm.runtime.recompute import in_transform
+
+Value = TypeVar("Value")
+Each = Callable[[Tensor], Tensor]
+
+
+def logits_of(part: Tensor, group: TensorGroup) -> Tensor:
+    """What stands for whole logits of shape (..., vocabulary).
+
+    Args:
+        part: this rank's, of shape (..., vocabulary / ranks).
+    """
+    traced = torch._C._get_tracing_state() is not None
+    if traced or in_transform() or not part.is_floating_point() or not part.dim():
+        return group.put_together(part)
+    group.leave_entered()
+    return _anew(part, group, part.dim() - 1)
+
+
+def whole(value: Value) -> Value:
+    """The same, in nested containers too, with whole logits in the place of divided ones: ordinary tensors. Collective."""
+    result: Value = tree_map_only(DividedLogits, DividedLogits._whole, value)
+    return result
+
+
+def _anew(part: Tensor, group: TensorGroup, vocabulary: int) -> DividedLogits:
+    last = part.dim() - 1
+    if vocabulary == last:
+        return DividedLogits._made(_Source(part, group, part.dtype), part, vocabulary, ())
+    moved = _Source(part.movedim(vocabulary, last), group, part.dtype)
+    return DividedLogits._made(moved, part, vocabulary, (lambda each: each.movedim(last, vocabulary),))
+
+
+class _Source:
+    """What logits and their views have in common: the part, with the vocabulary last, and the whole once it is there.
+
+    Args:
+        dtype: of the logits; the part may be what they were widened from.
+    """
+
+    def __init__(self, part: Tensor, group: TensorGroup, dtype: torch.dtype) -> None:
+        self.part, self.group, self.dtype = part, group, dtype
+        self.together: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        if self.together is None:
+            try:
+                with torch.enable_grad():  # others may ask for it with a graph later
+                    self.together = self.group.put_together(self.part).to(self.dtype)
+            except RankError as error:
+                raise RankError(
+                    f"{error}. This rank asked for logits of which every rank of a tensor group has a part, for more than "
+                    f"their cross-entropy, so all of them have to: do it on each rank, and look at the rank afterwards"
+                ) from error
+        return self.together
+
+
+class DividedLogits(Tensor):
+    """Stands for whole logits, and has a part.
+
+    Shape, dtype and device are those of the whole. `F.cross_entropy` of class indices, reshaping and slicing of what is not
+    the vocabulary, casts, scaling by numbers and `detach` exchange at most a few numbers a row. Everything else puts the
+    logits together and gives ordinary tensors: it is collective in the tensor group. Printing is not: it tells what this is.
+    """
+
+    _source: _Source
+    _part: Tensor
+    """As the source's, through the views."""
+    _vocabulary: int
+    """Its dimension."""
+    _views: tuple[Each, ...]
+
+    @classmethod
+    def _made(cls, source: _Source, part: Tensor, vocabulary: int, views: tuple[Each, ...]) -> DividedLogits:
+        made: DividedLogits = _Stand.apply(part, source, vocabulary)
+        made._source, made._part, made._vocabulary, made._views = source, part, vocabulary, views
+        return made
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Of what needs no whole logits; None: this does."""
+        if func in _DIVIDED:
+            return _DIVIDED[func](self, *args, **kwargs)
+        view = view_of(func, tuple(self.shape), self._vocabulary, args, kwargs)
+        return None if view is None else self._through(view)
+
+    def _through(self, view: View) -> DividedLogits:
+        part = view.of(self._part)
+        vocabulary = view.vocabulary % part.dim()
+        if torch._C._is_alias_of(part, self._part):  # type: ignore[attr-defined]
+            return self._made(self._source, part, vocabulary, (*self._views, view.of))
+        copied = _anew(part, self._source.group, vocabulary)
+        return copied if self.dtype is part.dtype else copied._widened(self.dtype)
+
+    def _widened(self, dtype: torch.dtype) -> DividedLogits:
+        """The loss widens parts; nothing is copied for it."""
+        source = _Source(self._source.part, self._source.group, dtype)
+        return self._made(source, self._part, self._vocabulary, self._views)
+
+    def _each(self, compute: Each) -> DividedLogits:
+        """Of what is computed of each element."""
+        return _anew(compute(self._part.to(self.dtype)), self._source.group, self._vocabulary)
+
+    def _whole(self) -> Tensor:
+        value = self._source.whole()
+        for view in self._views:
+            value = view(value)
+        return value
+
+    @classmethod
+    @override
+    @torch.compiler.disable
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, cls):
+            if func in _FACTS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _OF_THE_GRAPH:
+                return _OF_THE_GRAPH[func](first, *args[1:], **kwargs)
+            found = None if first._source.together is not None else first._answer(func, args[1:], kwargs)
+            if found is not None:
+                return found
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
+        return func(*whole(args), **whole(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What comes past the above: code that turns it off, or asks no Python."""
+        return func(*whole(args), **whole(kwargs or {}))
+
+    @override
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        group = self._source.group
+        return (
+            f"DividedLogits(part {group.index + 1} of {group.size} of the vocabulary, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
+
+    __str__ = __repr__
+
+    @override
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+torch._dynamo.config.nontraceable_tensor_subclasses.add(DividedLogits)  # compiled code stops before it
+
+
+class _Stand(torch.autograd.Function):
+    """Logits without elements, connected with their part for functions that take tensors as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, source: _Source, vocabulary: int) -> Tensor:
+        ctx.group, ctx.vocabulary = source.group, vocabulary
+        size, inner = source.group.size, part.stride(vocabulary)
+        shape = list(part.shape)
+        shape[vocabulary] *= size
+        around = [at != vocabulary and each >= inner for at, each in enumerate(part.stride())]
+        strides = [each * size if out else each for each, out in zip(part.stride(), around, strict=True)]
+        made: Tensor = Tensor._make_wrapper_subclass(
+            DividedLogits, shape, strides, dtype=source.dtype, device=part.device
+        )
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _part_of(gradient, ctx.group, ctx.vocabulary), None, None
+
+
+def _part_of(gradient: Tensor, group: TensorGroup, vocabulary: int) -> Tensor:
+    if isinstance(gradient, DividedLogits) and gradient._vocabulary == vocabulary:
+        return gradient._part
+    return whole(gradient).chunk(group.size, vocabulary)[group.index]
+
+
+# -- what is asked of the part ----------------------------------------------------------------------------------------
+
+
+def _gradient(logits: DividedLogits) -> Tensor | None:
+    gradient = logits._part.grad
+    return None if gradient is None else _anew(gradient, logits._source.group, logits._vocabulary)
+
+
+def _register_hook(logits: DividedLogits, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    group, vocabulary = logits._source.group, logits._vocabulary
+
+    def called(gradient: Tensor) -> Tensor | None:
+        found = hook(_anew(gradient, group, vocabulary))
+        return None if found is None else _part_of(found, group, vocabulary)
+
+    return logits._part.register_hook(called)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, of inputs that may be divided (I2)."""
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    parts = [each._part if isinstance(each, DividedLogits) else each for each in wanted]
+    found = torch.autograd.grad(whole(outputs), parts, *whole(args), **whole(kwargs))
+    return tuple(
+        _anew(gradient, each._source.group, each._vocabulary)
+        if isinstance(each, DividedLogits) and gradient is not None
+        else gradient
+        for each, gradient in zip(wanted, found, strict=True)
+    )
+
+
+# -- what needs no whole logits; None: this does ----------------------------------------------------------------------
+
+
+def _loss(
+    logits: DividedLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    ahead = min(1, logits.dim() - 1)
+    plain = weight is None and size_average is None and reduce is None and 0 <= label_smoothing <= 1
+    if not plain or logits._vocabulary != ahead or isinstance(target, DividedLogits):
+        return None
+    shape = logits.shape[:ahead] + logits.shape[ahead + 1 :]
+    if target.dtype is not torch.int64 or target.shape != shape or target.device != logits.device:
+        return None
+    kind, dtype = logits.device.type, logits.dtype
+    if dtype.itemsize == 2 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.float32
+    asked = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    return cross_entropy(logits._part, target, logits._source.group, dtype=dtype, **asked)  # type: ignore[arg-type]
+
+
+def _cast(logits: DividedLogits, dtype: Any) -> DividedLogits | None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    if dtype is logits.dtype:
+        return logits
+    if dtype is torch.float32 and logits.dtype.itemsize == 2:
+        return logits._widened(dtype)
+    return logits._each(lambda part: part.to(dtype))
+
+
+def _to(logits: DividedLogits, *args: Any, **kwargs: Any) -> DividedLogits | None:
+    told = [*args, *kwargs.values()]
+    if kwargs.keys() - {"device", "dtype"} or not all(
+        isinstance(each, (str, torch.device, torch.dtype)) for each in told
+    ):
+        return None
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return None if device is not None and device != logits.device else _cast(logits, dtype or logits.dtype)
+
+
+def _scaled(way: Callable[..., Tensor]) -> Callable[..., DividedLogits | None]:
+    def scaled(logits: DividedLogits, by: Any, **kwargs: Any) -> DividedLogits | None:
+        usual = type(by) in (int, float) and not kwargs
+        return logits._each(lambda part: way(part, by)) if usual else None
+
+    return scaled
+
+
+def _read(name: str) -> Any:
+    """What torch's protocol calls the reading of an attribute."""
+    return getattr(Tensor, name).__get__
+
+
+_FACTS = frozenset(
+    {
+        *map(_read, ("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "_version")),
+        *map(_read, ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride")
+        ),
+        *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "get_device", "is_contiguous")),
+        *(getattr(Tensor, name) for name in ("__len__", "__hash__", "is_inference")),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference),
+    }
+)
+_OF_THE_GRAPH: Mapping[Any, Callable[..., Any]] = {
+    _read("grad_fn"): lambda logits, *_: logits._part.grad_fn,
+    _read("requires_grad"): lambda logits, *_: logits._part.requires_grad,
+    _read("is_leaf"): lambda logits, *_: logits._part.is_leaf,
+    _read("retains_grad"): lambda logits, *_: logits._part.retains_grad,
+    _read("grad"): lambda logits, *_: _gradient(logits),
+    Tensor.retain_grad: lambda logits: logits._part.retain_grad(),
+    Tensor.register_hook: _register_hook,
+}
+_DIVIDED: Mapping[Any, Callable[..., Tensor | None]] = {
+    F.cross_entropy: _loss,
+    Tensor.float: lambda logits: _cast(logits, torch.float32),
+    Tensor.double: lambda logits: _cast(logits, torch.float64),
+    Tensor.half: lambda logits: _cast(logits, torch.float16),
+    Tensor.bfloat16: lambda logits: _cast(logits, torch.bfloat16),
+    Tensor.type: lambda logits, dtype=None, **_: _cast(logits, dtype),
+    Tensor.to: _to,
+    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _scaled(torch.mul)),
+    **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__, torch.true_divide), _scaled(torch.div)),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits._each(torch.tanh)),
+}
+
+__all__ = ["DividedLogits", "logits_of", "whole"]

@@ -1,0 +1,47 @@
+"""What a module holds beside parameters goes to another device: buffers, and what classes move themselves, such as metrics.
+
+Parameters live in pages and stay where they are, in whichever state they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
+    """Moves what `root.to(device)` moves, but for parameters and for tensors without memory (of the meta device)."""
+
+    def moved(value: Tensor) -> Tensor:
+        return value if value.is_meta else value.to(device)
+
+    for owner in root.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = moved(buffer)
+    for owner in root.modules():
+        if type(owner)._apply not in (nn.Module._apply, nn.RNNBase._apply):
+            _apply_without_parameters(owner, moved)
+
+
+def _apply_without_parameters(owner: nn.Module, function: object) -> None:
+    """Calls a class's own `_apply`, by which torchmetrics' and others' move what is no buffer.
+
+    No module inside has parameters meanwhile; torch's recurrent layers, which hold theirs a second time, go out of it as they
+    went in.
+    """
+    inside = list(owner.modules())
+    parameters = [each._parameters for each in inside]
+    recurrent = {each: dict(vars(each)) for each in inside if isinstance(each, nn.RNNBase)}
+    try:
+        for each in inside:
+            vars(each)["_parameters"] = {}
+        owner._apply(function)
+    finally:
+        for each, own in recurrent.items():
+            vars(each).update({name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own})
+        for each, own_parameters in zip(inside, parameters, strict=True):
+            vars(each)["_parameters"] = own_parameters
+
+
+__all__ = ["move_beside_parameters"]

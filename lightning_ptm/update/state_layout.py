@@ -1,0 +1,89 @@
+"""Where the states of a flat's parameters lie in their paged tensors.
+
+A paged tensor for each name of a state. Of an element-wise optimizer it is as long as the shard; where parameters are updated
+whole, it holds the state of one parameter behind that of the other, each in its own shape.
+I1: of own shapes, each begins where a disk block begins, whatever its dtype; so those of neighbouring parameters are one
+    stretch that begins and ends there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_ptm.planning.layout import round_up
+from lightning_ptm.terms import BLOCK_BYTES
+from lightning_ptm.update.traits import OptimizerTraits, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_ptm.planning.layout import FlatLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnShapes:
+    """States of one name whose shapes are their own, of the parameters of a flat.
+
+    Attributes:
+        shapes: by parameter; None of one that has no such state.
+        starts: by parameter, where its state begins, or would; and the end of all.
+        parameter_starts: where parameters begin in the flat.
+    """
+
+    shapes: tuple[Shape | None, ...]
+    starts: tuple[int, ...]
+    parameter_starts: tuple[int, ...]
+
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first element, elements) of the states of the parameters that begin in [start, start + numel) of the flat."""
+        first = self.starts[bisect.bisect_left(self.parameter_starts, start)]
+        return first, self.starts[bisect.bisect_left(self.parameter_starts, start + numel)] - first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateLayout:
+    """One paged tensor of states: `own` where their shapes are not those of the parameters; elements."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+    own: OwnShapes | None = None
+
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first element, elements) of what belongs to elements [start, start + numel) of the shard: whole parameters where
+        shapes are own."""
+        return (start, numel) if self.own is None else self.own.stretch(start, numel)
+
+
+def lay_out_states(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> tuple[StateLayout, ...]:
+    """All states of a flat that are tensors of several elements.
+
+    Args:
+        groups: parameter group of each parameter within its optimizer; None: it updates it not.
+    """
+    if not traits.whole:
+        return tuple(StateLayout(slot.name, slot.dtype, flat.shard_numel) for slot in traits.slots)
+    return tuple(_own_shapes(flat, traits, groups))
+
+
+def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> Iterator[StateLayout]:
+    starts = tuple(slot.start for slot in flat.slots)
+    for known in traits.slots:
+        shapes = tuple(
+            None if group is None else traits.groups[group].kept[slot.spec.shape].get(known.name)
+            for slot, group in zip(flat.slots, groups, strict=True)
+        )
+        ends = [0]
+        for shape in shapes:
+            ends.append(ends[-1] + (0 if shape is None else round_up(math.prod(shape), BLOCK_BYTES)))
+        if ends[-1]:
+            yield StateLayout(known.name, known.dtype, ends[-1], OwnShapes(shapes, tuple(ends), starts))
+
+
+def layout_groups(flat: FlatLayout) -> tuple[int | None, ...]:
+    """Parameter group of each of a flat's parameters, as the layout has it: right when there is one optimizer."""
+    return tuple(slot.spec.group if slot.spec.group >= 0 else None for slot in flat.slots)

@@ -1,0 +1,160 @@
+"""Optimizers that update each parameter as a whole (Muon, Adafactor, LAMB...) train bit for bit as without the strategy,
+wherever their states are; these are saved, and either side goes on from what the other has saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from torch import Tensor, nn, optim
+
+from lightning_ptm.errors import ConfigError
+
+ONE_RANK = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
+
+
+class Hybrid(optim.Optimizer):
+    """One class for all: matrices move by their sign and by the ratio of norms, as LAMB's do, others as Adam has it; a whole
+    number, a square matrix of the columns and a number of its own for each parameter are kept, too."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["mean"] = torch.zeros_like(p)
+                    state["norm"] = torch.zeros(())
+                    if p.dim() == 2:
+                        state["signs"] = torch.zeros(p.shape, dtype=torch.int8)
+                        state["square"] = torch.zeros(p.shape[1], p.shape[1])
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                state["norm"].lerp_(p.grad.norm(), 0.5)
+                move = state["mean"] / (state["norm"] + 1e-6)
+                if p.dim() == 2:
+                    state["signs"].copy_(p.grad.sign())
+                    state["square"].lerp_(p.grad.T @ p.grad, 0.5)
+                    move = move @ torch.tanh(state["square"]) + 1e-3 * state["signs"]
+                p.sub_(move * p.norm() / move.norm().clamp(min=1e-6), alpha=group["lr"] / state["step"])
+        return loss
+
+
+class Wide(Judged):
+    """One matrix is longer than what updates move at once elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].inner = nn.Sequential(nn.Linear(64, 301), nn.Tanh(), nn.Linear(301, 64))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            self.note(group["lr"])
+
+
+class WithAdafactor(Wide):
+    def configure_optimizers(self) -> Any:
+        made = optim.Adafactor(self.parameters(), lr=1e-2)
+        return {"optimizer": made, "lr_scheduler": optim.lr_scheduler.StepLR(made, 1)}
+
+
+class WithHybrid(Wide):
+    def configure_optimizers(self) -> Any:
+        several = [[p for p in self.parameters() if (p.dim() == 2) == matrices] for matrices in (True, False)]
+        return Hybrid([{"params": several[0]}, {"params": several[1], "lr": 3e-3}])
+
+
+class WithMuon(ByHand):
+    """Muon of the matrices, AdamW of the rest."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        others = [p for p in self.parameters() if p.dim() != 2]
+        return [optim.Muon(matrices, lr=1e-2), optim.AdamW(others, lr=1e-2, fused=True)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+KINDS: list[type[Judged]] = [WithAdafactor, WithHybrid]
+if hasattr(optim, "Muon"):
+    KINDS.append(WithMuon)
+
+
+@pytest.mark.parametrize("tier", ONE_RANK)
+@pytest.mark.parametrize("build", KINDS)
+def test_they_train_as_with_one_device(strategy_at: MakeStrategy, tier: str, build: type[Judged]) -> None:
+    settings = {"max_staleness": 0} if tier == "lock_free" else {}
+    judge(build, strategy_at(tier, **settings))
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
+def test_clipping_and_accumulation(strategy_at: MakeStrategy, tier: str) -> None:
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "limit_train_batches": 4}
+    judge(WithHybrid, strategy_at(tier), **options)
+
+
+@pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
+def test_a_mixed_precision_has_the_same_numbers_wherever_states_are(
+    strategy_at: MakeStrategy, build: type[Judged]
+) -> None:
+    in_ram = run(build, strategy_at("ram"), precision="bf16-mixed")
+    assert_alike(run(build, strategy_at("all_on_disk"), precision="bf16-mixed"), in_ram)
+
+
+@pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
+def test_either_side_goes_on_from_what_the_other_has_saved(
+    strategy_at: MakeStrategy, build: type[Judged], tmp_path: Path
+) -> None:
+    def resumed(folder: Path, first: Any, second: Any) -> Judged:
+        options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": folder}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            ran = trainer(first, **options)
+            ran.fit(build(), batches())
+            after = build()
+            again = trainer(second, **options, max_epochs=2)
+            again.fit(after, batches(), ckpt_path=ran.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
+        return after
+
+    def ours(**settings: Any) -> Any:
+        return strategy_at("masters_on_disk", **settings)
+
+    plain = resumed(tmp_path / "plain", None, None)
+    assert_alike(resumed(tmp_path / "ours", ours(), ours()), plain)
+    assert_alike(resumed(tmp_path / "to plain", ours(), None), plain)
+    assert_alike(resumed(tmp_path / "from plain", None, ours()), plain)
+
+
+def test_async_save_is_refused_with_the_remedy(strategy_at: MakeStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"Adafactor updates each parameter as a whole .* use async_save=False"):
+        run(WithAdafactor, strategy_at("masters_on_disk", state_dict_type="sharded", async_save=True))
+
+
+class AcrossStrides(WithAdafactor):
+    def configure_model(self) -> None:
+        self.head = nn.Linear(8, 8)
+        self.head.weight.data = self.head.weight.data.t()
+
+
+def test_a_parameter_that_lies_otherwise_than_its_shape_is_refused(strategy_at: MakeStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"of shape \(8, 8\) has strides \(1, 8\)"):
+        run(AcrossStrides, strategy_at("masters_on_disk"))
