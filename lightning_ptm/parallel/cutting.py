@@ -23,8 +23,8 @@ from lightning_ptm.parallel.blocks import Block, blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof
-from lightning_ptm.parallel.regions import Sequences
 from lightning_ptm.parallel.rules import Place, Rule, places
+from lightning_ptm.parallel.sequence_parallel import SequenceParallel
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut
@@ -73,10 +73,10 @@ class CutModule:
         named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
         self.places = tuple(inner for place in named for inner in with_adapters(place))
         self._undo: list[Callable[[], None]] = []
-        self._sequence: Sequences | None = None
+        self._sequence: SequenceParallel | None = None
         if sequence_parallel:
             blocks = (Block("", root, plan),) if of_block else blocks_of(root, named)
-            self._sequence = Sequences(blocks, group, self.places)
+            self._sequence = SequenceParallel(blocks, group, self.places)
             self.places += self._sequence.uncut
         layers = [layer(place, self._between(place)) for place in self.places]
         self._by_parameter = self._agreed(layers)
