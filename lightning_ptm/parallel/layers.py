@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.logits import logits_of
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
-
-Forward = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -319,22 +319,23 @@ def _entering(rule: Entering, place: Place, between: Between) -> Forward:
 
 
 def _summed(module: nn.Module, between: Between) -> Forward:
-    own = type(module).forward
+    def around(own: Forward) -> Forward:
+        @torch.compiler.disable
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            def entered(value: Any) -> Any:
+                floats = isinstance(value, Tensor) and value.is_floating_point()
+                return between.enter(value) if floats else value
 
-    @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        def entered(value: Any) -> Any:
-            floats = isinstance(value, Tensor) and value.is_floating_point()
-            return between.enter(value) if floats else value
+            between.begin(training=module.training)
+            try:
+                out = own(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+            finally:
+                between.end()
+            return between.leave(out)
 
-        between.begin(training=module.training)
-        try:
-            out = own(module, *map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-        finally:
-            between.end()
-        return between.leave(out)
+        return forward
 
-    return forward
+    return Around(around, MethodType(type(module).forward, module))
 
 
 def _parameter(place: Place, group: TensorGroup) -> Layer:

@@ -26,9 +26,8 @@ from typing_extensions import override
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
-
-Forward = Callable[..., Any]
 
 
 class Parts:
@@ -104,29 +103,26 @@ class Parts:
 
     def whole_region(self, module: nn.Module, name: str) -> Forward:
         """Of a region that computes what is whole: each rank takes its part of what it gives."""
-        return self.around_whole(module, name, module.forward)
 
-    def around_whole(self, module: nn.Module, name: str, own: Forward) -> Forward:
-        """The same around another forward."""
+        def around(own: Forward) -> Forward:
+            @functools.partial(torch.compiler.disable, recursive=False)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                x = self._checked(_hidden((args, kwargs)), name)
+                length = self.length(name)
+                self.group.end_divided()
+                whole: Tensor = Join.apply(x, self.group, length, True)
+                given = _exchanged((args, kwargs), x, whole)
+                out = own(*given[0], **given[1])
+                if module.training:
+                    self.group.begin_divided()
+                result = _hidden(out)
+                if result is None or result.shape[:-1] != whole.shape[:-1]:
+                    raise _refused(name, "gives something else than a sequence of the tokens that it takes")
+                return _exchanged(out, result, self._split(result))
 
-        @functools.partial(torch.compiler.disable, recursive=False)
-        @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            x = self._checked(_hidden((args, kwargs)), name)
-            length = self.length(name)
-            self.group.end_divided()
-            whole: Tensor = Join.apply(x, self.group, length, True)
-            given = _exchanged((args, kwargs), x, whole)
-            out = own(*given[0], **given[1])
-            if module.training:
-                self.group.begin_divided()
-            result = _hidden(out)
-            if result is None or result.shape[:-1] != whole.shape[:-1]:
-                raise _refused(name, "gives something else than a sequence of the tokens that it takes")
-            return _exchanged(out, result, self._split(result))
+            return forward
 
-        forward.around = functools.partial(self.around_whole, module, name)
-        return forward
+        return Around(around, module.forward)
 
     # -- parts and wholes ---------------------------------------------------------------------------------------------
 
@@ -326,4 +322,4 @@ def _refused(name: str, what: str) -> ConfigError:
     )
 
 
-__all__ = ["Forward", "InBlock", "InRegion", "Parts"]
+__all__ = ["InBlock", "InRegion", "Parts"]
