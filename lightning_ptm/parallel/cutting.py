@@ -77,6 +77,8 @@ class CutModule:
         if sequence_parallel:
             blocks = (Block("", root, plan),) if of_block else blocks_of(root, named)
             self._sequence = SequenceParallel(blocks, group, self.places)
+            if not of_block:
+                self._sequence.refuse_idle()
             self.places += self._sequence.uncut
         layers = [layer(place, self._between(place)) for place in self.places]
         self._by_parameter = self._agreed(layers)
@@ -91,7 +93,7 @@ class CutModule:
             divide = partial(
                 CutModule, group=group, strict=True, sequence_parallel=sequence_parallel, proven=False, of_block=True
             )
-            self._undo.append(Proof(blocks_of(root, named), group, divide).close)
+            self._undo.append(Proof(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
             self._apply(layers)
         except BaseException:

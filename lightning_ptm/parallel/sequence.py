@@ -38,7 +38,7 @@ class Again:
 
     def of(self, part: Tensor) -> Tensor:
         """The whole value, without a graph."""
-        if self.whole is None:
+        if self.whole is None or self.whole.dtype is not part.dtype:  # autocast may be off for some of the layers
             self.whole = _together(self.group.gather(part), self.length)
         return self.whole
 

@@ -27,24 +27,30 @@ class SequenceParallel:
         cut: where rules apply.
 
     Raises:
-        ConfigError: in no block there is anything between layers that are cut; or statistics of a batch would be of a part.
+        ConfigError: statistics of a batch would be of a part.
     """
 
     def __init__(self, blocks: Sequence[Block], group: TensorGroup, cut: Sequence[Place]) -> None:
         self.parts = Parts(group)
         self._whole = Between(group)
         self._blocks = [made for block in blocks if (made := sequence_block(block)) is not None]
-        if not self._blocks and blocks:
-            names = ", ".join(block.name for block in blocks[:3])
-            raise ConfigError(
-                f"sequence_parallel=True and no block ({names}) has layers with Columns() and, behind them, Rows() that "
-                f"are in modules of their own, so that there is nothing that ranks could have parts of the sequence of; "
-                f"use sequence_parallel=False, or a tensor_parallel_plan with such pairs"
-            )
         for each in self._blocks:
             _refuse_statistics(each)
         self.uncut = tuple(place for each in self._blocks for place in each.uncut(cut))
         """Modules that every rank has whole, and of whose parameters it has parts of the gradients."""
+
+    def refuse_idle(self) -> None:
+        """Of a whole model; a block of one may be without.
+
+        Raises:
+            ConfigError: in no block there is anything between layers that are cut.
+        """
+        if not self._blocks:
+            raise ConfigError(
+                "sequence_parallel=True and no block has layers with Columns() and, behind them, Rows() in modules that are "
+                "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
+                "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+            )
 
     def between(self, name: str) -> Between:
         """What is around a layer."""
