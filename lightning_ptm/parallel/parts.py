@@ -110,7 +110,7 @@ class Parts:
                 x = self._checked(_hidden((args, kwargs)), name)
                 length = self.length(name)
                 self.group.end_divided()
-                whole: Tensor = Join.apply(x, self.group, length, True)
+                whole, _ = Join.apply(x, self.group, length, True)
                 given = _exchanged((args, kwargs), x, whole)
                 out = own(*given[0], **given[1])
                 if module.training:
@@ -155,12 +155,13 @@ class Parts:
         return out
 
     def _join(self, part: Tensor, length: int) -> Tensor:
+        whole: Tensor
         # Not kept for a recomputed forward: that ends before, where the last tensor that is kept has been computed.
-        whole: Tensor = Join.apply(part, self.group, length, False)
+        whole, same = Join.apply(part, self.group, length, False)
         if not whole.is_inference():
             key = id(whole)
             gone = weakref.ref(whole, lambda _: self._joined.pop(key, None))
-            self._joined[key] = _Joined(gone, whole._version, part)
+            self._joined[key] = _Joined(gone, whole._version, same)
         return whole
 
     def _gather(self, part: Tensor) -> _Gathered:

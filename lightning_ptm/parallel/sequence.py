@@ -58,20 +58,25 @@ class Split(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Parts -> whole; the gradient is whole."""
+    """Parts -> whole, whose gradient is whole; and the part, for who needs no more.
+
+    Both are of one node: who waits for the gradient of the whole hears when that of the part has come.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: TensorGroup, length: int, kept: bool) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: TensorGroup, length: int, kept: bool) -> tuple[Tensor, Tensor]:
         def gather() -> Tensor:
             return _together(group.gather(part), length)
 
         ctx.group = group
-        return group.kept(gather) if kept else gather()
+        ctx.set_materialize_grads(False)
+        return (group.kept(gather) if kept else gather()), part.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own(gradient, ctx.group, torch.zeros_like).contiguous(), None, None, None
+    def backward(ctx: Any, of_whole: Tensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        own = None if of_whole is None else _own(of_whole, ctx.group, torch.zeros_like).contiguous()
+        return (own if of_part is None else of_part if own is None else own + of_part), None, None, None
 
 
 class Gather(torch.autograd.Function):

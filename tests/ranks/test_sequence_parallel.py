@@ -10,8 +10,11 @@ import pytest
 import torch
 from rank_harness import run_ranks
 from rank_tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
+from rank_training import TIERS
 from tensor_blocks import is_whole, loader, module_of, trainer_of, weights_of
 from torch import Tensor
+
+from lightning_ptm.runtime.executor import Mode
 
 ON = {"sequence_parallel": True}
 CLIPPED = {"gradient_clip_val": 0.5}
@@ -124,3 +127,34 @@ def test_a_run_goes_on_with_it_and_without(kind: str, tmp_path: Path) -> None:
         for weights in found.values():
             for name, value in whole.items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+class Ticks(L.Callback):
+    """Of the plan that the run follows."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        planned = trainer.strategy.engine.executor.planned(Mode.TRAIN)  # type: ignore[attr-defined]
+        self.seen = [(tick.unit, tick.phase.value) for tick in planned[1].ticks]
+
+
+def ticks(disk: Path) -> dict[bool, list[tuple[int, str]]]:
+    found = {}
+    for divided in (True, False):
+        watch = Ticks()
+        settings = {**TIERS["all_on_disk"], "disk_path": str(disk), "sequence_parallel": divided}
+        trainer_of(2, 2, settings, callbacks=[watch]).fit(module_of(), loader(4 * 4, 4))
+        found[divided] = watch.seen
+    return found
+
+
+def test_units_are_fetched_in_backward_passes_as_without_it(disk: Path) -> None:
+    """Blocks hear of gradients of what they gave, though the next block has taken the part that this was gathered from."""
+    for found in run_ranks(ticks, 2, disk):
+        assert found[True] == found[False]
+        assert [unit for unit, phase in found[True] if phase == "backward"] == [0, 2, 1]
