@@ -142,29 +142,38 @@ class RankGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
-        self.exchanges += 1
-        dist.all_reduce(out, group=self._group)
+        self._exchange("sum", lambda group: dist.all_reduce(out, group=group), out)
         return out
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
-        self.exchanges += 1
-        dist.all_gather_into_tensor(out, value, group=self._group)
+        self._exchange("gather", lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
         return out.view(self.size, *value.shape)
 
     @override
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
         pieces = pieces.contiguous()
-        self.exchanges += 1
         if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
             received = torch.empty_like(pieces)
-            dist.all_to_all_single(received, pieces, group=self._group)
+            self._exchange("sum of pieces", lambda group: dist.all_to_all_single(received, pieces, group=group), pieces)
             return received.sum(0)
         out = torch.empty_like(pieces[0])
-        dist.reduce_scatter_tensor(out, pieces.flatten(0, 1) if out.dim() else pieces, group=self._group)
+        stacked = pieces.flatten(0, 1) if out.dim() else pieces
+        self._exchange("sum of pieces", lambda group: dist.reduce_scatter_tensor(out, stacked, group=group), pieces)
         return out
+
+    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+        """The one way to the other ranks.
+
+        Args:
+            name: of the collective.
+            collective: issues it on a process group.
+            value: what it sends.
+        """
+        self.exchanges += 1
+        collective(self._group)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

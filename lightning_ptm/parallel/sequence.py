@@ -174,7 +174,9 @@ def _own(value: Tensor, group: TensorGroup, filler: Filler) -> Tensor:
 
 def _together(parts: Tensor, length: int) -> Tensor:
     """Of (size, ..., tokens of each, features), the first tokens, one rank's after the other's."""
-    return torch.cat(parts.unbind(0), -2)[..., :length, :].contiguous()
+    whole = torch.cat(parts.unbind(0), -2)
+    # No view: whoever gets it may write to it.
+    return whole if whole.shape[-2] == length else whole[..., :length, :].clone(memory_format=torch.contiguous_format)
 
 
 __all__ = ["Again", "Gather", "Join", "Product", "Scatter", "Split", "of_each"]
