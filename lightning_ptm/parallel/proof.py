@@ -86,9 +86,12 @@ class Proof:
             proven = self._computed.setdefault(kind, [])
             if kind not in self._handles or any(tracked <= known for known in proven):
                 return
-            proven.append(tracked)
-            if len(tracked) == len(given):
-                self._forget(kind)
+            if not self._of_parts or any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1]):
+                proven.append(
+                    tracked
+                )  # a token alone does not tell what is made of several (I2: its length is the same)
+                if len(tracked) == len(given):
+                    self._forget(kind)
             self._prove(kind, block, skeleton, args, kwargs)
 
         return called

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from rank_harness import run_ranks
-from tensor_blocks import PLAN, WIDTH, Block, loader, module_of, trainer_of
+from tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError
@@ -203,16 +204,20 @@ class Mixing(Block):
         return super().forward(x) + x.mean(-2, keepdim=True)
 
 
-def mixed() -> str:
+def mixed(first_rows: int) -> str:
     module = module_of()
     module.blocks[0] = Mixing(0.0, 0.0)
+    rows = [torch.randn(count, WIDTH, dtype=torch.float64) for count in (first_rows, 4)]
+    batches: DataLoader[Tensor] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
     try:
-        trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}).fit(module, loader(8, 4))
+        trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}).fit(module, batches)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def test_what_mixes_tokens_between_layers_that_are_cut_is_refused_by_its_proof() -> None:
-    for refused in run_ranks(mixed, 2):
+@pytest.mark.parametrize("first_rows", [4, 1])
+def test_what_mixes_tokens_between_layers_that_are_cut_is_refused_by_its_proof(first_rows: int) -> None:
+    """One token alone tells nothing of it."""
+    for refused in run_ranks(mixed, 2, first_rows):
         assert "blocks.0 (Mixing) computes something else" in refused and "sequence_parallel=False" in refused
