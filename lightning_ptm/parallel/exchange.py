@@ -90,7 +90,8 @@ class TensorGroup:
 
     @abstractmethod
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
-        """Of (size, *shape), a piece for each rank: the sum over the ranks of this one's, in memory of its own."""
+        """Of (size, *shape), a piece for each rank, of one dimension at least: the sum over the ranks of this one's, in
+        memory of its own."""
 
     def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
         """What an exchange results in; a forward that is recomputed is given the result of the first."""
@@ -134,6 +135,8 @@ class RankGroup(TensorGroup):
         self.exchanges = 0
         """Collectives so far."""
         self._backend = backend
+        # torch 2.13 renamed it and warns for the old name.
+        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
         """Devices with random numbers of their own."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
@@ -160,8 +163,8 @@ class RankGroup(TensorGroup):
             self._exchange("sum of pieces", lambda group: dist.all_to_all_single(received, pieces, group=group), pieces)
             return received.sum(0)
         out = torch.empty_like(pieces[0])
-        stacked = pieces.flatten(0, 1) if out.dim() else pieces
-        self._exchange("sum of pieces", lambda group: dist.reduce_scatter_tensor(out, stacked, group=group), pieces)
+        in_rows = pieces.flatten(0, 1)
+        self._exchange("sum of pieces", lambda group: self._reduce_scatter_flat(out, in_rows, group=group), pieces)
         return out
 
     def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:

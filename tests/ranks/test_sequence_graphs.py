@@ -11,7 +11,7 @@ from rank_harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptm.memory.backend import backend_of
+from lightning_ptm.memory.backend import CpuBackend, backend_of
 from lightning_ptm.models.gpt import Block
 from lightning_ptm.parallel import Columns, Rows, Rule
 from lightning_ptm.parallel.cutting import CutModule
@@ -109,3 +109,27 @@ def differences(request: pytest.FixtureRequest) -> list[dict[str, float]]:
 def test_it_is_what_whole_blocks_give(differences: list[dict[str, float]], way: str) -> None:
     for of_rank in differences:
         assert of_rank[way] < 1e-12
+
+
+class Scattering(CpuBackend):
+    """Its collectives are taken for those of another library than gloo, which has no reduce-scatter to be used."""
+
+    collectives = "another"
+
+
+def sums_of_pieces(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's sum of pieces, by both ways and by a sum of all."""
+    dist.init_process_group("gloo")
+    groups = [RankGroup(dist.group.WORLD, backend) for backend in (CpuBackend(), Scattering())]
+    pieces = torch.randn(shape, generator=torch.Generator().manual_seed(groups[0].index), dtype=torch.float64)
+    first, second = (group.sum_of_piece(pieces) for group in groups)
+    expected = groups[0].sum(pieces)[groups[0].index]
+    assert [group.exchanges for group in groups] == [2, 1]
+    dist.destroy_process_group()
+    return first, second, expected
+
+
+@pytest.mark.parametrize("shape", [(2, 3, WIDTH), (2, 2, 3, WIDTH)])
+def test_sums_of_pieces_do_not_depend_on_what_carries_them(shape: tuple[int, ...]) -> None:
+    for first, second, expected in run_ranks(sums_of_pieces, 2, shape):
+        assert torch.equal(first, expected) and torch.equal(second, expected)
