@@ -96,6 +96,9 @@ class Settings:
         tensor_parallel_plan: How the model is cut: a dictionary from names of modules (with `*` for numbers) to rules of
             `lightning_ptm.parallel` (`Columns`, `Rows`, `Vocabulary`, `Partial`, `Summed`), or Transformers' words for them.
             `auto` takes what the model's classes say of themselves: this package's models do, and Transformers'.
+        sequence_parallel: With `tensor_parallel_size`: between the layers that are cut (norms, dropout, residuals), each rank
+            of a group computes its part of the sequence, and keeps the activations of that alone. Blocks take and give what
+            is whole. Each rank draws random numbers of its own for its part.
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
             unit computes with the newest parameters that there are. Without a `disk_path` and a `master_home` they are in the
             Trainer's root folder.
@@ -154,6 +157,7 @@ class Settings:
     expert_parallel_size: int = 1
     tensor_parallel_size: int = 1
     tensor_parallel_plan: Literal["auto"] | Mapping[str, Any] = "auto"
+    sequence_parallel: bool = False
     lock_free: bool = False
     max_staleness: int = 1
     hold_updates: bool = False
@@ -198,15 +202,7 @@ class Settings:
                 "async_save=True writes checkpoints from pages, and state_dict_type='full' gathers them first; set "
                 "state_dict_type='sharded', or async_save=False"
             )
-        for name in ("expert_parallel_size", "tensor_parallel_size"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
-        if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
-            raise ConfigError(
-                f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
-                f"{{'blocks.*.expand': Columns(), 'blocks.*.project': Rows()}} (from lightning_ptm.parallel)"
-            )
+        self._check_parallel()
         if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
         if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
@@ -240,6 +236,22 @@ class Settings:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
         except RuntimeError as error:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
+
+    def _check_parallel(self) -> None:
+        for name in ("expert_parallel_size", "tensor_parallel_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel=True divides sequences over the ranks of a tensor group, and tensor_parallel_size=1 makes "
+                "none; give a tensor_parallel_size of 2 or more, or leave it out"
+            )
+        if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
+            raise ConfigError(
+                f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
+                f"{{'blocks.*.expand': Columns(), 'blocks.*.project': Rows()}} (from lightning_ptm.parallel)"
+            )
 
     def _check_weights(self) -> None:
         if self.weights is not None and not isinstance(self.weights, (str, Path)):

@@ -23,9 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.forwards import stand_in
 from lightning_ptm.runtime.experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
 
@@ -137,11 +139,12 @@ class Counter:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        handles, changed = [], []
+        handles: list[RemovableHandle] = []
+        changed: list[Callable[[], None]] = []
         try:
             for module in self._known.mixtures:
-                module.forward = self._even(module)  # type: ignore[assignment,method-assign]
-                changed.append(module)
+                mixture, experts = self._even(module)
+                changed += [stand_in(module, mixture), stand_in(module.experts, experts)]
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
@@ -153,8 +156,8 @@ class Counter:
         finally:
             for handle in handles:
                 handle.remove()
-            for module in changed:
-                del module.forward
+            for restore in changed:
+                restore()
 
     def computes(self, flops: int) -> None:
         """Operations of the unit that computes."""
@@ -207,8 +210,8 @@ class Counter:
         seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
         return True
 
-    def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
-        """Stands in for a mixture whose routing depends on values."""
+    def _even(self, module: MixtureOfExperts) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Stand in for a mixture whose routing depends on values, and for its experts, around which ranks may exchange."""
         experts, of_group = list(module.experts), 1
         first_units: list[int] = []
         if self._experts is not None:
@@ -231,19 +234,22 @@ class Counter:
             weights = scores.topk(module.choices, dim=-1).values
             if module.choices > 1:
                 weights = weights / weights.sum(dim=-1, keepdim=True)
-            # Results of all its choices that an expert computes, which are kept to be weighted.
+            # All its choices that are computed; their results are kept to be weighted.
             kept = min(len(tokens) * module.choices, capacity * len(module.experts))
-            weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
-            part = tokens[:1].expand(rows, -1)
-            out = tokens
-            for expert in experts:
-                out = out + expert(part.clone()).sum(0)
+            out = module.experts(tokens[:1].expand(kept, -1), [rows] * len(experts), 1)
+            weighted = out * weights.flatten()[:1].to(out.dtype)
             for unit in first_units:
                 self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
             zero = scores.sum() * 0 + weighted.sum() * 0
-            return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
+            return out[:1].expand(len(tokens), -1).view(x.shape), Routing(zero, scores.detach().sum(0), zero)
 
-        return forward
+        def compute(chosen: Tensor, counts: Sequence[int], zeros: int) -> Tensor:
+            out = chosen[:1].expand(len(chosen) + zeros, -1)
+            for expert, rows in zip(experts, counts, strict=True):
+                out = out + expert(chosen[:1].expand(rows, -1).clone()).sum(0)
+            return out
+
+        return forward, compute
 
 
 def _given(tensor: Tensor) -> Tensor:

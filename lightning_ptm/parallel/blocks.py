@@ -102,6 +102,10 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
             )
         inside = {place.name.removeprefix(f"{around}."): place.rule for place in others}
         found.setdefault(around, {}).update(inside)
+    for place in places:  # what is whole again by itself is proven, too, where it is inside
+        inner = next((name for name in found if place.name.startswith(f"{name}.")), None)
+        if inner is not None:
+            found[inner][place.name.removeprefix(f"{inner}.")] = place.rule
     return tuple(Block(name, modules[name], plan) for name, plan in found.items())
 
 

@@ -5,6 +5,8 @@ For modules on the meta device that are cut as the first rank's are (`lightning-
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -27,32 +29,29 @@ class CountedGroup(TensorGroup):
         self.kept_bytes = 0
 
     @override
-    def enter(self, value: Tensor) -> Tensor:
-        before = self._entered
-        out = super().enter(value)
-        if self._entered is not before:
-            self.backward_bytes += self._summed(value)
-        return out
-
-    @override
-    def part_of(self, value: Tensor) -> Tensor:
-        self.backward_bytes += value.nbytes * (self.size - 1) // self.size
-        return super().part_of(value)
-
-    @override
     def sum(self, value: Tensor) -> Tensor:
         self.forward_bytes += self._summed(value)
-        self.kept_bytes += value.nbytes
         return value.clone()
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         self.forward_bytes += value.nbytes * (self.size - 1)
-        self.kept_bytes += value.nbytes * self.size
         return value.unsqueeze(0).expand(self.size, *value.shape).clone()
 
-    def _summed(self, value: Tensor) -> int:
-        return 2 * value.nbytes * (self.size - 1) // self.size
+    @override
+    def sum_of_piece(self, pieces: Tensor) -> Tensor:
+        self.forward_bytes += pieces.nbytes * (self.size - 1) // self.size
+        return pieces[0].clone()
+
+    @override
+    def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
+        result = exchange()
+        self.kept_bytes += result.nbytes
+        return result
+
+    @override
+    def sends_back(self, sent_bytes: int) -> None:
+        self.backward_bytes += sent_bytes
 
 
 __all__ = ["CountedGroup"]

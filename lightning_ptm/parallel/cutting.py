@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import with_adapters
-from lightning_ptm.parallel.blocks import blocks_of
+from lightning_ptm.parallel.between import Between
+from lightning_ptm.parallel.blocks import Block, blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof
 from lightning_ptm.parallel.rules import Place, Rule, places
+from lightning_ptm.parallel.sequence_parallel import SequenceParallel
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut
@@ -46,14 +48,24 @@ class CutModule:
         root: with whole parameters, on the meta device or in RAM.
         plan: see rules.py.
         strict: every entry of the plan has to name something.
+        sequence_parallel: inside of blocks, ranks have parts of the sequence between layers that are cut.
         proven: each kind of block is proven when it is first called (I1).
+        of_block: the root is a block.
 
     Raises:
         ConfigError: a module cannot be cut as the plan says, or nothing would be.
     """
 
     def __init__(
-        self, root: nn.Module, plan: Mapping[str, Rule], group: TensorGroup, *, strict: bool, proven: bool = True
+        self,
+        root: nn.Module,
+        plan: Mapping[str, Rule],
+        group: TensorGroup,
+        *,
+        strict: bool,
+        sequence_parallel: bool = False,
+        proven: bool = True,
+        of_block: bool = False,
     ) -> None:
         self.root = root
         self.group = group
@@ -61,7 +73,14 @@ class CutModule:
         named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
         self.places = tuple(inner for place in named for inner in with_adapters(place))
         self._undo: list[Callable[[], None]] = []
-        layers = [layer(place, group) for place in self.places]
+        self._sequence: SequenceParallel | None = None
+        if sequence_parallel:
+            blocks = (Block("", root, plan),) if of_block else blocks_of(root, named)
+            self._sequence = SequenceParallel(blocks, group, self.places)
+            if not of_block:
+                self._sequence.refuse_idle()
+            self.places += self._sequence.uncut
+        layers = [layer(place, self._between(place)) for place in self.places]
         self._by_parameter = self._agreed(layers)
         """Of each parameter that is cut, by id: it, and its box."""
         self._partial = self._partial_of(layers)
@@ -71,13 +90,18 @@ class CutModule:
                 f"layer that it has; use tensor_parallel_size=1, or give a tensor_parallel_plan"
             )
         if proven:
-            divide = partial(CutModule, group=group, strict=True, proven=False)
-            self._undo.append(Proof(blocks_of(root, named), group, divide).close)
+            divide = partial(
+                CutModule, group=group, strict=True, sequence_parallel=sequence_parallel, proven=False, of_block=True
+            )
+            self._undo.append(Proof(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
             self._apply(layers)
         except BaseException:
             self.undo()
             raise
+
+    def _between(self, place: Place) -> Between:
+        return Between(self.group) if self._sequence is None else self._sequence.between(place.name)
 
     def _agreed(self, layers: list[Layer]) -> dict[int, tuple[nn.Parameter, Box]]:
         found: dict[int, tuple[nn.Parameter, Box]] = {}
@@ -127,6 +151,8 @@ class CutModule:
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
             self._undo.append(replace(place.around, **each.counts))
+        for module, forward in self._sequence.forwards() if self._sequence is not None else ():
+            self._undo.append(replace(module, forward=forward))
 
     # -- what others need ---------------------------------------------------------------------------------------------
 
@@ -154,6 +180,8 @@ class CutModule:
         while self._undo:
             self._undo.pop()()
         self.group.forget()
+        if self._sequence is not None:
+            self._sequence.parts.forget()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
                 if tuple(parameter.shape) != box.part_shape:

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations.
+"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations that are whole.
 
 Owns a rank's place in its group, and the random numbers of what is divided. Ranks of a group compute the same on the same
 data, each with its parts of parameters. What is *whole* is the same on all of them, and so is its gradient; of what is
@@ -52,6 +52,7 @@ class TensorGroup:
             known, version, entered = self._entered
             if known() is value and value._version == version:
                 return entered
+        self.sends_back(self._summed(value))
         out: Tensor = _Enter.apply(value, self)
         self._entered = (weakref.ref(value), value._version, out)
         return out
@@ -74,6 +75,7 @@ class TensorGroup:
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of a whole value along the last dimension."""
+        self.sends_back(value.nbytes * (self.size - 1) // self.size)
         out: Tensor = _PartOf.apply(value, self)
         return out
 
@@ -99,6 +101,22 @@ class TensorGroup:
             yield
         finally:
             self.meet_again()
+
+    @abstractmethod
+    def sum_of_piece(self, pieces: Tensor) -> Tensor:
+        """Of (size, *shape), a piece for each rank, of one dimension at least: the sum over the ranks of this one's, in
+        memory of its own."""
+
+    def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
+        """What an exchange results in; a forward that is recomputed is given the result of the first."""
+        return once(exchange)
+
+    def sends_back(self, sent_bytes: int) -> None:
+        """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""
+
+    def _summed(self, value: Tensor) -> int:
+        """Bytes that a rank sends for a sum."""
+        return 2 * value.nbytes * (self.size - 1) // self.size
 
     def begin_divided(self) -> None:
         """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
@@ -132,6 +150,8 @@ class RankGroup(TensorGroup):
         self.exchanges = 0
         """Collectives so far."""
         self._backend = backend
+        # torch 2.13 renamed it and warns for the old name.
+        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
         """Devices with random numbers of their own."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
@@ -158,6 +178,18 @@ class RankGroup(TensorGroup):
     def meet_again(self) -> None:
         if self._run is not None:
             self._run.meet_again()
+
+    @override
+    def sum_of_piece(self, pieces: Tensor) -> Tensor:
+        pieces = pieces.contiguous()
+        if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
+            received = torch.empty_like(pieces)
+            self._exchange("sum of pieces", lambda group: dist.all_to_all_single(received, pieces, group=group), pieces)
+            return received.sum(0)
+        out = torch.empty_like(pieces[0])
+        in_rows = pieces.flatten(0, 1)
+        self._exchange("sum of pieces", lambda group: self._reduce_scatter_flat(out, in_rows, group=group), pieces)
+        return out
 
     def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
         """The one way to the other ranks.
@@ -232,7 +264,7 @@ class _Enter(torch.autograd.Function):
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        return once(lambda: group.sum(value))
+        return group.kept(lambda: group.sum(value))
 
     @staticmethod
     @once_differentiable
@@ -244,7 +276,7 @@ class _PutTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return once(lambda: torch.cat(group.gather(value).unbind(0), -1))
+        return group.kept(lambda: torch.cat(group.gather(value).unbind(0), -1))
 
     @staticmethod
     @once_differentiable

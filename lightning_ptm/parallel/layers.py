@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted
+from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.logits import logits_of
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
-
-Forward = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,30 +44,33 @@ class Layer:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def layer(place: Place, group: TensorGroup) -> Layer:
+def layer(place: Place, between: Between) -> Layer:
     """What a rule makes of a module.
+
+    Args:
+        between: what is around it.
 
     Raises:
         ConfigError: it cannot be cut so.
     """
-    rule, module = place.rule, place.module
+    rule, module, group = place.rule, place.module, between.group
     if place.parameter is not None:
         return _parameter(place, group)
     if isinstance(rule, Partial):
         return Layer(partial=tuple(name for name, it in module._parameters.items() if it is not None))
     if isinstance(rule, Summed):
-        return Layer(forward=_summed(module, group))
+        return Layer(forward=_summed(module, between))
     if isinstance(rule, Part):
-        return Layer(forward=_part(rule, place, group))
+        return Layer(forward=_part(rule, place, between))
     if isinstance(rule, Entering):
-        return Layer(forward=_entering(rule, place, group))
+        return Layer(forward=_entering(rule, place, between))
     if is_adapted(module):
-        return _adapted(place, group)
+        return _adapted(place, between)
     if isinstance(module, nn.Embedding):
         return _embedding(place, group)
     if isinstance(rule, Vocabulary) or _outputs_first(module) is None:
         raise _unknown(place)
-    return _columns(place, rule, group) if isinstance(rule, Columns) else _rows(place, rule, group)
+    return _columns(place, rule, between) if isinstance(rule, Columns) else _rows(place, rule, between)
 
 
 def _unknown(place: Place) -> ConfigError:
@@ -146,8 +150,9 @@ def _divided(place: Place, name: str, group: TensorGroup) -> int:
     return count // group.size
 
 
-def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
+def _columns(place: Place, rule: Columns, between: Between) -> Layer:
     module: Any = place.module
+    group = between.group
     outputs = 0 if _outputs_first(module) else 1
     _whole_heads(place, rule, module.weight.shape[outputs], group)
     counts = {name: _divided(place, name, group) for name in rule.counts}
@@ -158,52 +163,46 @@ def _columns(place: Place, rule: Columns, group: TensorGroup) -> Layer:
         raise ConfigError(
             f"tensor_parallel_plan has {rule} for {place.name}: gathered outputs are those of one projection"
         )
-    compute = _linear(module, outputs_first=outputs == 0)
+    weight = _weight(module, outputs_first=outputs == 0)
 
     @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
-        entered = group.enter(x)
         if rule.gather:
-            out = compute(entered, module.bias)
+            out = between.columns(x, weight(), module.bias)
             return group.put_together(out) if place.inside else logits_of(out, group)
-        if module.training and not place.inside:
-            group.begin_divided()
-        return compute(entered, module.bias)
+        if not place.inside:
+            between.begin(training=module.training)
+        return between.columns(x, weight(), module.bias)
 
     return Layer(boxes, forward=forward, counts=counts)
 
 
-def _rows(place: Place, rule: Rows, group: TensorGroup) -> Layer:
+def _rows(place: Place, rule: Rows, between: Between) -> Layer:
     module: Any = place.module
+    group = between.group
     inputs = 1 if _outputs_first(module) else 0
     boxes = {"weight": _box(f"{place.name}.weight", module.weight.shape, inputs, rule.parts, group)}
-    compute = _linear(module, outputs_first=inputs == 1)
+    weight = _weight(module, outputs_first=inputs == 1)
 
     @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
         part = group.part_of(x) if rule.split else x
         if not place.inside:
             # Before the product, which draws nothing: a forward that is recomputed may end at what the product saves.
-            group.end_divided()
-        out = group.add_up(compute(part, None))
+            between.end()
+        out = between.leave(F.linear(part, weight()))
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
-    return Layer(boxes, forward=forward)
+    partial = ("bias",) if between.partial and module.bias is not None else ()
+    return Layer(boxes, partial, forward=forward)
 
 
-def _linear(module: Any, *, outputs_first: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
-    if outputs_first:
-        return lambda x, bias: F.linear(x, module.weight, bias)
-
-    def conv1d(x: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        out = torch.mm(flat, module.weight) if bias is None else torch.addmm(bias, flat, module.weight)
-        return out.view(*x.shape[:-1], -1)
-
-    return conv1d
+def _weight(module: Any, *, outputs_first: bool) -> Callable[[], Tensor]:
+    """(outputs, inputs), whichever is first in the module."""
+    return lambda: module.weight if outputs_first else module.weight.t()
 
 
-def _adapted(place: Place, group: TensorGroup) -> Layer:
+def _adapted(place: Place, between: Between) -> Layer:
     """The layer around a base layer and its adapters, which draw random numbers alike until all have computed."""
     module, rule = place.module, place.rule
     own = type(module).forward
@@ -214,9 +213,9 @@ def _adapted(place: Place, group: TensorGroup) -> Layer:
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(module, *args, **kwargs)
         if isinstance(rule, Rows):
-            group.end_divided()
-        elif module.training:
-            group.begin_divided()
+            between.end()
+        else:
+            between.begin(training=module.training)
         return out
 
     return Layer(forward=forward)
@@ -287,7 +286,8 @@ def _columns_of(place: Place, rule: Columns, group: TensorGroup) -> Callable[[Te
     return find
 
 
-def _part(rule: Part, place: Place, group: TensorGroup) -> Forward:
+def _part(rule: Part, place: Place, between: Between) -> Forward:
+    group = between.group
     if type(place.module) is not nn.Identity:
         raise _unknown(place)
 
@@ -295,12 +295,12 @@ def _part(rule: Part, place: Place, group: TensorGroup) -> Forward:
     def forward(value: Tensor | None) -> Tensor | None:
         if value is None or value.shape[rule.dimension] == 1:
             return value
-        return group.enter(value).chunk(group.size, rule.dimension)[group.index]
+        return between.enter(value).chunk(group.size, rule.dimension)[group.index]
 
     return forward
 
 
-def _entering(rule: Entering, place: Place, group: TensorGroup) -> Forward:
+def _entering(rule: Entering, place: Place, between: Between) -> Forward:
     module, last = place.module, getattr(place.around, rule.last, None)
     if not isinstance(last, int) or "forward" in vars(module):
         raise ConfigError(
@@ -313,29 +313,29 @@ def _entering(rule: Entering, place: Place, group: TensorGroup) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = own(module, *args, **kwargs)
         first, entering = out.split([out.shape[-1] - last, last], -1)
-        return torch.cat([first, group.enter(entering)], -1)
+        return torch.cat([first, between.enter(entering)], -1)
 
     return forward
 
 
-def _summed(module: nn.Module, group: TensorGroup) -> Forward:
-    own = type(module).forward
+def _summed(module: nn.Module, between: Between) -> Forward:
+    def around(own: Forward) -> Forward:
+        @torch.compiler.disable
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            def entered(value: Any) -> Any:
+                floats = isinstance(value, Tensor) and value.is_floating_point()
+                return between.enter(value) if floats else value
 
-    @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        def entered(value: Any) -> Any:
-            floats = isinstance(value, Tensor) and value.is_floating_point()
-            return group.enter(value) if floats else value
+            between.begin(training=module.training)
+            try:
+                out = own(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+            finally:
+                between.end()
+            return between.leave(out)
 
-        if module.training:
-            group.begin_divided()
-        try:
-            out = own(module, *map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-        finally:
-            group.end_divided()
-        return group.add_up(out)
+        return forward
 
-    return forward
+    return Around(around, MethodType(type(module).forward, module))
 
 
 def _parameter(place: Place, group: TensorGroup) -> Layer:

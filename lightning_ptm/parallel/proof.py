@@ -42,13 +42,15 @@ class Proof:
     Args:
         blocks: with whole parameters, before anything is cut.
         divide: cuts a copy.
+        of_parts: between layers that are cut, ranks have parts of the sequence.
 
     Raises:
         ConfigError: a block cannot be copied.
     """
 
-    def __init__(self, blocks: Sequence[Block], group: TensorGroup, divide: Divided) -> None:
+    def __init__(self, blocks: Sequence[Block], group: TensorGroup, divide: Divided, *, of_parts: bool = False) -> None:
         self._group = group
+        self._of_parts = of_parts
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
         """By kind, of the blocks that may be called first."""
@@ -84,9 +86,12 @@ class Proof:
             proven = self._computed.setdefault(kind, [])
             if kind not in self._handles or any(tracked <= known for known in proven):
                 return
-            proven.append(tracked)
-            if len(tracked) == len(given):
-                self._forget(kind)
+            if not self._of_parts or any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1]):
+                proven.append(
+                    tracked
+                )  # a token alone does not tell what is made of several (I2: its length is the same)
+                if len(tracked) == len(given):
+                    self._forget(kind)
             self._prove(kind, block, skeleton, args, kwargs)
 
         return called
@@ -148,13 +153,17 @@ class Proof:
 
     def _refusal(self, block: Block, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
+        between = (
+            "; what is between them must take tokens one by one, or sequence_parallel=False be given"
+            if self._of_parts
+            else ""
+        )
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
             f"cut as tensor_parallel_plan says ({rules}): packed projections need Columns(parts=how many), attributes that "
             f"count heads Columns(heads=their names), norms of a rank's own heads Partial(), and what follows Columns() "
             f"without gather=True must work on a part until a layer with Rows(), what a forward sets in attributes too; "
-            f"heads have to divide; mend the plan, or "
-            f"leave these layers out of it"
+            f"heads have to divide{between}; mend the plan, or leave these layers out of it"
         )
 
     def _differences(

@@ -143,7 +143,14 @@ class BuildingStrategy(CheckpointingStrategy):
             take_first_rank_s_values(self._module, self.device_mesh["tensor_parallel"].get_group(), self._backend)
         if group is not None:
             plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
-            self._cut = CutModule(self._module, plan_of(self._module, plan), group, strict=strict, proven=proven)
+            self._cut = CutModule(
+                self._module,
+                plan_of(self._module, plan),
+                group,
+                strict=strict,
+                sequence_parallel=self.settings.sequence_parallel,
+                proven=proven,
+            )
 
     def _watch(self, trainer: Trainer, engine: Engine, *, fitting: bool, anew: bool) -> None:
         """What the run has to hear of is watched, and what users should know beforehand is told them."""

@@ -176,7 +176,7 @@ class Run:
     micro_batches: int = 1
 
     def on_one(self) -> Run:
-        divided = ("tensor_parallel", "expert_parallel")
+        divided = ("tensor_parallel", "expert_parallel", "sequence_parallel")
         settings = {name: value for name, value in self.settings.items() if not name.startswith(divided)}
         return dataclasses.replace(self, ranks=1, tensor=1, settings=settings)
 

@@ -31,6 +31,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "master_home": "disk",
         "recompute": "all",
     },
+    "parts of the sequence": {"sequence_parallel": True},
+    "parts of the sequence, recomputed": {"sequence_parallel": True, "recompute": "all"},
 }
 
 
@@ -57,7 +59,7 @@ class Watch(L.Callback):
         self.pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
 
     def counts(self) -> None:
-        sums, gathers = dist.all_reduce, dist.all_gather_into_tensor
+        sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
 
         def all_reduce(value: Any, *args: Any, **options: Any) -> Any:
             size = dist.get_world_size(options.get("group"))
@@ -68,13 +70,19 @@ class Watch(L.Callback):
             self.sent += value.nbytes * (dist.get_world_size(options.get("group")) - 1)
             return gathers(out, value, *args, **options)
 
-        dist.all_reduce, dist.all_gather_into_tensor = all_reduce, all_gather
+        def all_to_all(out: Any, value: Any, *args: Any, **options: Any) -> Any:
+            size = dist.get_world_size(options.get("group"))
+            if not options.get("async_op"):  # those of pages are
+                self.sent += value.nbytes * (size - 1) / size
+            return pieces(out, value, *args, **options)
+
+        dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = all_reduce, all_gather, all_to_all
 
 
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
-    kept = dist.all_reduce, dist.all_gather_into_tensor
+    kept = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
     for settings in runs:
         watch = Watch()
         chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": disk}
@@ -86,7 +94,7 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
                 warnings.simplefilter("ignore")
                 trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
         finally:
-            dist.all_reduce, dist.all_gather_into_tensor = kept
+            dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
         found.append(Measured(watch.pages, watch.sent))
     return found
 

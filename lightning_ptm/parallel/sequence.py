@@ -1,0 +1,182 @@
+"""Exchanges along the sequence, the dimension before the last, of which each rank of a tensor group has a part.
+
+Differentiable: what is whole becomes parts and is put together again, and parts of sums become sums of parts. Knows nothing
+of modules.
+
+I1: a part has as many tokens on each rank: behind the last token stand copies of it, whose gradients are zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.runtime.saved import inside_checkpoint
+
+
+@dataclasses.dataclass(slots=True)
+class Again:
+    """Has a part gathered again in a backward pass, once for all layers that have kept it.
+
+    Attributes:
+        length: of the whole sequence.
+        whole: between the first of these layers and the end of their region's backward pass.
+        counted: the bytes are.
+    """
+
+    group: TensorGroup
+    length: int
+    whole: Tensor | None = None
+    counted: bool = False
+
+    def of(self, part: Tensor) -> Tensor:
+        """The whole value, without a graph."""
+        if self.whole is None or self.whole.dtype is not part.dtype:  # autocast may be off for some of the layers
+            self.whole = _together(self.group.gather(part), self.length)
+        return self.whole
+
+
+class Split(torch.autograd.Function):
+    """Whole -> this rank's part; gradients are of parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group, ctx.length = group, whole.shape[-2]
+        return _own(whole, group, _last_token).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _together(ctx.group.gather(gradient), ctx.length), None
+
+
+class Join(torch.autograd.Function):
+    """Parts -> whole, whose gradient is whole; and the part, for who needs no more.
+
+    Both are of one node: who waits for the gradient of the whole hears when that of the part has come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: TensorGroup, length: int, kept: bool) -> tuple[Tensor, Tensor]:
+        def gather() -> Tensor:
+            return _together(group.gather(part), length)
+
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return (group.kept(gather) if kept else gather()), part.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_whole: Tensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        own = None if of_whole is None else _own(of_whole, ctx.group, torch.zeros_like).contiguous()
+        return (own if of_part is None else of_part if own is None else own + of_part), None, None, None
+
+
+class Gather(torch.autograd.Function):
+    """Parts -> whole; gradients are parts of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, again: Again) -> Tensor:
+        ctx.again = again
+        return _together(again.group.gather(part), again.length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.again.whole = None
+        group = ctx.again.group
+        return group.sum_of_piece(_pieces(gradient, group.size, torch.zeros_like)), None
+
+
+class Scatter(torch.autograd.Function):
+    """Parts of a sum -> this rank's part of the sequence; the gradient is of parts."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group, ctx.length = group, value.shape[-2]
+        return group.kept(lambda: group.sum_of_piece(_pieces(value, group.size, _last_token)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _together(ctx.group.gather(gradient), ctx.length), None
+
+
+class Product(torch.autograd.Function):
+    """A linear layer that keeps a part of its input.
+
+    Inside of a checkpoint it keeps the whole, which is there when the forward has been computed again, and at no other time:
+    so the backward pass has as many exchanges as without.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
+        out = F.linear(whole, weight, bias)  # under autocast in another dtype
+        ctx.again, ctx.dtypes = again, (whole.dtype, None if bias is None else bias.dtype)
+        ctx.keeps_whole = inside_checkpoint()
+        ctx.save_for_backward((whole if ctx.keeps_whole else part).to(out.dtype), weight)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = ctx.saved_tensors
+        of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        whole = ctx.again.of(kept) if of_weight and not ctx.keeps_whole else kept
+        return (
+            (gradient @ weight.to(gradient.dtype)).to(ctx.dtypes[0]) if of_input else None,
+            None,
+            (rows.t() @ whole.flatten(0, -2).to(rows.dtype)).to(weight.dtype) if of_weight else None,
+            rows.sum(0).to(ctx.dtypes[1]) if of_bias else None,
+            None,
+        )
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+Filler = Callable[[Tensor], Tensor]
+"""Makes what stands behind a last token of it (I1)."""
+
+
+def _last_token(token: Tensor) -> Tensor:
+    return token
+
+
+def of_each(length: int, size: int) -> int:
+    """How many tokens each rank has, copies of the last among them."""
+    return -(-length // size)
+
+
+def _filled(value: Tensor, size: int, filler: Filler) -> Tensor:
+    missing = of_each(value.shape[-2], size) * size - value.shape[-2]
+    if not missing:
+        return value
+    return torch.cat([value, *[filler(value[..., -1:, :])] * missing], -2)
+
+
+def _pieces(value: Tensor, size: int, filler: Filler) -> Tensor:
+    """(size, ..., tokens of each, features)."""
+    return torch.stack(_filled(value, size, filler).chunk(size, -2))
+
+
+def _own(value: Tensor, group: TensorGroup, filler: Filler) -> Tensor:
+    each = of_each(value.shape[-2], group.size)
+    return _filled(value, group.size, filler).narrow(-2, group.index * each, each)
+
+
+def _together(parts: Tensor, length: int) -> Tensor:
+    """Of (size, ..., tokens of each, features), the first tokens, one rank's after the other's."""
+    whole = torch.cat(parts.unbind(0), -2)
+    # No view: whoever gets it may write to it.
+    return whole if whole.shape[-2] == length else whole[..., :length, :].clone(memory_format=torch.contiguous_format)
+
+
+__all__ = ["Again", "Gather", "Join", "Product", "Scatter", "Split", "of_each"]

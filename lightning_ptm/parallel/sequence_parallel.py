@@ -1,0 +1,88 @@
+"""Sequence parallelism of one module: which forwards its blocks and their regions get, and what its layers find around them.
+
+Where ranks have parts, regions.py decides; what they compute there, parts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel.between import Between
+from lightning_ptm.parallel.blocks import Block
+from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.forwards import Forward
+from lightning_ptm.parallel.parts import InBlock, InRegion, Parts
+from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block
+from lightning_ptm.parallel.rules import Place
+
+
+class SequenceParallel:
+    """Sequence parallelism of one module: what is between its layers, and the forwards of its blocks and regions.
+
+    Args:
+        cut: where rules apply.
+
+    Raises:
+        ConfigError: statistics of a batch would be of a part.
+    """
+
+    def __init__(self, blocks: Sequence[Block], group: TensorGroup, cut: Sequence[Place]) -> None:
+        self.parts = Parts(group)
+        self._whole = Between(group)
+        self._blocks = [made for block in blocks if (made := sequence_block(block)) is not None]
+        for each in self._blocks:
+            _refuse_statistics(each)
+        self.uncut = tuple(place for each in self._blocks for place in each.uncut(cut))
+        """Modules that every rank has whole, and of whose parameters it has parts of the gradients."""
+
+    def refuse_idle(self) -> None:
+        """Of a whole model; a block of one may be without.
+
+        Raises:
+            ConfigError: in no block there is anything between layers that are cut.
+        """
+        if not self._blocks:
+            raise ConfigError(
+                "sequence_parallel=True and no block has layers with Columns() and, behind them, Rows() in modules that are "
+                "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
+                "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+            )
+
+    def between(self, name: str) -> Between:
+        """What is around a layer."""
+        for each in self._blocks:
+            if is_in(name, each.block.name):
+                region = each.region_of(name.removeprefix(f"{each.block.name}.") if each.block.name else name)
+                if region is not None:
+                    if not region.divided:
+                        return self._whole
+                    return (InRegion if region.name else InBlock)(self.parts, name)
+                return InBlock(self.parts, name)
+        return self._whole
+
+    def forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
+        """Modules, and forwards in the place of their own; to be asked when layers have theirs."""
+        for each in self._blocks:
+            for region in each.regions:
+                if region.name:
+                    module, name = each.block.module.get_submodule(region.name), f"{each.block.name}.{region.name}"
+                    make = self.parts.divided_region if region.divided else self.parts.whole_region
+                    yield module, make(module, name)
+            yield each.block.module, self.parts.block(each.block.module, each.block.name)
+
+
+def _refuse_statistics(each: SequenceBlock) -> None:
+    for name, module in each.block.module.named_modules():
+        region = each.region_of(name)
+        if isinstance(module, _BatchNorm) and (region is None or region.divided):
+            raise ConfigError(
+                f"sequence_parallel=True and {each.block.name}.{name} is a {type(module).__name__}, whose statistics would "
+                f"be of each rank's part of the sequence; use sequence_parallel=False, or a norm that takes tokens one by one"
+            )
+
+
+__all__ = ["SequenceParallel"]

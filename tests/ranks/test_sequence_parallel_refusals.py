@@ -1,0 +1,223 @@
+"""What sequence parallelism would get wrong is refused in a sentence that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_harness import run_ranks
+from tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
+from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.cutting import CutModule
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.project = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(torch.relu(self.expand(x)))
+
+
+class Normed(nn.Module):
+    """A block with a region in it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.feed_forward = norm, FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.feed_forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Pooled(Normed):
+    """Gives one token for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+REGIONS: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(), "blocks.*.feed_forward.project": Rows()}
+SPLIT: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(gather=True)}
+
+
+def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
+    return CutModule(model, plan, CountedGroup(2), strict=True, sequence_parallel=True, proven=False)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
+    "statistics of a batch": (
+        lambda: Model(Normed(nn.BatchNorm1d(WIDTH))),
+        REGIONS,
+        ["blocks.0.norm is a BatchNorm1d", "part of the sequence", "sequence_parallel=False"],
+    ),
+    "no pair of columns and rows": (
+        lambda: Model(Normed(nn.Identity())),
+        SPLIT,
+        ["no block", "Columns()", "sequence_parallel=False"],
+    ),
+    "an embedding and a head alone": (
+        lambda: Model(),
+        {"embedding": Vocabulary(), "head": Columns(gather=True)},
+        ["no block", "Columns()", "sequence_parallel=False"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_refused_before_it_is_cut(case: str) -> None:
+    build, plan, words = CASES[case]
+    model = build()
+    with pytest.raises(ConfigError) as refused:
+        cut(model, plan)
+    assert [word for word in words if word not in str(refused.value)] == [], refused.value
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert [tuple(each.shape) for each in model.parameters()] == [tuple(each.shape) for each in build().parameters()]
+
+
+CALLS: dict[str, tuple[Callable[[], Model], Callable[[Model, Tensor], Tensor], list[str]]] = {
+    "a region without its block": (
+        lambda: Model(Normed(nn.Identity())),
+        lambda model, x: model.blocks[0].feed_forward(x),
+        ["blocks.0.feed_forward is called, and the block around it is not", "sequence_parallel=False"],
+    ),
+    "a layer without its block": (
+        lambda: Model(Normed(nn.Identity())),
+        lambda model, x: model.blocks[0].feed_forward.project(torch.cat([x, x], -1)[..., :WIDTH]),
+        ["blocks.0.feed_forward.project is called", "sequence_parallel=False"],
+    ),
+    "one vector": (
+        lambda: Model(Normed(nn.Identity())),
+        lambda model, x: model(x[0, 0]),
+        ["blocks.0 takes no sequence", "sequence_parallel=False"],
+    ),
+    "an output for all tokens": (
+        lambda: Model(Pooled(nn.Identity())),
+        lambda model, x: model(x),
+        ["blocks.0 gives something else than a sequence", "sequence_parallel=False"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_is_refused(case: str) -> None:
+    build, call, words = CALLS[case]
+    model = build()
+    cut(model, REGIONS)
+    with pytest.raises(ConfigError) as refused:
+        call(model, torch.randn(2, 6, WIDTH))
+    assert [word for word in words if word not in str(refused.value)] == [], refused.value
+
+
+def test_blocks_without_such_pairs_stay_whole_beside_others_and_are_proven() -> None:
+    for refused in run_ranks(beside_others, 2):
+        assert refused == ""
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.expand(x))
+
+
+class Split(nn.Module):
+    """Each rank takes its part of what is whole: nothing is divided around its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.project = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.again(self.project(torch.relu(self.expand(x))))
+
+
+def beside_others() -> str:
+    import torch.distributed as dist
+
+    from lightning_ptm.memory.backend import backend_of
+    from lightning_ptm.parallel.exchange import RankGroup
+
+    dist.init_process_group("gloo")
+    group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
+    torch.manual_seed(0)
+    model = Model(Normed(nn.Identity()), Split())
+    x = torch.randn(2, 6, WIDTH)
+    whole = model(x)
+    plan = {
+        **REGIONS,
+        "blocks.1.expand": Columns(),
+        "blocks.1.project": Rows(),
+        "blocks.1.again": Rows(split=True),
+    }
+    CutModule(model, plan, group, strict=True, sequence_parallel=True)
+    try:
+        torch.testing.assert_close(model(x), whole)
+    except (ConfigError, AssertionError) as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_one_rank_a_group_has_no_parts() -> None:
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=1 makes none; give a tensor_parallel_size of 2 or more"
+    ):
+        AngelPTMStrategy(sequence_parallel=True)
+
+
+@pytest.mark.parametrize("given", [1, "on", None])
+def test_it_is_on_or_off(given: object) -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel="):
+        AngelPTMStrategy(tensor_parallel_size=2, sequence_parallel=given)  # type: ignore[arg-type]
+
+
+class Mixing(Block):
+    """Tokens are not taken one by one where ranks have parts of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(-2, keepdim=True)
+
+
+def mixed(first_rows: int) -> str:
+    module = module_of()
+    module.blocks[0] = Mixing(0.0, 0.0)
+    rows = [torch.randn(count, WIDTH, dtype=torch.float64) for count in (first_rows, 4)]
+    batches: DataLoader[Tensor] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    try:
+        trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}).fit(module, batches)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("first_rows", [4, 1])
+def test_what_mixes_tokens_between_layers_that_are_cut_is_refused_by_its_proof(first_rows: int) -> None:
+    """One token alone tells nothing of it."""
+    for refused in run_ranks(mixed, 2, first_rows):
+        assert "blocks.0 (Mixing) computes something else" in refused and "sequence_parallel=False" in refused
