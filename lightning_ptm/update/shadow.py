@@ -7,13 +7,13 @@ I2: hyper-parameters are a snapshot: a scheduler that writes `param_groups` afte
 I3: between two calls of `step` the copy names no view, so pages can be released.
 I4: every call finds the copy as the user's object was at the start: nothing passes from one page to the next on the object,
     or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
-I5: a step is outside of the dispatch modes that its thread is in (trainer/half_products.py), as one in a thread of its own
-    is: which thread an update runs in, tiers decide, and they must not change bits.
+I5: a step is outside of the autocast and the dispatch modes that its thread is in (a forward waits for an update and does it
+    itself, under mixed precision or trainer/half_products.py), as one in a thread of its own is: which thread an update runs
+    in, tiers and time decide, and they must not change bits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +214,10 @@ class Shadow:
     def _take_step(self) -> None:
         if self._records:
             vars(self._clone).update(copy.deepcopy(self._records))
-        with _disable_current_modes() if _len_torch_dispatch_stack() else contextlib.nullcontext():  # I5
+        if _len_torch_dispatch_stack() or torch.is_autocast_enabled(self.traits.device.type):  # I5
+            with _disable_current_modes(), torch.autocast(self.traits.device.type, enabled=False):
+                self._step(self._clone, **self._closure)
+        else:
             self._step(self._clone, **self._closure)
 
     def _call(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> list[dict[str, Any]]:

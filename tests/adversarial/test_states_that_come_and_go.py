@@ -12,6 +12,9 @@ from optimizers import ByParameter
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.trainer.half_products import wide_products
+from lightning_ptm.update import probe
+from lightning_ptm.update.shadow import RunViews, Shadow, snapshot
 
 HOMES = ["ram", "masters_on_disk", "three_tiers"]
 
@@ -147,3 +150,26 @@ def test_products_of_updates_are_the_same_in_whichever_thread_they_run(strategy_
         return run(build, strategy_at(at, half_products="fp32"), precision="bf16-true")
 
     assert_alike(trained(WithMuonAlone, home), trained(WithMuonAlone, "ram"))
+
+
+class ByProducts(ByParameter):
+    """Moves matrices by products of their gradients."""
+
+    def one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(g @ g.t() @ g, alpha=group["lr"])
+
+
+def test_an_update_that_a_forward_has_waited_for_knows_nothing_of_its_autocast() -> None:
+    value = torch.linspace(-1, 1, 64).reshape(8, 8)
+    user = ByProducts([nn.Parameter(value.clone())])
+    traits = probe(user)
+
+    def updated() -> Tensor:
+        run = RunViews(0, value.clone(), value.T * 0.37, {}, None)
+        with torch.no_grad():
+            Shadow(user, traits).step_whole(snapshot(user, traits), run)
+        return run.parameter
+
+    with torch.autocast("cpu", torch.bfloat16), wide_products():
+        inside = updated()
+    assert torch.equal(inside, updated())
