@@ -53,11 +53,16 @@ def whole(value: Value) -> Value:
 
 
 def _anew(part: Tensor, group: TensorGroup, vocabulary: int) -> DividedLogits:
+    source, views = _source_of(part, group, vocabulary)
+    return DividedLogits._made(source, part, vocabulary, views)
+
+
+def _source_of(part: Tensor, group: TensorGroup, vocabulary: int) -> tuple[_Source, tuple[Each, ...]]:
     last = part.dim() - 1
     if vocabulary == last:
-        return DividedLogits._made(_Source(part, group, part.dtype), part, vocabulary, ())
+        return _Source(part, group, part.dtype), ()
     moved = _Source(part.movedim(vocabulary, last), group, part.dtype)
-    return DividedLogits._made(moved, part, vocabulary, (lambda each: each.movedim(last, vocabulary),))
+    return moved, (lambda each: each.movedim(last, vocabulary),)
 
 
 class _Source:
@@ -225,6 +230,49 @@ def _register_hook(logits: DividedLogits, hook: Callable[[Tensor], Tensor | None
     return logits._part.register_hook(called)
 
 
+def _set_gradient(logits: DividedLogits, gradient: Tensor | None) -> None:
+    given = None if gradient is None else _part_of(gradient, logits._source.group, logits._vocabulary)
+    logits._part.grad = given
+
+
+def _require_grad(logits: DividedLogits, requires_grad: bool = True) -> DividedLogits:
+    if not logits._part.is_leaf:
+        logits._part.requires_grad_(requires_grad)  # torch's own answer
+    elif logits._part.requires_grad is not requires_grad:
+        _become(logits, requires_grad)
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():  # for functions that take tensors as they are
+                logits.requires_grad_()
+                logits.register_post_accumulate_grad_hook(_hand_over)
+    return logits
+
+
+def _hand_over(logits: Tensor) -> None:
+    """What has arrived at the stand-in is the part's."""
+    assert isinstance(logits, DividedLogits)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, logits.grad = logits.grad, None
+    if gradient is not None:
+        mine, before = _part_of(gradient, logits._source.group, logits._vocabulary), logits._part.grad
+        logits._part.grad = mine.clone() if before is None else before + mine
+
+
+def _detach_in_place(logits: DividedLogits) -> DividedLogits:
+    _become(logits, False)
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.detach_()
+    return logits
+
+
+def _become(logits: DividedLogits, requires_grad: bool) -> None:
+    """A leaf of its own, with the values that count now."""
+    group, vocabulary = logits._source.group, logits._vocabulary
+    written = None if logits._source.together is None else logits._whole().detach()
+    part = logits._part.to(logits.dtype) if written is None else _part_of(written, group, vocabulary)
+    logits._part = part.detach().requires_grad_(requires_grad)
+    logits._source, logits._views = _source_of(logits._part, group, vocabulary)
+
+
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad, of inputs that may be divided (I2)."""
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -298,6 +346,11 @@ def _read(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+def _written(name: str) -> Any:
+    """What it calls the setting of one."""
+    return getattr(Tensor, name).__set__
+
+
 _FACTS = frozenset(
     {
         *map(_read, ("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "_version")),
@@ -317,6 +370,10 @@ _OF_THE_GRAPH: Mapping[Any, Callable[..., Any]] = {
     _read("is_leaf"): lambda logits, *_: logits._part.is_leaf,
     _read("retains_grad"): lambda logits, *_: logits._part.retains_grad,
     _read("grad"): lambda logits, *_: _gradient(logits),
+    _written("grad"): _set_gradient,
+    _written("requires_grad"): _require_grad,
+    Tensor.requires_grad_: _require_grad,
+    **dict.fromkeys((Tensor.detach_, torch.detach_), _detach_in_place),
     Tensor.retain_grad: lambda logits: logits._part.retain_grad(),
     Tensor.register_hook: _register_hook,
 }

@@ -681,11 +681,13 @@ class Engine:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
         self.drain("snapshot")
         self.executor.release_all()
+        cell_numel = self.updater.chunk_numel
         if self._save_buffers is None:
             sizes = [(taken_dtype(row), row.numel) for row in save_rows(self.blueprint)]
-            self._save_buffers = Buffers.for_now(self.allocator, sizes, self.updater.chunk_numel)
-        buffers = self._save_buffers
-        snapshot = Snapshot(self.allocator, parts, self.updater.chunk_numel, buffers)
+            self._save_buffers = Buffers.for_now(self.allocator, sizes)
+            # These hold a page at most, which is less than a chunk of fp64; and no update runs meanwhile.
+            cell_numel = min([cell_numel, *(self.allocator.page_size // dtype.itemsize for dtype, _ in sizes)])
+        snapshot = Snapshot(self.allocator, parts, cell_numel, self._save_buffers)
         self.updater.watch(snapshot.before_write)
         return snapshot
 

@@ -27,14 +27,15 @@ def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
 def _apply_without_parameters(owner: nn.Module, function: object) -> None:
     """Calls a class's own `_apply`, by which torchmetrics' and others' move what is no buffer.
 
-    No module inside has parameters meanwhile; torch's recurrent layers, which hold theirs a second time, go out of it as they
-    went in.
+    No module inside has parameters meanwhile: they are ordinary attributes, which a class may look at; what it puts in their
+    place does not count. torch's recurrent layers, which hold theirs a second time, go out of it as they went in.
     """
     inside = list(owner.modules())
     parameters = [each._parameters for each in inside]
     recurrent = {each: dict(vars(each)) for each in inside if isinstance(each, nn.RNNBase)}
     try:
-        for each in inside:
+        for each, own_parameters in zip(inside, parameters, strict=True):
+            vars(each).update(own_parameters)
             vars(each)["_parameters"] = {}
         owner._apply(function)
     finally:
@@ -42,6 +43,8 @@ def _apply_without_parameters(owner: nn.Module, function: object) -> None:
             vars(each).update({name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own})
         for each, own_parameters in zip(inside, parameters, strict=True):
             vars(each)["_parameters"] = own_parameters
+            for name in own_parameters:
+                vars(each).pop(name, None)
 
 
 __all__ = ["move_beside_parameters"]

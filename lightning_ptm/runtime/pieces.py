@@ -162,14 +162,11 @@ class Buffers:
             self._free.setdefault(tensor.dtype, []).append(tensor)
 
     @classmethod
-    def for_now(
-        cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]], most: int | None = None
-    ) -> Buffers:
+    def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> Buffers:
         """As many as there is room for, one at least of each dtype.
 
         Args:
             tensors: (dtype, elements) of what is to be read or written through them.
-            most: elements of a longer stretch that are read at once; None: as many as a page holds.
         """
         taken: list[PagedTensor] = []
         tier = Tier.HOST if allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
@@ -177,7 +174,7 @@ class Buffers:
         for dtype, numel in tensors:
             longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         for dtype, numel in longest.items():
-            numel, count = min(most or allocator.page_size // dtype.itemsize, numel), 0
+            numel, count = min(allocator.page_size // dtype.itemsize, numel), 0
             while not count or (count < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
                 taken.append(allocator.allocate("values in transit", numel, dtype, tier))
                 allocator.merge(taken[-1])

@@ -319,11 +319,9 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 
 
 def _transit_pages(blueprint: Blueprint) -> int:
-    """For what `pieces.Buffers.for_now` takes in any case: a buffer for each dtype that a save reads, where they are not
+    """For what `pieces.Buffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
     there all the time."""
-    page = blueprint.layout.page_size
-    saves = 0 if blueprint.saves_behind else sum(-(-row.bytes_each // page) for row in save_rows(blueprint))
-    return max(_TRANSIT_PAGES, saves)
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_behind else sum(1 for _ in save_rows(blueprint)))
 
 
 def _gathered_bytes(blueprint: Blueprint) -> int:

@@ -23,9 +23,8 @@ from lightning_ptm.update.specimens import (
     Specimen,
     Trial,
     chosen_groups,
+    kinds_of,
     part_of,
-    settings_of,
-    specimens_of,
     trial_of,
     with_few,
 )
@@ -74,12 +73,12 @@ class Candidate:
         try:
             self._check_holdings()
             self._initial = self._find_initial()
-            kinds = [self._kind(index) for index in range(len(self._optimizer.param_groups))]
+            kinds = kinds_of(self._optimizer.param_groups)
             chosen = chosen_groups(kinds)
             trial = trial_of([self._optimizer.param_groups[index] for index in chosen], self._all_values(chosen))
             traits = self._by_element_or_parameter(trial)
             tried = {kinds[index]: traits.groups[place] for place, index in enumerate(chosen)}
-            groups = [tried.get(kind, traits.groups[0]) for kind in kinds]
+            groups = [tried[kind] for kind in kinds]
             if traits.whole:
                 groups = with_own_shapes(self._optimizer, traits, groups, self._dtype)
         except Raises as lack:
@@ -145,11 +144,6 @@ class Candidate:
         return "torch.optim.AdamW" if adaptive or not self._slots else "torch.optim.SGD with momentum"
 
     # -- what is tried ------------------------------------------------------------------------------------------------
-
-    def _kind(self, index: int) -> tuple[Any, ...]:
-        """Groups of one kind differ in learning rate and names alone."""
-        group = self._optimizer.param_groups[index]
-        return (*settings_of(group), *sorted({specimen.shape for specimen in specimens_of(0, group["params"])}))
 
     def _all_values(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """The user's very values, to be copied together: groups may share a list."""

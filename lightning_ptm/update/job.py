@@ -235,8 +235,8 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
         """Writes of compute parameters in flight."""
         self.submitted: Mark | None = None
         """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
-        self._scalars: list[dict[tuple[int, int], ScalarState]] = []
-        self.whole_scalars: dict[int, ScalarState] = {}
+        self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
+        self.whole_scalars: dict[int, ScalarState | None] = {}
         """Of parameters that have been updated whole, by index: what the job has made of their scalars."""
         self.merged: Mapping[int, MergedStep] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
@@ -244,7 +244,7 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
     def has_gradient(self) -> bool:
         return all(pending.done() for pending in self.job.after)
 
-    def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState]]:
+    def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
         """For each step of the job the scalars after it, by the clocks that parameters with a gradient have before the job.
 
         Args:

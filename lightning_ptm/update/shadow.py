@@ -7,6 +7,9 @@ I2: hyper-parameters are a snapshot: a scheduler that writes `param_groups` afte
 I3: between two calls of `step` the copy names no view, so pages can be released.
 I4: every call finds the copy as the user's object was at the start: nothing passes from one page to the next on the object,
     or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
+I5: a step is outside of the autocast and the dispatch modes that its thread is in (a forward waits for an update and does it
+    itself, under mixed precision or trainer/half_products.py), as one in a thread of its own is: which thread an update runs
+    in, tiers and time decide, and they must not change bits.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.update.private import PrivateOptimizer
@@ -132,23 +137,23 @@ class Shadow:
         else:
             self._call(hyper, runs)
 
-    def step_whole(self, hyper: HyperParameters, run: RunViews) -> ScalarState:
+    def step_whole(self, hyper: HyperParameters, run: RunViews) -> ScalarState | None:
         """Update a whole parameter and its slots in place; call it under no_grad.
 
         Returns:
-            Its scalars after the step.
+            Its scalars after the step; None where it still has no state at all.
 
         Raises:
             UsageError: as `step`; or a state has another shape than its slot.
         """
-        found: dict[str, Any] = {}
-        self._call(hyper, [run], scalars=found)
-        return frozen_scalars(found)
+        (state,) = self._call(hyper, [run])
+        return _scalars_of(state, run.slots)
 
     def advance(
         self, hyper: HyperParameters, group: int, scalars: ScalarState | None, like: torch.Tensor
-    ) -> ScalarState:
-        """The scalars of a parameter after one step, found on a few zeros (invariant I2 of traits.py).
+    ) -> ScalarState | None:
+        """The scalars of a parameter after one step, found on a few zeros (invariant I2 of traits.py); None where it still
+        has no state at all.
 
         Args:
             hyper: the step's hyper-parameters.
@@ -156,14 +161,7 @@ class Shadow:
             scalars: its scalars before the step, None before its first.
             like: any tensor of the dtype and device that the parameter is updated in.
         """
-        slots = self._dummy_slots(group, like)
-        return frozen_scalars(
-            {
-                name: value
-                for name, value in self._try_on_zeros(hyper, group, scalars, like).items()
-                if name not in slots
-            }
-        )
+        return _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._dummy_slots(group, like))
 
     def advanced_group(self, hyper: HyperParameters, group: int, like: torch.Tensor) -> dict[str, Any]:
         """The values of a parameter group that the class advances (`traits.group_slots`), after one step."""
@@ -216,10 +214,14 @@ class Shadow:
     def _take_step(self) -> None:
         if self._records:
             vars(self._clone).update(copy.deepcopy(self._records))
-        self._step(self._clone, **self._closure)
+        if _len_torch_dispatch_stack() or torch.is_autocast_enabled(self.traits.device.type):  # I5
+            with _disable_current_modes(), torch.autocast(self.traits.device.type, enabled=False):
+                self._step(self._clone, **self._closure)
+        else:
+            self._step(self._clone, **self._closure)
 
-    def _call(self, hyper: HyperParameters, runs: Sequence[RunViews], scalars: dict[str, Any] | None = None) -> None:
-        """One call of the optimizer; `scalars` gets those that a run has behind it."""
+    def _call(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> list[dict[str, Any]]:
+        """One call of the optimizer; what it keeps of each run behind it."""
         clone = self._clone
         groups: dict[int, dict[str, Any]] = {}
         homes = [run.parameter.detach() for run in runs]
@@ -236,12 +238,10 @@ class Shadow:
             self._take_step()
             for run, home in zip(runs, homes, strict=True):
                 self._collect(run)
-                if scalars is not None:
-                    state = self._clone.state[run.parameter]
-                    scalars.update({name: value for name, value in state.items() if name not in run.slots})
                 if run.parameter.data_ptr() != home.data_ptr():  # the class has given the parameter another tensor
                     home.copy_(run.parameter)
                     run.parameter.data = home
+            return [clone.state[run.parameter] for run in runs]
         finally:
             clone.param_groups = []
             clone.state.clear()
@@ -260,7 +260,15 @@ class Shadow:
 
     def _collect(self, run: RunViews) -> None:
         """Bring slots home that the optimizer replaced, or made, instead of writing in place."""
-        for name, value in self._clone.state[run.parameter].items():
+        state = self._clone.state[run.parameter]
+        lost = [name for name in run.slots if state.get(name) is None]
+        if lost and (state or run.scalars is not None):
+            raise UsageError(
+                f"{self.traits.name} has no {', '.join(map(repr, lost))} behind a step for a parameter of shape "
+                f"{tuple(run.parameter.shape)}: it makes or drops its state in some steps only, and pages hold it from the "
+                f"first step on. Use an optimizer that makes its states in its first step"
+            )
+        for name, value in state.items():
             slot = run.slots.get(name)
             if slot is not None:
                 if value is not slot and value is not None:
@@ -276,6 +284,14 @@ class Shadow:
                     f"{self.traits.name} now keeps {name!r}, for which no pages were taken: a hyper-parameter was "
                     "switched on after training began. Give the optimizer this setting from the start (e.g. a tiny momentum)"
                 )
+
+
+def _scalars_of(state: Mapping[str, Any], slots: Mapping[str, Any]) -> ScalarState | None:
+    """Scalars among what a parameter has behind a step; None where it has nothing, and would have slots: its next step is its
+    first (a momentum that is 0 for now, a class that leaves parameters alone whose gradient is all zeros)."""
+    if slots and not state:
+        return None
+    return frozen_scalars({name: value for name, value in state.items() if name not in slots})
 
 
 def _is_slot(value: Any) -> bool:

@@ -6,19 +6,19 @@ import dataclasses
 import enum
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 
-def settings_of(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """A parameter group's, but for learning rate and names."""
+def settings_of(group: Mapping[str, Any], names: Collection[str] = ()) -> tuple[tuple[str, str], ...]:
+    """A parameter group's, but for learning rate and names: what is under the keys `names`."""
     return tuple(
         (key, repr(value))
         for key, value in sorted(group.items(), key=lambda item: item[0])
-        if key not in ("params", "param_names", "lr", "initial_lr") and not isinstance(value, str)
+        if key not in ("params", "param_names", "lr", "initial_lr", *names)
     )
 
 
@@ -92,33 +92,57 @@ class Trial:
 _MOST_KINDS = 6
 """Of shapes that are tried for a group, the most frequent first."""
 _MOST_GROUPS = 6
-"""Of different settings that are tried together."""
+"""Of different settings that are tried with all kinds of shapes."""
 _MOST_NUMEL = 160_000
+
+
+def kinds_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """By group: those of one kind differ in learning rate and names alone."""
+    names = _names_in(groups)
+    return [
+        (*settings_of(group, names), *sorted({specimen.shape for specimen in specimens_of(0, group["params"])}))
+        for group in groups
+    ]
+
+
+def _names_in(groups: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Keys under which groups have names: text that is another one in each of many. Other text may choose an algorithm."""
+    if len(groups) <= _MOST_GROUPS:
+        return frozenset()
+    texts = {key for key in groups[0] if all(isinstance(group.get(key), str) for group in groups)}
+    return frozenset(key for key in texts if len({group[key] for group in groups}) == len(groups))
 
 
 def chosen_groups(kinds: Sequence[tuple[Any, ...]]) -> list[int]:
     """A group of each kind; two where there are several groups at all, so that they could influence each other."""
     first = list({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
-    first = sorted(first)[:_MOST_GROUPS]
+    first = sorted(first)
     if len(first) == 1 and len(kinds) > 1:
         first.append(next(index for index in range(len(kinds)) if index != first[0]))
     return first
 
 
 def trial_of(groups: Sequence[Mapping[str, Any]], values: Sequence[dict[str, Any]]) -> Trial:
-    """Of the kinds of parameters that these groups have, with these values."""
-    specimens = [specimen for index, group in enumerate(groups) for specimen in specimens_of(index, group["params"])]
-    return Trial(tuple(specimens), tuple(values))
+    """Of the kinds of parameters that these groups have, with these values; of many groups, the later ones
+    have small ones alone."""
+    found: list[Specimen] = []
+    for index, group in enumerate(groups):
+        specimens = specimens_of(index, group["params"])
+        found.extend(specimens if index < _MOST_GROUPS else _few_of(specimens))
+    return Trial(tuple(found), tuple(values))
 
 
 def with_few(trial: Trial) -> Trial:
     """The same groups with at most two small parameters each."""
     found: list[Specimen] = []
     for index in range(len(trial.groups)):
-        members = sorted((each for each in trial.specimens if each.group == index), key=lambda each: each.numel)
-        large = [each for each in members if each.numel >= 32]
-        found.extend((large or members)[:2])
+        found.extend(_few_of([each for each in trial.specimens if each.group == index]))
     return dataclasses.replace(trial, specimens=tuple(found))
+
+
+def _few_of(specimens: Sequence[Specimen]) -> list[Specimen]:
+    members = sorted(specimens, key=lambda each: each.numel)
+    return ([each for each in members if each.numel >= 32] or members)[:2]
 
 
 def specimens_of(group: int, parameters: Sequence[torch.Tensor]) -> list[Specimen]:

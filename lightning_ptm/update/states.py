@@ -279,12 +279,12 @@ class FlatStates:
         kept = self.traits.groups[group].kept.get(self.flat.slots[parameter].spec.shape)
         return kept if self.traits.whole else set(self.slot_names[group])
 
-    def advance_whole(self, scalars: Mapping[int, ScalarState]) -> None:
+    def advance_whole(self, scalars: Mapping[int, ScalarState | None]) -> None:
         """Parameters that were updated whole have these scalars from now on, by index."""
         for index, state in scalars.items():
             self._scalars[index] = state
 
-    def advance(self, successors: Mapping[tuple[int, int], ScalarState], present: Sequence[bool]) -> None:
+    def advance(self, successors: Mapping[tuple[int, int], ScalarState | None], present: Sequence[bool]) -> None:
         """Move every updated parameter's scalars on by one step.
 
         Args:

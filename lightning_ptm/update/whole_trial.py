@@ -147,7 +147,7 @@ def _states_of(
     if found and {*found} in ({*shapes, *group.scalars} for shapes in group.kept.values()):
         return found
     found = {}
-    _first_step(optimizer, traits.initial, settings, torch.zeros_like(like, device=traits.device), found)
+    _first_step(optimizer, traits.initial, settings, torch.ones_like(like, device=traits.device), found)
     return found
 
 
@@ -157,7 +157,7 @@ def _first_step(
     """Takes a first step and puts the states that it makes into `found`, also where it raises."""
     private = PrivateOptimizer(optimizer)
     parameter = torch.nn.Parameter(value)
-    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad = torch.ones_like(parameter)  # some classes make nothing of zeros
     used = run_object(private, initial, [{"params": [parameter], **own_values(group)}])
     try:
         undecorated_step(private.cls)(used, closure=lambda: torch.zeros(()))

@@ -5,6 +5,7 @@ A plain Trainer loads the weights into the module before it converts that, and h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from judged import MakeStrategy
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from twins import Twin, assert_alike, quietly, trainer, vectors
 
+from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
 
 
@@ -256,3 +259,27 @@ def test_a_hook_that_changes_values_is_refused_where_pages_hold_them(strategy_at
 
     with quietly(), pytest.raises(UsageError, match=r"stem.weight.* changed by a hook"):
         trainer(strategy_at("all_on_disk")).fit(LoadsInMidRun(), vectors())
+
+
+class Wide(Twin):
+    """A block has more than a page of 64-bit numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(66, 130), nn.Linear(130, 66)) for _ in range(2))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_a_run_of_64_bits_has_on_disk_is_saved(strategy_at: MakeStrategy, kind: str, tmp_path: Path) -> None:
+    def resumed(path: Path, make: Callable[[], AngelPTMStrategy]) -> Twin:
+        with quietly():
+            torch.manual_seed(0)
+            saves = ModelCheckpoint(path, every_n_train_steps=3)
+            ran = trainer(make(), precision="64-true", enable_checkpointing=True, callbacks=[saves])
+            ran.fit(Wide(), vectors())
+            after = Wide()
+            trainer(make(), precision="64-true", max_epochs=2).fit(after, vectors(), ckpt_path=saves.best_model_path)
+        return after
+
+    on_disk = resumed(tmp_path / "saved", lambda: strategy_at("masters_on_disk", state_dict_type=kind))
+    assert_alike(on_disk, resumed(tmp_path / "ram", lambda: strategy_at("ram", state_dict_type="full")))

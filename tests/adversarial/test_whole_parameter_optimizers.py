@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import ConfigError
@@ -142,6 +143,29 @@ def test_either_side_goes_on_from_what_the_other_has_saved(
     assert_alike(resumed(tmp_path / "ours", ours(), ours()), plain)
     assert_alike(resumed(tmp_path / "to plain", ours(), None), plain)
     assert_alike(resumed(tmp_path / "from plain", None, ours()), plain)
+
+
+@pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
+def test_sharded_checkpoints_hold_states_of_their_own_shapes(
+    strategy_at: MakeStrategy, build: type[Judged], tmp_path: Path
+) -> None:
+    def resumed(folder: Path, make: Callable[[str], Any]) -> Judged:
+        each = {"enable_checkpointing": True, "default_root_dir": folder, "limit_train_batches": 4}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            ran = trainer(make("masters_on_disk"), **each, callbacks=[ModelCheckpoint(every_n_train_steps=3)])
+            ran.fit(build(), batches())
+            after = build()
+            trainer(make("ram"), **each, max_epochs=2).fit(
+                after,
+                batches(),
+                ckpt_path=ran.checkpoint_callback.best_model_path,  # type: ignore[union-attr]
+            )
+        return after
+
+    plain = resumed(tmp_path / "plain", lambda home: None)
+    assert_alike(resumed(tmp_path / "ours", lambda home: strategy_at(home, state_dict_type="sharded")), plain)
 
 
 def test_async_save_is_refused_with_the_remedy(strategy_at: MakeStrategy) -> None:

@@ -226,6 +226,38 @@ def ask_of_the_graph() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-16)
 
 
+def follow_what_is_said_of_the_graph() -> None:
+    group = make_group()
+    seen: list[list[Any]] = []
+    for make in (gathered, parted):
+        part, logits = make(group, values())
+        logits.retain_grad()
+        mean(logits).backward()
+        logits.grad = None
+        kept: list[Any] = [logits.grad, part.grad]
+        for write in (False, True):
+            leaf = logits.detach()
+            if write:
+                leaf = leaf.clone()
+                leaf[..., 3] = 1.0
+            leaf.requires_grad = True
+            (mean(leaf) + Squares.apply(leaf) + leaf.logsumexp(-1).sum()).backward()
+            kept += [leaf.requires_grad, leaf.is_leaf, whole(leaf.grad)]
+        teacher = logits * 2
+        teacher.detach_()
+        kept += [teacher.requires_grad, teacher.grad_fn, mean(teacher).requires_grad, teacher.sum()]
+        seen.append([*kept, *_reentrant(make, group)])
+    for expected, ours in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-16)
+
+
+def _reentrant(make: Callable[..., tuple[Tensor, Tensor]], group: RankGroup) -> tuple[Tensor, Tensor | None]:
+    part, logits = make(group, values())
+    loss = checkpoint(mean, logits, use_reentrant=True)
+    loss.backward()
+    return loss.detach(), part.grad
+
+
 def look_without_exchanges() -> None:
     group = make_group()
     _, logits = parted(group, values())
@@ -315,6 +347,7 @@ def lose_nothing_at_edges() -> None:
 
 BODIES = (
     ask_of_the_graph,
+    follow_what_is_said_of_the_graph,
     look_without_exchanges,
     keep_what_is_saved,
     ask_again_in_a_recomputed_forward,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
@@ -59,3 +60,37 @@ def test_what_has_no_memory_yet_stays() -> None:
         root = module()
     move_beside_parameters(root, torch.device("cpu"))
     assert {buffer.device for buffer in root.buffers()} == {META}
+
+
+class Looks(nn.Linear):
+    """Its own `_apply` reads parameters, and puts others in their place."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.scale = fn(torch.ones(self.weight.shape[0]))
+        self.bias = nn.Parameter(fn(self.bias.detach()))
+        return self
+
+
+def test_a_class_may_look_at_its_parameters_while_it_moves_and_keeps_them() -> None:
+    root = nn.Sequential(Looks(2, 3), nn.ModuleList([Looks(2, 3)]))
+    before = dict(root.named_parameters())
+    move_beside_parameters(root, META)
+    assert {name: id(each) for name, each in root.named_parameters()} == {name: id(p) for name, p in before.items()}
+    for each in (root[0], root[1][0]):  # type: ignore[index]
+        assert each.scale.device == META and each.bias is each._parameters["bias"]
+        assert not {"weight", "bias"} & vars(each).keys()
+
+
+class Fails(Looks):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        raise RuntimeError("cannot move")
+
+
+def test_one_that_fails_keeps_its_parameters() -> None:
+    root = nn.Sequential(Fails(2, 3))
+    before = [id(each) for each in root.parameters()]
+    with pytest.raises(RuntimeError, match="cannot move"):
+        move_beside_parameters(root, META)
+    assert [id(each) for each in root.parameters()] == before and not {"weight", "bias"} & vars(root[0]).keys()

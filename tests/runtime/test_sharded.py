@@ -40,12 +40,9 @@ def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: 
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
 
 
-@pytest.mark.parametrize(
-    ("tier", "precision"),
-    [("masters_on_disk", "32-true"), ("masters_on_disk", "bf16-true"), ("all_on_disk", "64-true")],
-)
-def test_going_on_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path) -> None:
-    never, _ = fit(sharded(strategy_at, tier), tmp_path / "never", precision=precision)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_going_on_in_other_precisions(strategy_at, precision: str, tmp_path: Path) -> None:
+    never, _ = fit(sharded(strategy_at, "masters_on_disk"), tmp_path / "never", precision=precision)
     resume = tmp_path / "never" / "epoch=0.ckpt"
     again, _ = fit(sharded(strategy_at, "ram"), tmp_path / "again", resume, precision=precision)
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
