@@ -21,19 +21,28 @@ RATE = 0.1
 class GPTBySGD(PreciseGPT):
     """What it moves by is its gradients."""
 
+    def __init__(self, rate: float = RATE, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.rate = rate
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=RATE)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
 class LlamaBySGD(Held):
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__("llama", **sizes)
+    def __init__(self, rate: float = RATE, **sizes: Any) -> None:
+        super().__init__("llama", rate=rate, **sizes)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=RATE)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
 MODELS |= {"gpt by SGD": GPTBySGD, "llama by SGD": LlamaBySGD}
+
+
+def learn(how: Run, disk: Path) -> Outcome:
+    """Of this module, so that ranks know its models, too."""
+    return train(how, disk)
 
 
 def moved(after: Outcome, before: Outcome) -> dict[str, Tensor]:
@@ -41,7 +50,7 @@ def moved(after: Outcome, before: Outcome) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("steps", [1, 12])
 def test_every_parameter_moves_as_on_one_rank_but_for_rounding(
@@ -50,19 +59,17 @@ def test_every_parameter_moves_as_on_one_rank_but_for_rounding(
     if model == "llama":
         pytest.importorskip("transformers", reason="trains a model of theirs")
     how = Run(f"{model} by SGD", 2, 2, precision=precision, steps=steps)
-    (still,) = run_ranks(
-        train, 1, Run(how.model, precision=precision, steps=1, trainer={"limit_train_batches": 0}), disk
-    )
-    (whole,) = run_ranks(train, 1, how.on_one(), disk)
+    how_still = Run(how.model, precision=precision, steps=1, sizes={"rate": 0.0})
+    (still,) = run_ranks(learn, 1, how_still, disk)
+    (whole,) = run_ranks(learn, 1, how.on_one(), disk)
     expected = moved(whole, still)
-    for mine in run_ranks(train, 2, how, disk):
+    for mine in run_ranks(learn, 2, how, disk):
         assert mine.losses == pytest.approx(whole.losses, rel=1e-6 if precision == "32-true" else 2**-7)
         off = {
             name: float((each - expected[name]).norm() / expected[name].norm())
             for name, each in moved(mine, still).items()
         }
-        print(precision, model, steps, max(off.values()), max(off, key=lambda name: off[name]))
-        most = {"32-true": 1e-4}.get(precision, 0.03)
+        most = {"32-true": 1e-4, "bf16-mixed": 0.03}[precision]  # twice what was seen; a wrong plan is off by a tenth
         assert [(name, each) for name, each in off.items() if each > most] == []
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
@@ -42,7 +43,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
 class Early(BoringModel):
     def __init__(self, distribute: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
-        self.layer = distribute(self.layer)
+        self.layer = distribute(self.layer)  # type: ignore[assignment]
 
 
 class Late(BoringModel):
@@ -51,7 +52,7 @@ class Late(BoringModel):
         self.distribute = distribute
 
     def configure_model(self) -> None:
-        self.layer = self.distribute(self.layer)
+        self.layer = self.distribute(self.layer)  # type: ignore[assignment]
 
 
 class InSetup(Late):
@@ -59,12 +60,12 @@ class InSetup(Late):
         pass
 
     def setup(self, stage: str) -> None:
-        self.layer = self.distribute(self.layer)
+        self.layer = self.distribute(self.layer)  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -72,7 +73,9 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("verb", ["fit", "validate"])
 @pytest.mark.parametrize("module", [Early, Late, InSetup])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_refused_in_a_sentence_with_the_remedy(way: str, module: type[BoringModel], verb: str) -> None:
+def test_it_is_refused_in_a_sentence_with_the_remedy(
+    way: str, module: Callable[[Callable[[nn.Module], nn.Module]], BoringModel], verb: str
+) -> None:
     distribute, words = WAYS[way]
     trainer = L.Trainer(
         accelerator="cpu",
