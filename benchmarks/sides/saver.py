@@ -60,7 +60,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     shape = GPTShape(**options["shape"])
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=options.get("devices", 1),
         strategy=make_strategy(options["settings"]),
         precision=options["precision"],
         max_steps=1,
@@ -69,6 +69,9 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        use_distributed_sampler=False,
     )
     module = GPTModule(shape, seed=options["seed"], meta=True)
-    trainer.fit(module, DataLoader(Batches(shape, batch=options["batch"], seed=options["seed"]), batch_size=None))
+    group = options["settings"].get("tensor_parallel_size", 1)
+    data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group)
+    trainer.fit(module, DataLoader(data, batch_size=None))

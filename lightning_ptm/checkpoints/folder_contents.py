@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.rows import RowExchange, not_exchanged
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
@@ -78,11 +79,12 @@ def bytes_here(kind: ShardedKind) -> int:
 
 
 def parts_of(
-    put: _Put, files: StateFiles, kinds: Sequence[ShardedKind], *, changing: bool
+    put: _Put, files: StateFiles, kinds: Sequence[ShardedKind], exchange: RowExchange | None, *, changing: bool
 ) -> tuple[list[Part], list[Callable[[], None]]]:
     """What to do with paged elements, and how to write those that no page holds, which never change.
 
     Args:
+        exchange: of whole rows of what is cut by columns; None: each rank writes its own elements.
         changing: training goes on meanwhile.
     """
     parts: list[Part] = []
@@ -92,7 +94,7 @@ def parts_of(
         for flat in kind.flats:
             if flat.segments:
                 stays = not changing and flat.paged.tier.addressable and in_ram(flat.paged.tensor())
-                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, stays)))
+                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays)))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside
@@ -103,13 +105,20 @@ def _put(
     name: str,
     starts: Mapping[str, int],
     flat: ShardedFlat,
+    exchange: RowExchange | None,
     stays: bool,
     start: int,
     values: Tensor,
 ) -> None:
+    if exchange is not None:
+        for parameter, first, rows in exchange.rows_of(flat, start, values):
+            put(name, starts[parameter] + first * rows.dtype.itemsize, rows, False)
     for segment in within(flat.segments, start, start + values.numel()):
+        spec, first = flat.parameters[segment.parameter], segment.parameter_start
         part = values[segment.start - start : segment.stop - start]
-        _put_stretches(put, name, starts, flat.parameters[segment.parameter], segment.parameter_start, part, stays)
+        left = ((0, segment.numel),) if exchange is None else not_exchanged(segment, spec.box)
+        for begin, end in left:
+            _put_stretches(put, name, starts, spec, first + begin, part[begin:end], stays)
 
 
 def _put_stretches(

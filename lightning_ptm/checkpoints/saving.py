@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.folder_contents import StateFiles, bytes_here, index_of, parts_of, write_dictionary
+from lightning_ptm.checkpoints.rows import RowExchange
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.values import ShardedKind
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, failure
@@ -100,11 +102,11 @@ class Saving:
         self._then: list[tuple[Path | None, Callable[[], None]]] = []
         self._writer: RangeWriter | None = None
         self._thread: threading.Thread | None = None
+        self._exchange: RowExchange | None = None
         try:
             copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
             self._begin(checkpoint, files, copies)
-            parts, self._outside = parts_of(self._put, files, kinds, changing=behind)
-            self._snapshot = engine.begin_snapshot(parts)
+            self._begin_snapshot(files, kinds, behind=behind)
         except BaseException:
             self._clean_up()
             raise
@@ -133,6 +135,16 @@ class Saving:
                 files.create(self._writer)
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
                 self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
+
+    def _begin_snapshot(self, files: StateFiles, kinds: Sequence[ShardedKind], *, behind: bool) -> None:
+        """What is written is the states of now. Collective."""
+        engine = self._engine
+        if not behind:  # I2
+            with engine.together():
+                flats = [flat for kind in kinds for flat in kind.flats]
+                self._exchange = RowExchange(engine.with_other_parts, flats, engine.updater.chunk_numel)
+        parts, self._outside = parts_of(self._put, files, kinds, self._exchange, changing=behind)
+        self._snapshot = engine.begin_snapshot(parts)
 
     def _write_now(self) -> None:
         try:
@@ -231,6 +243,8 @@ class Saving:
         except BaseException as error:
             self._error = error
             self._snapshot.fail(error)
+            if self._exchange is not None:
+                self._exchange.give_up()
             return
         finally:
             self._written.set()

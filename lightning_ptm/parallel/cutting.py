@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import with_adapters
@@ -29,16 +28,6 @@ from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.recompute import replace
-
-
-def _refuse_distributed(root: nn.Module) -> None:
-    name = next((name for name, each in root.named_parameters() if isinstance(each, DTensor)), None)
-    if name is not None:
-        raise ConfigError(
-            f"{name} is a DTensor: something (torch's parallelize_module or fully_shard) has distributed it already, and "
-            f"tensor_parallel_size cuts whole parameters itself; build the module without, and say the same as a "
-            f"tensor_parallel_plan (ColwiseParallel is Columns(), RowwiseParallel is Rows())"
-        )
 
 
 class CutModule:
@@ -69,7 +58,6 @@ class CutModule:
     ) -> None:
         self.root = root
         self.group = group
-        _refuse_distributed(root)
         named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
         self.places = tuple(inner for place in named for inner in with_adapters(place))
         self._undo: list[Callable[[], None]] = []

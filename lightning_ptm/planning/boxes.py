@@ -98,6 +98,11 @@ class Box:
         sections = f" of {self.sections} sections each" if self.sections > 1 else ""
         return f"1/{self.parts} of {self.shape} in dimension {self.dimension}{sections}"
 
+    def full_rows(self, start: int, numel: int) -> range:
+        """The runs that lie whole in elements [start, start + numel) of the part."""
+        first, last = -(-start // self.run_numel), (start + numel) // self.run_numel
+        return range(first, max(first, last))
+
     def stretches(self, start: int, numel: int) -> Iterator[Stretch]:
         """Where elements [start, start + numel) of the part lie in the whole."""
         run = self.numel if self.parts == 1 else self.run_numel  # the only part has no other's elements in between

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.holders import Axis, Holders, Mesh, everybodys, sharing_along
 
-ALONG = ((Axis.DATA, Axis.EXPERT), (Axis.DATA, Axis.TENSOR), (Axis.DATA,), (Axis.EXPERT,))
+ALONG = ((Axis.DATA, Axis.EXPERT), (Axis.DATA, Axis.TENSOR), (Axis.DATA,), (Axis.EXPERT,), (Axis.TENSOR,))
 """Axes along which some ranks share or exchange, beside all of them: parts of what is everybody's, experts, parts of these,
 and tokens."""
 

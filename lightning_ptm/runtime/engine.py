@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.comm import Communicators, Teams, together
+from lightning_ptm.comm import Communicator, Communicators, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
@@ -697,6 +697,11 @@ class Engine:
         if self._save_buffers is not None and not self.blueprint.saves_behind:
             self._save_buffers.close()  # the plan has no room of its own for them
             self._save_buffers = None
+
+    @property
+    def with_other_parts(self) -> Communicator:
+        """Of the ranks that have the other parts of what is in parts here, in the order of the parts."""
+        return self._communicators.along((Axis.TENSOR,))
 
     @contextmanager
     def together(self) -> Iterator[None]:

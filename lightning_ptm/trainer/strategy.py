@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import optimizer_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
+from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
@@ -83,6 +84,7 @@ class AngelPTMStrategy(RearrangingStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        refuse_distributed(self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resuming is not None:
             self._resuming.keep_name_of_last()
@@ -219,7 +221,9 @@ class AngelPTMStrategy(RearrangingStrategy):
             fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
             if fitted and self._layer_sync is not None and self._has_ranks:
                 self._layer_sync.revert(self.lightning_module)
-            move_beside_parameters(self.lightning_module, torch.device("cpu"))
+            # What others have distributed was refused before anything was moved, and moves in ways of its own.
+            if distributed_by_others(self.lightning_module) is None:
+                move_beside_parameters(self.lightning_module, torch.device("cpu"))
             _update_properties(self.lightning_module, device=torch.device("cpu"))
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None

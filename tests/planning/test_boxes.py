@@ -101,3 +101,16 @@ def test_what_cannot_be_cut_is_refused(box: tuple, words: str) -> None:
 def test_a_part_whose_sections_do_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="no 2 equal parts in each of 3 sections"):
         Box.around((4, 2), 0, 2, 0, sections=3)
+
+
+@given(boxes(), st.data())
+def test_full_rows_are_the_runs_that_lie_whole_in_a_stretch(box: Box, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, box.numel))
+    numel = data.draw(st.integers(0, box.numel - start))
+    if box.run_numel:
+        expected = [
+            row
+            for row in range(box.rows)
+            if start <= row * box.run_numel and (row + 1) * box.run_numel <= start + numel
+        ]
+        assert list(box.full_rows(start, numel)) == expected

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 from rank_harness import run_ranks
 from torch import Tensor, nn
@@ -140,20 +139,30 @@ def test_it_is_refused_by_name(case: str) -> None:
     assert getattr(model.blocks[0], "heads", 4) in (3, 4)
 
 
-def of_distributed_parameters() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+class CutByItself(BoringModel):
+    """As with Lightning's ModelParallelStrategy."""
 
-    dist.init_process_group("gloo")
-    model = parallelize_module(Small(), init_device_mesh("cpu", (2,)), {"head": ColwiseParallel()})
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        assert self.device_mesh is not None
+        parallelize_module(self.layer, self.device_mesh["tensor_parallel"], ColwiseParallel())
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+
+def of_distributed_parameters() -> str:
+    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel_plan={"layer": Columns(gather=True)})
     with pytest.raises(ConfigError) as refused:
-        CutModule(model, plan_of(model, {"head": Columns(gather=True)}), CountedGroup(2), strict=True)
+        L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False).fit(
+            CutByItself()
+        )
     return str(refused.value)
 
 
-def test_what_something_else_has_distributed_is_refused() -> None:
+def test_what_a_module_has_distributed_on_the_strategys_mesh_is_refused() -> None:
     for refused in run_ranks(of_distributed_parameters, 2):
-        assert "head.weight is a DTensor" in refused and "ColwiseParallel is Columns()" in refused
+        assert "layer.weight is a DTensor" in refused and "ColwiseParallel is Columns()" in refused
 
 
 def test_one_rank_makes_no_group_of_two() -> None:

@@ -1,0 +1,43 @@
+"""Modules that somebody else has distributed over ranks (torch's parallelize_module, fully_shard, wrappers) are refused."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lightning_ptm.errors import ConfigError
+
+
+def refuse_distributed(root: nn.Module) -> None:
+    """Raises ConfigError: see `distributed_by_others`."""
+    if (why := distributed_by_others(root)) is not None:
+        raise ConfigError(why)
+
+
+def distributed_by_others(root: nn.Module) -> str | None:
+    """What is a DTensor, or wrapped for other ranks or devices, and what to do; None if nothing is."""
+    for name, each in chain(root.named_parameters(), root.named_buffers()):
+        if isinstance(each, DTensor):
+            return (
+                f"{name} is a DTensor: torch's parallelize_module, distribute_module or fully_shard has distributed it, and "
+                f"AngelPTMStrategy divides whole parameters over ranks itself; leave out fully_shard, and in place of the "
+                f"others set tensor_parallel_size and say the same as a tensor_parallel_plan (ColwiseParallel is Columns(), "
+                f"RowwiseParallel is Rows())"
+            )
+    wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, DataParallel)
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:  # else nobody can have used it
+        wrappers += (fsdp.FullyShardedDataParallel,)
+    for name, module in root.named_modules():
+        if isinstance(module, wrappers):
+            return (
+                f"{name} is a {type(module).__name__}, which exchanges parameters or gradients itself, and so does "
+                f"AngelPTMStrategy; leave the wrapper out"
+            )
+    return None
+
+
+__all__ = ["distributed_by_others", "refuse_distributed"]

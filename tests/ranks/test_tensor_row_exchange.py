@@ -1,0 +1,209 @@
+"""Sharded saves of what ranks cut by columns: ranks of a tensor group exchange columns, and each writes whole rows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rank_harness import run_ranks
+from tensor_blocks import WIDTH, rows, trainer_of
+from test_communicator import connect
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ptm import sharded
+from lightning_ptm.checkpoints.rows import RowExchange
+from lightning_ptm.comm import Communicator
+from lightning_ptm.errors import CheckpointError, InternalError
+from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.layout import ParameterSpec
+from lightning_ptm.runtime.values import ShardedFlat
+from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.update import Segment
+
+
+class Wide(nn.Module):
+    """Its second weight is cut into rows of 384 elements, so that pages of 8192 begin and end within some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.project = nn.Linear(WIDTH, 768), nn.Linear(768, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(torch.tanh(self.expand(x)))  # type: ignore[no-any-return]
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Wide()])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks[0](batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Failing(SaveOps):
+    """A disk that takes no more."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+class Saves(L.Callback):
+    """After the first step; with `culprit`, before it where that rank cannot write."""
+
+    def __init__(self, target: Path, culprit: int | None) -> None:
+        self.target, self.culprit = target, culprit
+        self.seen = ""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step != 1:
+            return
+        strategy: Any = trainer.strategy
+        if self.culprit is not None:
+            strategy.save_ops = Failing() if trainer.global_rank == self.culprit else None
+            with pytest.raises(CheckpointError) as caught:
+                trainer.save_checkpoint(self.target.with_name("never"))
+            self.seen, strategy.save_ops = str(caught.value), None
+        trainer.save_checkpoint(self.target)
+
+
+def save(ranks: int, tensor: int, target: Path, settings: dict[str, Any], culprit: int | None = None) -> str:
+    saves = Saves(target, culprit)
+    given = {"state_dict_type": "sharded", "units": ["Wide"], **settings}
+    trainer = trainer_of(ranks, tensor, given, max_steps=2, callbacks=[saves], use_distributed_sampler=False)
+    trainer.fit(Module(), DataLoader(rows(2), 1))  # type: ignore[arg-type]
+    return saves.seen
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
+    ranks: int, tensor: int, tmp_path: Path
+) -> None:
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "now", {})
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {"async_save": True})  # exchanges nothing
+    now, behind = files_of(tmp_path / "now"), files_of(tmp_path / "behind")
+    assert len(now) == 3 and now == behind
+    for rank in range(ranks):
+        written = json.loads((tmp_path / "now" / f"ranges-{rank:05d}.json").read_text())
+        assert len(written) < 96, f"rank {rank} wrote {len(written)} stretches, of 3 kinds of 96 rows"
+    saved = sharded.load(tmp_path / "now")["state_dict"]["blocks.0.project.weight"]
+    assert saved.shape == (96, 768)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_of_the_group_that_cannot_write_is_an_error_on_both_and_the_next_save_is_whole(
+    culprit: int, tmp_path: Path
+) -> None:
+    seen = run_ranks(save, 2, 2, 2, tmp_path / "x", {}, culprit)
+    assert os.strerror(errno.EIO) in seen[culprit]
+    assert all(seen)
+    assert not (tmp_path / "never").exists()
+    assert sharded.load(tmp_path / "x")["global_step"] == 1
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+ROWS, RUN, PARTS, PAGE_NUMEL = 50, 30, 2, 448
+
+
+@dataclass
+class Paged:
+    numel: int
+    dtype: torch.dtype
+
+
+def flat_of(part: int, dtype: torch.dtype, first: int = 0) -> ShardedFlat:
+    """A shard with elements of one parameter, from its element `first` on, behind 64 of another."""
+    box = Box((ROWS, PARTS * RUN), 1, PARTS, part)
+    specs = [
+        ParameterSpec("before", (64,), str(dtype), dtype.itemsize, trainable=True, group=0),
+        ParameterSpec("cut", box.part_shape, str(dtype), dtype.itemsize, trainable=True, group=0, box=box),
+    ]
+    numel = box.numel - first
+    segments = [Segment(0, 0, 0, 64, ragged=False), Segment(1, 64, first, numel, ragged=False)]
+    return ShardedFlat(Paged(64 + numel, dtype), specs, segments, [])  # type: ignore[arg-type]
+
+
+def exchange_all() -> list[str]:
+    """What was wrong, of pages that begin in the middle of rows, and of several dtypes."""
+    group, wrong = connect(), []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8):
+        whole = torch.arange(ROWS * PARTS * RUN).remainder(251).to(dtype).view(ROWS, PARTS, RUN)
+        for first in (0, 100):
+            flat = flat_of(group.rank, dtype, first)
+            part = whole[:, group.rank].reshape(-1)[first:]
+            shard = torch.cat([torch.zeros(64, dtype=dtype), part])
+            exchange, count = RowExchange(group, [flat], PAGE_NUMEL), 0
+            for start in range(0, shard.numel(), PAGE_NUMEL):
+                for name, at, elements in exchange.rows_of(flat, start, shard[start : start + PAGE_NUMEL]):
+                    count += elements.numel()
+                    if name != "cut" or not torch.equal(whole.view(-1)[at : at + elements.numel()], elements):
+                        wrong.append(f"{dtype} from {first}, page at {start}")
+            counts = group.all_reduce(torch.tensor([count]))
+            if counts.item() < 0.8 * (whole.numel() - PARTS * first):
+                wrong.append(f"{dtype} from {first}: only {counts.item()} were exchanged")
+    return wrong
+
+
+def test_whole_rows_come_out_of_pages_that_cut_them() -> None:
+    assert run_ranks(exchange_all, 2) == [[], []]
+
+
+def fail_after(pages: int) -> str:
+    """Rank 1 gives up after so many pages."""
+    group = connect()
+    seen = write_until(pages, group)
+    group.all_reduce(torch.zeros(1))  # nobody leaves while the other listens
+    return seen
+
+
+def write_until(pages: int, group: Communicator) -> str:
+    flat = flat_of(group.rank, torch.float32)
+    shard = torch.zeros(flat.paged.numel)
+    exchange = RowExchange(group, [flat], PAGE_NUMEL)
+    starts = list(range(0, shard.numel(), PAGE_NUMEL))
+    for page, start in enumerate(starts):
+        if group.rank == 1 and page == pages:
+            exchange.give_up()
+            exchange.give_up()  # tells once
+            return "gave up"
+        try:
+            list(exchange.rows_of(flat, start, shard[start : start + PAGE_NUMEL]))
+        except CheckpointError as error:
+            exchange.give_up()  # everybody knows: nothing to tell
+            return f"page {page}: {error}"
+    return f"{len(starts)} pages"
+
+
+@pytest.mark.parametrize("pages", [0, 2])
+def test_who_fails_is_heard_of_in_the_next_exchange(pages: int) -> None:
+    seen = run_ranks(fail_after, 2, pages)
+    assert seen == [f"page {pages}: the rank with part 1 of parameters could not write its own", "gave up"]
+
+
+def differ() -> str:
+    group = connect()
+    with pytest.raises(InternalError) as caught:
+        RowExchange(group, [flat_of(group.rank, torch.float32, 200 * group.rank)], PAGE_NUMEL)
+    return str(caught.value)
+
+
+def test_ranks_that_would_exchange_other_rows_are_told_before_the_first() -> None:
+    assert all("would exchange other rows" in text for text in run_ranks(differ, 2))
