@@ -23,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.recompute import replace
 from lightning_ptm.runtime.units import Unit
 
 
@@ -137,24 +139,30 @@ class Counter:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        handles, changed = [], []
+        handles: list[RemovableHandle] = []
+        restore: list[Callable[[], None]] = []
+        computed: list[nn.Module] = []
         try:
             for module in self._known.mixtures:
-                module.forward = self._even(module)  # type: ignore[assignment,method-assign]
-                changed.append(module)
+                restore.append(replace(module, forward=self._even(module)))
+                stands, rest = self._experts_of(module)
+                computed += stands
+                restore += [replace(expert, forward=_given) for expert in rest]
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
+            # Before the hooks of units, to which an expert's rows are its own, and no part of all that came.
+            handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
             with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
                 yield
                 self.tell_sent()
         finally:
             for handle in handles:
                 handle.remove()
-            for module in changed:
-                del module.forward
+            while restore:
+                restore.pop()()
 
     def computes(self, flops: int) -> None:
         """Operations of the unit that computes."""
@@ -207,20 +215,29 @@ class Counter:
         seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
         return True
 
+    def _held(self, module: MixtureOfExperts) -> tuple[list[int], list[int]]:
+        """Experts of a layer that this rank has, and the first unit of each that ranks divide."""
+        if self._experts is None:
+            return list(range(len(module.experts))), []
+        place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
+        units = self._experts.units[place]
+        held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
+        return held, [units[index][0] for index in held]
+
+    def _experts_of(self, module: MixtureOfExperts) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Of the experts that this rank has: those that compute, and those for which the first one's work stands."""
+        held, _ = self._held(module)
+        experts = [module.experts[index] for index in held]
+        own = [self._position.get(id(expert)) for expert in experts]
+        if own[0] is None:
+            return experts, []
+        self._like.update({index: own[0] for index in own[1:] if index is not None})
+        return experts[:1], experts[1:]
+
     def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
         """Stands in for a mixture whose routing depends on values."""
-        experts, of_group = list(module.experts), 1
-        first_units: list[int] = []
-        if self._experts is not None:
-            place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
-            units = self._experts.units[place]
-            held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
-            experts, of_group = [experts[index] for index in held], self._experts.split.size
-            first_units = [units[index][0] for index in held]
-        own = [self._position.get(id(expert)) for expert in experts]
-        if own[0] is not None:
-            self._like.update({index: own[0] for index in own[1:] if index is not None})
-            experts = experts[:1]
+        held, first_units = self._held(module)
+        of_group = 1 if self._experts is None else self._experts.split.size
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)
@@ -234,16 +251,20 @@ class Counter:
             # Results of all its choices that an expert computes, which are kept to be weighted.
             kept = min(len(tokens) * module.choices, capacity * len(module.experts))
             weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
-            part = tokens[:1].expand(rows, -1)
-            out = tokens
-            for expert in experts:
-                out = out + expert(part.clone()).sum(0)
+            # All at once, as a run calls them: what the ranks of a tensor group add up is all that the experts compute.
+            counts = [rows if index in held else 0 for index in range(len(module.experts))]
+            came = tokens[:1].expand(sum(counts), -1).clone()
+            out = tokens + module.experts(came, counts, 1 if self._experts is None else 0).sum(0)
             for unit in first_units:
                 self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
             zero = scores.sum() * 0 + weighted.sum() * 0
             return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
 
         return forward
+
+
+def _apart(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0].clone(),)
 
 
 def _given(tensor: Tensor) -> Tensor:

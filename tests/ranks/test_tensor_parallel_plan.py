@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_run(ranks: int, disk: Path, tmp_path: Path) -> N
         assert found.fits and found.timing is not None
         assert found.numel == sum(each.numel() for each in whole().parameters())
         pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
-        exchanged = {use.link: use.bytes for use in found.timing.links}[Link.EXCHANGE]
+        exchanged = {use.link: use.bytes for use in found.timing.links}[Link.TENSOR_EXCHANGE]
         for of_rank in measured:
             taken = of_rank[place].pages
             if ranks == 2:  # parts are nobody else's: the plan counts copies of them all the same (docs/limits.md)
