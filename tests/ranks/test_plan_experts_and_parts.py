@@ -34,7 +34,10 @@ from lightning_ptm.terms import BLOCK_BYTES
 SIZES = {**of_experts.MODEL, "vocab_size": 300, "capacity_factor": 4.0}
 """Every token has room."""
 BOTH = {"expert_parallel_size": 2, "tensor_parallel_size": 2, "units": ["Block", "Expert"], **LIMITS}
-RUNS: dict[str, dict[str, Any]] = {"in RAM": BOTH, "recomputed": {**BOTH, "recompute": "all"}}
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": BOTH,
+    "three tiers, recomputed": {**BOTH, **of_experts.THREE, "device_memory": "8MiB", "recompute": "all"},
+}
 STEPS = 2
 
 Taken = dict[tuple[str, str, str], int]
