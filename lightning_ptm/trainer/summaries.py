@@ -11,7 +11,7 @@ from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
