@@ -38,6 +38,7 @@ class Node:
         disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
         intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
         inter_node_bytes_per_s: of a node; None where there is no other.
+        tensor_exchange_bytes_per_s: of one rank's part in a sum of activations within a node; None: as of other collectives.
         attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
             likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
             for what is no matrix multiplication.
@@ -75,6 +76,7 @@ class Node:
     disk_write_bytes_per_s: float | None
     intra_node_bytes_per_s: float | None
     inter_node_bytes_per_s: float | None
+    tensor_exchange_bytes_per_s: float | None = None
     attention_flops_per_s: dict[str, float] | None = None
     curved_numel_per_s: dict[str, float] | None = None
     update_bytes_per_s: float | None = None
@@ -147,7 +149,9 @@ class Node:
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=not self.apart,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
-            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(nodes, _along(holders, Axis.TENSOR)),
+            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(
+                nodes, _along(holders, Axis.TENSOR), self.tensor_exchange_bytes_per_s
+            ),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
             chunk_s=self.chunk_s or 0.0,
@@ -171,15 +175,21 @@ class Node:
             slowest_s = max(slowest_s, most / self._between(nodes))
         return (max(map(len, groups)) - 1) / slowest_s if slowest_s else None
 
-    def _ring_bytes_per_s(self, nodes: int, groups: Collection[tuple[int, ...]]) -> float | None:
+    def _ring_bytes_per_s(
+        self, nodes: int, groups: Collection[tuple[int, ...]], inside_bytes_per_s: float | None = None
+    ) -> float | None:
         """What one rank sends a second, where each of these groups has a ring of its own; those that leave a node share its
-        network. None: nobody sends."""
+        network. None: nobody sends.
+
+        Args:
+            inside_bytes_per_s: within a node; None: as of all collectives.
+        """
         rates = []
         leave: Counter[int] = Counter()  # rings that do
         for group in groups:
             on_node = self._on_nodes(group)
             if any(members > 1 for members in on_node.values()):
-                rates.append(self._inside())
+                rates.append(inside_bytes_per_s or self._inside())
             if len(on_node) > 1:
                 leave.update(on_node.keys())
         if leave:

@@ -10,6 +10,7 @@ import pytest
 from test_plan_experts import EXPERTS, INNER, WIDTH, moved, planned
 
 from lightning_ptm.commands.report import render
+from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning import Link
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.terms import Operation
@@ -69,3 +70,15 @@ def test_each_sharing_class_gathers_over_rings_of_its_own(tmp_path: Path) -> Non
     )
     passes = use.bytes / sum(size * (ranks - 1) for ranks, size in gathered.items())
     assert 2 <= passes <= 3 and use.busy_s == pytest.approx(passes * least, rel=0.1)
+
+
+def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
+    machine = {"host_memory": "48MiB", "device_memory": "4MiB"}
+    settings = {**CUT, "units": ["Block"]}
+    dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
+    found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)
+    assert found.fits and found.tensor_ranks == 2 and any(flat.parts == 2 for flat in blueprint.layout.flats)
+    layers = found.chosen["layers"]
+    assert layers > SIZES["layers"] and planned(tmp_path, settings, model=SIZES | {"layers": layers}, **dense)[0].fits
+    with pytest.raises(CapacityError):
+        planned(tmp_path, settings, model=SIZES | {"layers": layers + 1}, **dense)

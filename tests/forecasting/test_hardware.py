@@ -76,6 +76,9 @@ def test_activations_are_added_up_in_rings_of_neighbours(tmp_path: Path) -> None
     assert rates(node, 4, 1, 8).tensor_exchange_bytes_per_s == 100e9
     assert rates(node, 4, 2, 4).tensor_exchange_bytes_per_s == 100e9
     assert rates(node, 4, 1, 16).tensor_exchange_bytes_per_s == 25e9  # one ring leaves a node
+    known = dataclasses.replace(node, tensor_exchange_bytes_per_s=7e9)
+    assert rates(known, 4, 1, 8).tensor_exchange_bytes_per_s == 7e9
+    assert rates(known, 4, 1, 8).collective_bytes_per_s == 25e9
 
 
 def test_ranks_that_share_experts_or_parts_share_the_network_with_those_that_share_others(tmp_path: Path) -> None:
