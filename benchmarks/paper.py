@@ -124,6 +124,15 @@ PAPER_TABLE_5 = (  # model, system, params (B), #batch, GPU mem (GB), samples/s
     ("T5", "Angel-PTM", 58, 4, 40, 3.37),
 )
 TABLE_5_CONFIGS = {("GPT", 28): "gpt3_28b", ("GPT", 55): "gpt3_55b", ("T5", 27): "t5_27b", ("T5", 58): "t5_58b"}
+COLOSSAL_BATCH = 32
+COLOSSAL_TABLE_3 = (  # GPUs, model, mode, images/s
+    (16, "32 x 4096", "1D", 3.42),
+    (16, "32 x 4096", "2D", 5.33),
+    (32, "32 x 4096", "1D", 4.22),
+    (32, "32 x 4096", "2.5D", 5.46),
+    (64, "32 x 4096", "1D", 4.63),
+    (64, "32 x 4096", "2D", 12.76),
+)
 PAPER_FIGURE_7 = {"mean": 1.354, "largest": 1.70, "1.7B": 1 - 0.024}
 PAPER_FIGURE_8 = {256: 11.68, 768: 36.46}
 PAPER_TABLE_6 = {"1T": 37.26, "10T": 317.82, "10T lock-free": 942.31}
@@ -140,6 +149,7 @@ class Ask:
         batch: samples a rank, or `auto`.
         tokens: length of a sample; experts: of each layer with some; both 0: the config's.
         device_memory, largest: as of `plan`.
+        memory_of_device: the server has such devices; empty: its own.
     """
 
     config: str
@@ -150,6 +160,7 @@ class Ask:
     experts: int = 0
     largest: str | None = None
     strategy: tuple[tuple[str, Any], ...] = ()
+    memory_of_device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,7 @@ class Answer:
         page_bytes: of the device's pool; ram_bytes: of RAM that pages may take.
         unit_bytes: of the largest unit's p16, gathered.
         chosen: what was searched for.
+        host_bytes: of pages in RAM; sent_bytes: by link, in a step.
     """
 
     fits: bool
@@ -178,6 +190,8 @@ class Answer:
     unit_bytes: int
     busy_s: dict[str, float]
     chosen: dict[str, int]
+    host_bytes: int = 0
+    sent_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -201,7 +215,7 @@ def answer(ask: Ask) -> Answer:
         try:
             found, blueprint = forecast(
                 path,
-                SERVER,
+                _server(ask, Path(folder)),
                 ask.nodes,
                 ask.batch,
                 {name: folder if name == "disk_path" else value for name, value in ask.strategy},
@@ -230,7 +244,19 @@ def answer(ask: Ask) -> Answer:
         unit_bytes=max(sum(flat.padded_bytes for flat in layout.flats_of(unit)) for unit in range(len(layout.units))),
         busy_s={use.link.value: use.busy_s for use in found.timing.links} if found.timing else {},
         chosen=found.chosen,
+        host_bytes=found.tiers["host"].page_bytes,
+        sent_bytes={use.link.value: use.bytes for use in found.timing.links} if found.timing else {},
     )
+
+
+def _server(ask: Ask, folder: Path) -> str:
+    """The hardware file of a question."""
+    if not ask.memory_of_device:
+        return SERVER
+    fields = yaml.safe_load(machines.find(SERVER).read_text())
+    path = folder / "server.yaml"
+    path.write_text(yaml.safe_dump(fields | {"device_memory": ask.memory_of_device}))
+    return str(path)
 
 
 Answers = Callable[[Sequence[Ask]], Sequence[Answer]]
@@ -520,6 +546,88 @@ def figure8(ask: Answers) -> Table:
     )
 
 
+def tensor(ask: Answers) -> Table:
+    """GPT3-175B on 256 GPUs, layers cut over the GPUs of a server."""
+    sizes = (1, 2, 4, 8)
+    said = ask(
+        [
+            Ask(
+                "gpt3_175b",
+                32,
+                device_memory="best",
+                tokens=LARGE_GPT_TOKENS,
+                strategy=(("tensor_parallel_size", size),),
+            )
+            for size in sizes
+        ]
+    )
+    rows = []
+    for size, found in zip(sizes, said, strict=True):
+        tensor_exchange, collective = Link.TENSOR_EXCHANGE.value, Link.COLLECTIVE.value
+        numbers = (
+            Cell(None, found.page_bytes / GB, 1),
+            Cell(None, found.activation_bytes / GB, 1),
+            Cell(None, 8 * found.host_bytes / GB, 0),
+            Cell(None, found.batch, 0),
+            Cell(None, found.seconds),
+            Cell(None, found.samples_per_s),
+            Cell(None, found.sent_bytes.get(tensor_exchange, 0) / GB, 1),
+            Cell(None, found.busy_s.get(tensor_exchange, 0.0)),
+            Cell(None, found.sent_bytes.get(collective, 0) / GB, 1),
+            Cell(None, found.seconds - found.compute_s),
+        )
+        rows.append(((f"{size}",), numbers))
+    return Table(
+        "GPT3-175B on 32 servers of 8 A100, layers cut over the GPUs of a server",
+        "No published numbers: Angel-PTM cuts no layers. Each size at its largest batch that fits. What is sent is of a "
+        "step and a GPU, as rings send it; pages are at their peak. What a group adds up of activations is exposed, all "
+        "of it, while what is gathered and reduced passes beside compute. Units are recomputed, and what a forward has "
+        "added up is kept for that: activations of a sample grow by it, so a group computes hardly larger batches than a "
+        "GPU alone, and samples/s fall. What it buys is device memory for units in use, and less to gather and reduce.",
+        ("tensor_parallel_size",),
+        (
+            "pages of a GPU, GB",
+            "activations, GB",
+            "pages in RAM of a server, GB",
+            "#Batch of a group",
+            "seconds of a step",
+            "samples/s",
+            "activations sent, GB",
+            "seconds exposed by these",
+            "gathered and reduced, GB",
+            "seconds that compute waits in all",
+        ),
+        tuple(rows),
+    )
+
+
+def colossal(ask: Answers) -> Table:
+    """Colossal-AI's comparisons, of which one is of a model and a server like ours."""
+    one = Ask("gpt3_13b", batch=1, device_memory="best", tokens=LARGE_GPT_TOKENS, memory_of_device="80GB")
+    first, many = ask([one, dataclasses.replace(one, batch=COLOSSAL_BATCH)])
+    gain = many.samples_per_s / Static(first, many, 1).samples_per_s(COLOSSAL_BATCH) if many.fits else None
+    rows: list[tuple[tuple[str, ...], tuple[Cell, ...]]] = [
+        (
+            ("section 5.4", "13B (theirs OPT, ours GPT3), 8 A100 of 80 GB, 32 samples a GPU", "over DeepSpeed"),
+            (Cell(1.33, gain),),
+        )
+    ]
+    for gpus, form, mode, throughput in COLOSSAL_TABLE_3:
+        rows.append((("Table 3", f"ViT {form}, {gpus} P100", f"{mode}: {throughput:g} images/s"), (Cell(None, None),)))
+    return Table(
+        "Colossal-AI: what it published",
+        "Section 5.4 compares states that lie where there is room with DeepSpeed's, divided once for all: beside it ours "
+        "over the static offload, on our server with devices of 80 GB (theirs joins only neighbours by NVLink), at 2048 "
+        "tokens a sample (assumed; it names none). Table 3 is of images on P100s with one GPU a node: nothing of ours is "
+        "comparable, so nothing is predicted. In it, 1D, which cuts layers as tensor_parallel_size does, gains 1.35 times "
+        "from 16 to 64 GPUs across nodes; our table above stays inside of a server. Its Figure 14 (10B, 4 samples) gives "
+        "no numbers.",
+        ("where", "setup", "what"),
+        ("number",),
+        tuple(rows),
+    )
+
+
 def _experts(ranks: int, each: int, **strategy: Any) -> Ask:
     """`each` experts of a layer on each GPU."""
     settings = {"expert_parallel_size": ranks} | strategy
@@ -647,6 +755,8 @@ TABLES: dict[str, Callable[[Answers], Table]] = {
     "largest": largest,
     "figure7": figure7,
     "figure8": figure8,
+    "tensor": tensor,
+    "colossal": colossal,
     "figure9": figure9,
     "table6": table6,
     "table6_10t": table6_10t,

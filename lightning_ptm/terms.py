@@ -35,6 +35,9 @@ class Link(enum.Enum):
     UPDATE_HOST = "update_host"
     UPDATE_DEVICE = "update_device"
     EXCHANGE = "exchange"
+    """Tokens, between the ranks that divide experts."""
+    TENSOR_EXCHANGE = "tensor_exchange"
+    """Activations, between the ranks of a tensor group."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,4 +161,4 @@ class Operation(enum.Enum):
     OFFLOAD = "offload"
     UPDATE = "update"
     EXCHANGE = "exchange"
-    """Tokens to experts of other ranks, or back; in no plan, for it follows the batch."""
+    """Tokens to experts of other ranks, or back, and activations in a tensor group; in no plan, for it follows the batch."""

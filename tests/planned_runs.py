@@ -13,6 +13,7 @@ import yaml
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.runtime.blueprint import Blueprint
 
 LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
 """Settings of all runs that are compared."""
@@ -47,7 +48,20 @@ def planned(
     ranks: int,
     **options: Any,
 ) -> Prediction:
-    """The forecast of the same run; its files are written to `folder`.
+    """The forecast of the same run."""
+    return forecast_of(folder, settings, steps, model, data, ranks, **options)[0]
+
+
+def forecast_of(
+    folder: Path,
+    settings: Mapping[str, Any],
+    steps: int,
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+    ranks: int,
+    **options: Any,
+) -> tuple[Prediction, Blueprint]:
+    """The forecast of the same run, and what it is about; its files are written to `folder`.
 
     Args:
         model: as in a config: class_path and init_args. It is built on the meta device.
@@ -61,7 +75,7 @@ def planned(
     }
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(document))
-    return forecast(config, _hardware_file(folder, ranks))[0]
+    return forecast(config, _hardware_file(folder, ranks))
 
 
 def _hardware_file(folder: Path, ranks: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,6 +23,7 @@ from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.communicator import Work
 from lightning_ptm.errors import ConfigError, RankError
 from lightning_ptm.memory.backend import backend_here
+from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 
 _SETTINGS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -84,10 +85,22 @@ class Rate:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What was measured: `in_node` among the ranks of a node, on all nodes at once, None with one rank on each; `of_all`
-    among all ranks, None with one node."""
+    among all ranks, None with one node; `sums` what a rank of a node's ring sends a second where all of them add up
+    activations, as a tensor group does."""
 
     in_node: Rate | None
     of_all: Rate | None
+    sums_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Of an exchange that was waited for."""
+
+    result: torch.Tensor
+
+    def wait(self) -> None:
+        return None
 
 
 class Ranks:
@@ -156,15 +169,16 @@ class Ranks:
                 f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes nodes that are alike; "
                 f"launch as many on each"
             )
-        in_node = of_all = None
+        in_node = of_all = sums = None
         if launch.ranks_per_node > 1:
             firsts = range(0, launch.world_size, launch.ranks_per_node)
             nodes = [range(first, first + launch.ranks_per_node) for first in firsts]
             of_node = self._all if launch.nodes == 1 else self._all.part(nodes)
             in_node = self._rate(of_node, page_bytes, flat_bytes, seconds)
+            sums = self._sums_bytes_per_s(nodes, page_bytes, seconds)
         if launch.nodes > 1:
             of_all = self._rate(self._all, page_bytes, flat_bytes, seconds)
-        return Rates(in_node, of_all)
+        return Rates(in_node, of_all, sums)
 
     def _rate(self, among: ProcessGroupCommunicator, page_bytes: int, flat_bytes: int, seconds: float) -> Rate:
         pages = max(1, flat_bytes // (among.world_size * page_bytes)) * among.world_size
@@ -183,7 +197,15 @@ class Ranks:
             reduce_bytes_per_s=moved / self._fastest_s(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds),
         )
 
-    def _fastest_s(self, start: Callable[[], Work], seconds: float) -> float:
+    def _sums_bytes_per_s(self, nodes: Sequence[range], size: int, seconds: float) -> float:
+        groups = [dist.new_group(list(ranks), backend=self._backend.collectives) for ranks in nodes]
+        (own,) = [group for group, ranks in zip(groups, nodes, strict=True) if self.launch.rank in ranks]
+        group = RankGroup(own, self._backend)
+        value = torch.zeros(size // torch.bfloat16.itemsize, dtype=torch.bfloat16, device=self._backend.device)
+        took = self._fastest_s(lambda: _Done(group.sum(value)), seconds)
+        return 2 * value.nbytes * (group.size - 1) / group.size / took
+
+    def _fastest_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
         """Of the calls that take `seconds` together, the fastest as its slowest rank saw it; the first one warms up."""
         best, spent, count = float("inf"), 0.0, -1
         while count < _LEAST_CALLS or spent < seconds:

@@ -18,6 +18,9 @@ from torch import nn
 from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
+from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.runtime.blueprint import compute_dtype, keeps_fp32
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -49,6 +52,8 @@ class Count:
         precision: the Trainer's.
         states: with Adam.
         units: their number, the root included; largest_unit: its name, and largest_unit_numel: its parameters.
+        tensor_ranks: over how many ranks layers are cut (`tensor_parallel_size`); largest_unit_part: of its parameters, those
+            with which one of them computes.
     """
 
     parts: dict[str, int]
@@ -58,6 +63,8 @@ class Count:
     units: int
     largest_unit: str
     largest_unit_numel: int
+    tensor_ranks: int
+    largest_unit_part: int
 
 
 def count(config: str | Path) -> Count:
@@ -76,14 +83,20 @@ def count(config: str | Path) -> Count:
     precision = AngelPTMPrecision(trainer.get("precision") or "32-true")
     sizes = {unit.name or "the root": sum(p.parameter.numel() for p in unit.parameters) for unit in units}
     largest = max(sizes, key=sizes.__getitem__)
+    parts, states = _parts(model, units), _states(model, precision)
+    tensor_ranks, plan = settings.get("tensor_parallel_size", 1), settings.get("tensor_parallel_plan", "auto")
+    if tensor_ranks > 1:  # from here on, its parameters are a rank's parts
+        CutModule(model, plan_of(model, plan), CountedGroup(tensor_ranks), strict=plan != "auto", proven=False)
     return Count(
-        parts=_parts(model, units),
+        parts=parts,
         numel=sum(sizes.values()),
         precision=precision.precision,
-        states=_states(model, precision),
+        states=states,
         units=len(units),
         largest_unit=largest,
         largest_unit_numel=sizes[largest],
+        tensor_ranks=tensor_ranks,
+        largest_unit_part=max(sum(p.parameter.numel() for p in unit.parameters) for unit in units),
     )
 
 
@@ -103,6 +116,11 @@ def render(title: str, counted: Count) -> str:
         f"{counted.units:,} units; the largest is {counted.largest_unit}: {counted.largest_unit_numel:,} parameters, about "
         f"{format_bytes(counted.largest_unit_numel * share)} while it computes",
     ]
+    if counted.tensor_ranks > 1:
+        lines.append(
+            f"tensor_parallel_size={counted.tensor_ranks}: a rank computes with {counted.largest_unit_part:,} of a unit's "
+            f"parameters at most, about {format_bytes(counted.largest_unit_part * share)}"
+        )
     return "\n".join(lines)
 
 

@@ -197,8 +197,8 @@ class _Question:
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates, exchanged = node.rates(self._nodes, run.group_ranks), exchanged_bytes(blueprint, works, trace, again)
-            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, exchanged, record)
+            rates, sent = node.rates(self._nodes, blueprint.holders), exchanged_bytes(blueprint, works, trace, again)
+            step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)
         return (

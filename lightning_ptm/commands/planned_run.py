@@ -56,12 +56,6 @@ class PlannedRun:
         given = trainer.get("strategy")
         settings = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
         strategy = _class_of(given)(**{**settings, **changed})
-        experts, tensor = strategy.settings.expert_parallel_size, strategy.settings.tensor_parallel_size
-        if experts > 1 and tensor > 1:
-            raise ConfigError(
-                f"expert_parallel_size={experts} and tensor_parallel_size={tensor} train together, and how long ranks wait "
-                f"for tokens and for sums of activations at once is not counted yet; plan with one of them"
-            )
         with _lightning_says_nothing():
             here = Trainer(
                 accelerator="cpu",
@@ -98,11 +92,6 @@ class PlannedRun:
     def tensor_ranks(self) -> int:
         """How many ranks compute one batch."""
         return 1 if self.group is None else self.group.size
-
-    @property
-    def group_ranks(self) -> int:
-        """How many ranks exchange with each other: of a tensor group, or those that divide experts."""
-        return max(self.request.settings.expert_parallel_size, self.tensor_ranks)
 
 
 @contextmanager

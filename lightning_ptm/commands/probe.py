@@ -170,6 +170,9 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         _rate("disk_write_bytes_per_s", write, "the best of the trials below", "no --disk"),
         _rate("intra_node_bytes_per_s", intra, between, "one rank"),
         _rate("inter_node_bytes_per_s", _value(rates.of_all), _of(rates.of_all), "not measured: no other node"),
+        _rate(
+            "tensor_exchange_bytes_per_s", rates.sums_bytes_per_s, "sums of activations among the ranks", "not measured"
+        ),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in attention.items()),
         "curved_numel_per_s:          # GELU in its tanh form",

@@ -82,7 +82,9 @@ def render(found: Prediction) -> str:
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
-            when = "while nothing computes" if use.link is Link.EXCHANGE else "while it computes"
+            when = (
+                "while nothing computes" if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE) else "while it computes"
+            )
             lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, {when}")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")

@@ -16,7 +16,7 @@ from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
 from lightning_ptm.planning.chunks import (
     Chunks,
     Cuts,
@@ -30,6 +30,7 @@ from lightning_ptm.planning.chunks import (
     read_ahead,
     update_order,
 )
+from lightning_ptm.planning.holders import Holders
 from lightning_ptm.planning.homes import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.plan import Plan, Task
@@ -131,6 +132,7 @@ class Clock:
         staging_chunks: float = math.inf,
         gradient_room_bytes: float = math.inf,
         record: list[Activity] | None = None,
+        holders: Holders | None = None,
     ) -> None:
         # Configuration.
         self._gradient_room = gradient_room_bytes
@@ -145,6 +147,7 @@ class Clock:
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
         self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
         """Of a rank's shards, by unit."""
+        self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
         self._now = Moment()
         self._compute_s = 0.0
@@ -173,14 +176,12 @@ class Clock:
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
                 source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
-                loads = [self._collective(task.unit, gradients=False)]
+                loads = self._collectives(task.unit, gradients=False)
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
-                self._blame(
-                    task.unit, Kind.FULL, source
-                )  # What compute then waits for is the copy, not the collective.
+                # What compute then waits for is the copy, not the collective.
+                self._blame(task.unit, Kind.FULL, source)
             case Operation.REDUCE:
-                loads = [self._collective(task.unit, gradients=True)]
-                self._arrive(task, Kind.GRADIENT, loads, self._now.s)
+                self._arrive(task, Kind.GRADIENT, self._collectives(task.unit, gradients=True), self._now.s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
                 loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
@@ -200,8 +201,8 @@ class Clock:
             case Operation.COMPUTE:
                 raise ValueError("a compute is told by its tick: use compute()")
 
-    def compute(self, tick: Tick, exchanged_bytes: int = 0) -> None:
-        """Wait for the tick's live units, exchange tokens, then compute."""
+    def compute(self, tick: Tick, exchanged_bytes: Mapping[Link, int] = MappingProxyType({})) -> None:
+        """Wait for the tick's live units, exchange tokens and activations, then compute."""
         self._pump()
         for unit in tick.live:
             self._finish(unit)
@@ -209,10 +210,9 @@ class Clock:
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
-        if exchanged_bytes:
-            # Nothing computes meanwhile: how many tokens come is not known before.
-            load = Load(Link.EXCHANGE, exchanged_bytes)
-            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
+        for link, size in exchanged_bytes.items():
+            # Nothing computes meanwhile: it would compute what comes.
+            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [Load(link, size)], self._now.s)
             self._wait(_Arrival(end_s, Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
@@ -223,10 +223,10 @@ class Clock:
         self,
         plan: Plan,
         trace: Trace,
+        exchanged_bytes: Exchanged = MappingProxyType({}),
         *,
         micro_batches: int = 1,
         wait_for_updates: bool = True,
-        exchanged_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """One of many steps, as `steady` takes it; the next begins behind its updates, and waits for a unit's where it needs
         the unit."""
@@ -248,7 +248,7 @@ class Clock:
                     elif task.operation not in (Operation.COMPUTE, Operation.UPDATE):
                         self.issue(task)
                 if trigger < plan.tick_count:
-                    self.compute(trace.ticks[trigger], exchanged_bytes.get(trigger, 0))
+                    self.compute(trace.ticks[trigger], exchanged_bytes.get(trigger, {}))
         for unit, kind in list(self._arrivals):
             if kind is Kind.MASTER:
                 arrival = self._arrivals.pop((unit, kind))
@@ -392,9 +392,8 @@ class Clock:
             ],
         )
 
-    def _collective(self, unit: int, *, gradients: bool) -> Load:
+    def _collectives(self, unit: int, *, gradients: bool) -> list[Load]:
         """Of all flats of a unit, or of those that have gradients, among the ranks that share each."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
-        size = sum(flat.shard_bytes * (flat.world_size - 1) for flat in flats)
-        fewer = any(flat.world_size < self._layout.world_size for flat in flats)
-        return Load(Link.COLLECTIVE, size, self._hardware.holders_bytes_per_s if fewer else None)
+        sizes = {flat.index: flat.shard_bytes * (flat.world_size - 1) for flat in flats}
+        return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index)) for index, size in sizes.items()]

@@ -29,6 +29,7 @@ from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.parallel.forwards import stand_in
 from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.recompute import replace
 from lightning_ptm.runtime.units import Unit
 
 
@@ -140,24 +141,29 @@ class Counter:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         handles: list[RemovableHandle] = []
-        changed: list[Callable[[], None]] = []
+        restore: list[Callable[[], None]] = []
+        computed: list[nn.Module] = []
         try:
             for module in self._known.mixtures:
-                mixture, experts = self._even(module)
-                changed += [stand_in(module, mixture), stand_in(module.experts, experts)]
+                restore.append(stand_in(module, self._even(module)))
+                stands, rest = self._experts_of(module)
+                computed += stands
+                restore += [replace(expert, forward=_given) for expert in rest]
             for unit in self._units[1:]:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
+            # Before the hooks of units, to which an expert's rows are its own, and no part of all that came.
+            handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
             with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
                 yield
                 self.tell_sent()
         finally:
             for handle in handles:
                 handle.remove()
-            for restore in changed:
-                restore()
+            while restore:
+                restore.pop()()
 
     def computes(self, flops: int) -> None:
         """Operations of the unit that computes."""
@@ -210,20 +216,29 @@ class Counter:
         seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
         return True
 
-    def _even(self, module: MixtureOfExperts) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Stand in for a mixture whose routing depends on values, and for its experts, around which ranks may exchange."""
-        experts, of_group = list(module.experts), 1
-        first_units: list[int] = []
-        if self._experts is not None:
-            place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
-            units = self._experts.units[place]
-            held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
-            experts, of_group = [experts[index] for index in held], self._experts.split.size
-            first_units = [units[index][0] for index in held]
+    def _held(self, module: MixtureOfExperts) -> tuple[list[int], list[int]]:
+        """Experts of a layer that this rank has, and the first unit of each that ranks divide."""
+        if self._experts is None:
+            return list(range(len(module.experts))), []
+        place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
+        units = self._experts.units[place]
+        held = [index for index, of_expert in enumerate(units) if of_expert and of_expert[0] not in self._absent]
+        return held, [units[index][0] for index in held]
+
+    def _experts_of(self, module: MixtureOfExperts) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Of the experts that this rank has: those that compute, and those for which the first one's work stands."""
+        held, _ = self._held(module)
+        experts = [module.experts[index] for index in held]
         own = [self._position.get(id(expert)) for expert in experts]
-        if own[0] is not None:
-            self._like.update({index: own[0] for index in own[1:] if index is not None})
-            experts = experts[:1]
+        if own[0] is None:
+            return experts, []
+        self._like.update({index: own[0] for index in own[1:] if index is not None})
+        return experts[:1], experts[1:]
+
+    def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
+        """Stands in for a mixture whose routing depends on values."""
+        held, first_units = self._held(module)
+        of_group = 1 if self._experts is None else self._experts.split.size
 
         def forward(x: Tensor) -> tuple[Tensor, Routing]:
             tokens = x.flatten(0, -2)
@@ -234,22 +249,23 @@ class Counter:
             weights = scores.topk(module.choices, dim=-1).values
             if module.choices > 1:
                 weights = weights / weights.sum(dim=-1, keepdim=True)
-            # All its choices that are computed; their results are kept to be weighted.
+            # Results of all its choices that an expert computes, which are kept to be weighted.
             kept = min(len(tokens) * module.choices, capacity * len(module.experts))
-            out = module.experts(tokens[:1].expand(kept, -1), [rows] * len(experts), 1)
-            weighted = out * weights.flatten()[:1].to(out.dtype)
+            weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
+            # All at once, as a run calls them: what the ranks of a tensor group add up is all that the experts compute.
+            counts = [rows if index in held else 0 for index in range(len(module.experts))]
+            came = tokens[:1].expand(sum(counts), -1).clone()
+            out = tokens + module.experts(came, counts, 1 if self._experts is None else 0).sum(0)
             for unit in first_units:
                 self._rows[unit] += rows * tokens.shape[1] * tokens.itemsize
             zero = scores.sum() * 0 + weighted.sum() * 0
-            return out[:1].expand(len(tokens), -1).view(x.shape), Routing(zero, scores.detach().sum(0), zero)
+            return out.view(x.shape), Routing(zero, scores.detach().sum(0), zero)
 
-        def compute(chosen: Tensor, counts: Sequence[int], zeros: int) -> Tensor:
-            out = chosen[:1].expand(len(chosen) + zeros, -1)
-            for expert, rows in zip(experts, counts, strict=True):
-                out = out + expert(chosen[:1].expand(rows, -1).clone()).sum(0)
-            return out
+        return forward
 
-        return forward, compute
+
+def _apart(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0].clone(),)
 
 
 def _given(tensor: Tensor) -> Tensor:

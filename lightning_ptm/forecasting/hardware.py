@@ -47,6 +47,7 @@ _MAY_BE_NULL = {
     "disk_write_bytes_per_s": "without a disk",
     "intra_node_bytes_per_s": "for one rank",
     "inter_node_bytes_per_s": "for one node",
+    "tensor_exchange_bytes_per_s": "where it is that of other collectives",
     "update_bytes_per_s": "where it is the memory's",
     "disk_update_bytes_per_s": "where the disk does not slow it",
     "beside_update_bytes_per_s": "where it is not known",

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import KINDS
+from lightning_ptm.planning.holders import Axis, Holders
 from lightning_ptm.runtime.machine import Machine
 
 _NEVER = 1e-9
@@ -36,6 +38,7 @@ class Node:
         disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
         intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
         inter_node_bytes_per_s: of a node; None where there is no other.
+        tensor_exchange_bytes_per_s: of one rank's part in a sum of activations within a node; None: as of other collectives.
         attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
             likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
             for what is no matrix multiplication.
@@ -73,6 +76,7 @@ class Node:
     disk_write_bytes_per_s: float | None
     intra_node_bytes_per_s: float | None
     inter_node_bytes_per_s: float | None
+    tensor_exchange_bytes_per_s: float | None = None
     attention_flops_per_s: dict[str, float] | None = None
     curved_numel_per_s: dict[str, float] | None = None
     update_bytes_per_s: float | None = None
@@ -115,22 +119,22 @@ class Node:
             ranks=self.ranks_per_node,
         )
 
-    def rates(self, nodes: int, expert_ranks: int = 1) -> Hardware:
+    def rates(self, nodes: int, holders: Holders | None = None) -> Hardware:
         """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
         by nobody else.
 
         Args:
-            expert_ranks: how many ranks divide experts among them. They send tokens to each other at the same time, those
-                of a node sharing its network; and ranks that hold the same experts make rings of their own, which share it,
-                too.
+            holders: who holds what; None: all ranks all. Ranks that divide experts send tokens to each other at the same
+                time, those of a node sharing its network; those that share parts, or experts, make rings of their own,
+                which share it, too.
 
         Raises:
             ConfigError: several ranks or nodes, and no rate of what connects them.
         """
         ranks = self.ranks_per_node
         between = [
-            self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node") if ranks > 1 else math.inf,
-            self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") if nodes > 1 else math.inf,
+            self._inside() if ranks > 1 else math.inf,
+            self._between(nodes) if nodes > 1 else math.inf,
         ]
         ram = self.host_memory_bytes_per_s / ranks
         return Hardware(
@@ -144,42 +148,70 @@ class Node:
             update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=not self.apart,
-            exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
-            holders_bytes_per_s=self._holders_bytes_per_s(nodes, expert_ranks) if expert_ranks > 1 else None,
+            exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
+            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(
+                nodes, _along(holders, Axis.TENSOR), self.tensor_exchange_bytes_per_s
+            ),
+            shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
         )
 
-    def _exchange_bytes_per_s(self, nodes: int, size: int) -> float:
+    def _exchange_bytes_per_s(self, nodes: int, groups: Collection[tuple[int, ...]]) -> float | None:
         """What one rank sends to others a second, as much to each of its group; counted by the group that is slowest.
 
         Links inside a node and the network work at the same time.
         """
-        ranks = self.ranks_per_node
         slowest_s = 0.0  # of a byte to each other member
         network: Counter[int] = Counter()  # such bytes that leave a node
-        for start in range(0, nodes * ranks, size):
-            on_node = Counter(rank // ranks for rank in range(start, start + size))
+        for group in groups:
+            on_node = self._on_nodes(group)
             for node, members in on_node.items():
                 if members > 1:
-                    rate = self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node")
-                    slowest_s = max(slowest_s, (members - 1) / rate)
-                network[node] += members * (size - members)
-        if most := max(network.values()):
-            slowest_s = max(slowest_s, most / self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes"))
-        return (size - 1) / slowest_s
+                    slowest_s = max(slowest_s, (members - 1) / self._inside())
+                network[node] += members * (len(group) - members)
+        if most := max(network.values(), default=0):
+            slowest_s = max(slowest_s, most / self._between(nodes))
+        return (max(map(len, groups)) - 1) / slowest_s if slowest_s else None
 
-    def _holders_bytes_per_s(self, nodes: int, size: int) -> float:
-        """Of a ring over ranks that hold the same experts, every `size`-th of all."""
-        ranks = self.ranks_per_node
-        holders = nodes * ranks // size
-        rates = [math.inf]
-        if holders > 1 and size < ranks:
-            rates.append(self._needed("intra_node_bytes_per_s", f"there are {ranks} ranks on a node"))
-        if holders > 1 and nodes > 1:
-            rates.append(self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes") / min(size, ranks))
-        return min(rates)
+    def _ring_bytes_per_s(
+        self, nodes: int, groups: Collection[tuple[int, ...]], inside_bytes_per_s: float | None = None
+    ) -> float | None:
+        """What one rank sends a second, where each of these groups has a ring of its own; those that leave a node share its
+        network. None: nobody sends.
+
+        Args:
+            inside_bytes_per_s: within a node; None: as of all collectives.
+        """
+        rates = []
+        leave: Counter[int] = Counter()  # rings that do
+        for group in groups:
+            on_node = self._on_nodes(group)
+            if any(members > 1 for members in on_node.values()):
+                rates.append(inside_bytes_per_s or self._inside())
+            if len(on_node) > 1:
+                leave.update(on_node.keys())
+        if leave:
+            rates.append(self._between(nodes) / max(leave.values()))
+        return min(rates, default=None)
+
+    def _shared_bytes_per_s(self, nodes: int, holders: Holders) -> dict[tuple[Axis, ...], float]:
+        """By axes, of the rings of ranks that share flats: `Hardware.shared_bytes_per_s`."""
+        classes = [holders.everybody, *holders.apart.values()]
+        along = {sharing.axes for each in classes for sharing in (each.whole, each.parts, each.partial)}
+        found = {axes: self._ring_bytes_per_s(nodes, holders.mesh.groups(axes)) for axes in along}
+        return {axes: rate for axes, rate in found.items() if rate is not None}
+
+    def _on_nodes(self, group: tuple[int, ...]) -> Counter[int]:
+        """By node, how many of these ranks are there."""
+        return Counter(rank // self.ranks_per_node for rank in group)
+
+    def _inside(self) -> float:
+        return self._needed("intra_node_bytes_per_s", f"there are {self.ranks_per_node} ranks on a node")
+
+    def _between(self, nodes: int) -> float:
+        return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
     def seconds(self, work: Work, dtype: str) -> float:
         """What the forward of a unit takes one rank, if nothing keeps it waiting.
@@ -213,6 +245,13 @@ class Node:
         if value is None:
             raise ConfigError(f"{self.source}: {field} is missing, and {reason}; add it, or plan for fewer")
         return value
+
+
+def _along(holders: Holders | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that differ along an axis alone, where some do."""
+    if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
+        return ()
+    return holders.mesh.groups((axis,))
 
 
 def forward_s(

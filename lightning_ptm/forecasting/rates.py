@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+from lightning_ptm.planning.holders import Axis, Holders
+from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.terms import Link, Operation
 
 
@@ -18,7 +21,9 @@ class Hardware:
         disk_both_bytes_per_s: of reads and writes of the disk that go on together; None: neither slows the other.
         shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
         exchange_bytes_per_s: of tokens that one rank sends to others' experts; None: nobody divides experts.
-        holders_bytes_per_s: of collectives of ranks that hold the same experts; None: as of all ranks.
+        tensor_exchange_bytes_per_s: of activations that one rank of a tensor group sends; None: there is none.
+        shared_bytes_per_s: by the axes along which alone ranks differ, of the collectives of those that share a flat; others
+            are as of all ranks.
         disk_update_bytes_per_s: of that arithmetic, where its reads and writes of the disk go on beside it; None: the same.
         chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
         disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
@@ -36,7 +41,8 @@ class Hardware:
     disk_both_bytes_per_s: float | None = None
     shared_cores: bool = False
     exchange_bytes_per_s: float | None = None
-    holders_bytes_per_s: float | None = None
+    tensor_exchange_bytes_per_s: float | None = None
+    shared_bytes_per_s: Mapping[tuple[Axis, ...], float] = field(default_factory=dict)
     disk_update_bytes_per_s: float | None = None
     chunk_s: float = 0.0
     disk_bytes_per_core_s: float | None = None
@@ -52,7 +58,16 @@ class Hardware:
             Link.UPDATE_HOST: self.update_host_bytes_per_s,
             Link.UPDATE_DEVICE: self.update_device_bytes_per_s,
             Link.EXCHANGE: self.exchange_bytes_per_s or self.collective_bytes_per_s,
+            Link.TENSOR_EXCHANGE: self.tensor_exchange_bytes_per_s or self.collective_bytes_per_s,
         }[link]
+
+    def shared_rates(self, flats: Iterable[FlatLayout], holders: Holders) -> dict[int, float | None]:
+        """By flat, bytes per second of its collectives; None: as of all ranks."""
+        return {flat.index: self.shared_bytes_per_s.get(holders.of_flat(flat).axes) for flat in flats}
+
+
+Exchanged = Mapping[int, Mapping[Link, int]]
+"""By tick, bytes that a rank sends to others while nothing computes: tokens, activations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
+from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, Timing
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
@@ -44,7 +44,7 @@ def step_time(
     rates: Hardware,
     accumulate: int,
     offloaded: int,
-    exchanged: Mapping[int, int],
+    exchanged: Exchanged,
     record: list[Activity] | None,
 ) -> StepTime:
     """How long a step takes among many.
@@ -54,7 +54,7 @@ def step_time(
         rates: of a rank of `node`.
         accumulate: micro-batches in a step.
         offloaded: bytes of activations that go to RAM and back.
-        exchanged: by tick, bytes of activations that a rank sends to others before it (`exchanged_bytes`).
+        exchanged: what a rank sends to others (`exchanged_bytes`).
         record: as `steady` takes it.
     """
     lock_free = blueprint.lock_free
@@ -72,6 +72,7 @@ def step_time(
         wait_for_updates=lock_free is None,
         record=record,
         exchanged_bytes=exchanged,
+        holders=blueprint.holders,
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None and not node.apart:
@@ -106,20 +107,26 @@ def _with_copies(
 
 def exchanged_bytes(
     blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]
-) -> dict[int, int]:
-    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; or,
+) -> dict[int, dict[Link, int]]:
+    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; and,
     in it, of activations that the ranks of a tensor group add up and gather.
 
     A layer with experts exchanges before its first expert and behind its last one, in the forward and in the backward; and
-    where it is computed again (its experts are in `again`), so often once more.
+    where it is computed again (its experts are in `again`), so often once more. What a tensor group has added up is kept for
+    that.
     """
-    if blueprint.experts is None:
-        sent = {
-            at: work.sent_bytes if tick.phase is Phase.FORWARD else work.sent_back_bytes
-            for at, tick in enumerate(trace.ticks)
-            for work in [works[tick.unit]]
-        }
-        return {at: size for at, size in sent.items() if size}
+    tokens = _token_bytes(blueprint, works, trace, again) if blueprint.experts is not None else {}
+    found: dict[int, dict[Link, int]] = {}
+    for at, tick in enumerate(trace.ticks):
+        work = works[tick.unit]
+        added_up = work.sent_bytes if tick.phase is Phase.FORWARD else work.sent_back_bytes
+        sizes = {Link.EXCHANGE: tokens.get(at, 0), Link.TENSOR_EXCHANGE: added_up}
+        found[at] = {link: size for link, size in sizes.items() if size}
+    return {at: sizes for at, sizes in found.items() if sizes}
+
+
+def _token_bytes(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, int]:
+    assert blueprint.experts is not None
     layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
     found: Counter[int] = Counter()
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ptm.forecasting.clock import Clock
-from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.planning.holders import Holders
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.plan import Plan
@@ -39,7 +40,8 @@ def steady(
     micro_batches: int = 1,
     wait_for_updates: bool = True,
     record: list[Activity] | None = None,
-    exchanged_bytes: Mapping[int, int] | None = None,
+    exchanged_bytes: Exchanged | None = None,
+    holders: Holders | None = None,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
 
@@ -50,7 +52,8 @@ def steady(
         micro_batches: in one optimizer step; updates belong to the last.
         wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
         record: takes what happened in the step that counts, its start at 0.
-        exchanged_bytes: by tick, tokens that one rank sends to others before it computes.
+        exchanged_bytes: by tick, what one rank sends to others before it computes.
+        holders: which ranks share which flats; None: the layout's ranks all.
     """
     activities: list[Activity] | None = None if record is None else []
     clock = Clock(
@@ -61,16 +64,11 @@ def steady(
         staging_chunks=staging_chunks,
         gradient_room_bytes=gradient_room_bytes,
         record=activities,
+        holders=holders,
     )
     marks = [clock.so_far()]
     for _ in range(_MOST_STEPS):
-        clock.step(
-            plan,
-            trace,
-            micro_batches=micro_batches,
-            wait_for_updates=wait_for_updates,
-            exchanged_bytes=exchanged_bytes or {},
-        )
+        clock.step(plan, trace, exchanged_bytes or {}, micro_batches=micro_batches, wait_for_updates=wait_for_updates)
         marks.append(clock.so_far())
         alike = not hardware.shared_cores or _alike(marks[-3:])
         if len(marks) > _STEPS_BEFORE + 1 and alike:

@@ -79,9 +79,10 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
     """The blocks in which layers that need others to be whole again lie: elements of a container, or what is around the rest.
 
     Raises:
-        ConfigError: nothing but the whole model is around some.
+        ConfigError: nothing but the whole model is around some, or a layer is in two of them.
     """
     modules = dict(root.named_modules())
+    _refuse_layers_of_two(root, places)
     found: dict[str, dict[str, Rule]] = {}
     others: list[Place] = []
     for place in places:
@@ -107,6 +108,21 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
         if inner is not None:
             found[inner][place.name.removeprefix(f"{inner}.")] = place.rule
     return tuple(Block(name, modules[name], plan) for name, plan in found.items())
+
+
+def _refuse_layers_of_two(root: nn.Module, places: Sequence[Place]) -> None:
+    """A layer is cut together with what is around it, and has one name in a plan, that of the first of two modules."""
+    found = {id(place.module): place for place in places if place.parameter is None and not _alone(place.rule)}
+    for name, module in root.named_modules(remove_duplicate=False):
+        place = found.get(id(module))
+        around = name.rpartition(".")[0]
+        if place is not None and root.get_submodule(around) is not place.around:
+            raise ConfigError(
+                f"{name} is the module {place.name} once more, in another {type(root.get_submodule(around)).__name__}, and "
+                f"tensor_parallel_plan cuts a layer together with what is around it, which of {around} it does not know; let "
+                f"both have all of {place.name.rpartition('.')[0]} in common, or a layer each with one weight (`b.weight = "
+                f"a.weight`), or leave out of the plan this layer and those that compute with its part"
+            )
 
 
 def _alone(rule: Rule) -> bool:

@@ -46,18 +46,18 @@ def parameter_demands(
 ) -> Iterator[Demand]:
     """A unit's gathered flats, and the shard pages that are fetched for the gather.
 
-    Where nothing is gathered: a unit at home on the device is used where it lies; another is fetched straight into its
-    full run.
+    Flats that nobody shares are used where they lie, if that is the device, and are else fetched straight into their full
+    runs.
     """
-    full_pages, shard_pages = layout.full_pages(unit), layout.shard_pages(unit)
-    gathers = layout.gathers(unit)
-    if not full_pages or (not gathers and parameter_home.computes):
+    full_pages = layout.full_pages(unit, in_place=parameter_home.computes)
+    shard_pages = 0 if parameter_home.computes else layout.gathered_pages(unit)
+    if not full_pages:
         return
     spans = uses.units[unit].spans()
     triggers = early_triggers(spans) if comfortable else tuple(span.first for span in spans)
     for span, trigger in zip(spans, triggers, strict=True):
         yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
-        if gathers and not parameter_home.computes:
+        if shard_pages:
             fetched = max(trigger - 1, 0) if comfortable else trigger
             # Until the need, though the gather may be done before: so the least demand is covered (I2).
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
@@ -71,40 +71,47 @@ def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Grad
     use = uses.units[unit]
     passing = gradients.pass_through
     yield from full_gradient_demands(layout, uses, unit, gradients)
-    beside = pages_beside_full_gradients(layout, unit, gradients)
-    for written in gradient_spans(use, passing=passing) if beside else ():
+    reduced = pages_beside_full_gradients(layout, unit, gradients, alone=False)
+    added = pages_beside_full_gradients(layout, unit, gradients, alone=True)
+    for written in gradient_spans(use, passing=passing):
         # What they are reduced to, or added to, is there while the full ones are read.
         leaves = written.end + 1
-        if layout.shared:
-            yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), beside)
-        else:
+        if reduced:
+            yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), reduced)
+        if added:
             # Autograd may enter the next unit before the last gradient comes: between two units of any sizes there is
             # room for this unit's parameters, or for the next one's gradients.
-            yield Demand(compute_instant(written.end), trigger_instant(leaves), beside)
+            yield Demand(compute_instant(written.end), trigger_instant(leaves), added)
 
 
 def full_gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """Of these, the full gradients, which end at the trigger at which they are reduced, offloaded or used."""
     use = uses.units[unit]
     passing = gradients.pass_through
-    if not layout.trainable_pages(unit):
-        return
-    if not layout.shared and gradients.home.computes and gradients.outlive_backward:
-        return  # written where they are at home
-    for written in gradient_spans(use, passing=passing):
-        # Passing, on one rank: the full gradients are the shard.
-        end = use.ticks[-1] if passing and not layout.shared else written.end
-        yield Demand(compute_instant(written.first), trigger_instant(end + 1), layout.full_gradient_pages(unit))
+    for alone in (False, True):
+        pages = layout.full_gradient_pages(unit, alone=alone)
+        if not pages or (alone and gradients.home.computes and gradients.outlive_backward):
+            continue  # written where they are at home
+        for written in gradient_spans(use, passing=passing):
+            # Passing, of this rank alone: the full gradients are the shard.
+            end = use.ticks[-1] if passing and alone else written.end
+            yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
 
 
-def pages_beside_full_gradients(layout: ModelLayout, unit: int, gradients: Gradients) -> int:
+def pages_beside_full_gradients(
+    layout: ModelLayout, unit: int, gradients: Gradients, *, alone: bool | None = None
+) -> int:
     """Pages that a unit's gradients take beside the full ones where these leave: the shards to which ranks reduce them, and
     buffers in which whole ones are added to what comes from their home. A reduced one's buffer takes no more than the full
-    ones, which are gone by then."""
+    ones, which are gone by then.
+
+    Args:
+        alone: of flats that are, or are not; None: of all (`ModelLayout.alone`).
+    """
     pages = 0
     for flat in layout.flats_of(unit):
-        if flat.trainable:
-            reduced = flat.stripe_count if layout.shared else 0
+        if flat.trainable and alone in (None, layout.alone(flat)):
+            reduced = 0 if layout.alone(flat) else flat.stripe_count
             whole = gradients.add_up_in_buffer and not flat.shared
             pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
     return pages

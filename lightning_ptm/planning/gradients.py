@@ -26,7 +26,7 @@ def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> I
             continue
         gradients = placement.gradients(unit)
         for written in gradient_spans(use, passing=gradients.pass_through):
-            if layout.shared:
+            if any(flat.shared and flat.trainable for flat in layout.flats_of(unit)):
                 yield Task(Operation.REDUCE, unit, Kind.GRADIENT, written.end + 1)
             if not gradients.home.computes:
                 yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, written.end + 1)

@@ -289,13 +289,28 @@ class ModelLayout:
         """Pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
         return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.trainable)
 
-    def full_pages(self, unit: int) -> int:
-        """Pages that a unit's gathered flats take: each flat is a run of whole pages."""
-        return self._run_pages(self.flats_of(unit))
+    def alone(self, flat: FlatLayout) -> bool:
+        """Whether a rank's gradient of a flat is that of the run: nobody shares it, and of its whole all ranks have parts, so
+        that they compute one batch. The gradient of an expert that is whole on one rank is of all ranks' batches."""
+        return not flat.shared and flat.parts == self.world_size
 
-    def full_gradient_pages(self, unit: int) -> int:
-        """Pages that a unit's gradients take before they are reduced."""
-        return self._run_pages(flat for flat in self.flats_of(unit) if flat.trainable)
+    def gathered_pages(self, unit: int) -> int:
+        """Of a rank's shard pages, those that are brought where the unit computes for a gather. Flats that nobody shares
+        come whole."""
+        return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.shared)
+
+    def full_pages(self, unit: int, *, in_place: bool = False) -> int:
+        """Pages that a unit takes where it computes: each flat is a run of whole pages.
+
+        Args:
+            in_place: its home is there, so flats that nobody shares are used where they are.
+        """
+        return self._run_pages(flat for flat in self.flats_of(unit) if flat.shared or not in_place)
+
+    def full_gradient_pages(self, unit: int, *, alone: bool | None = None) -> int:
+        """Pages that a unit's gradients take before they are reduced; those of flats that are `alone`, or are not."""
+        trainable = [flat for flat in self.flats_of(unit) if flat.trainable]
+        return self._run_pages(flat for flat in trainable if alone is None or self.alone(flat) is alone)
 
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
         return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)

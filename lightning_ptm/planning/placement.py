@@ -195,8 +195,8 @@ class _Problem:
         used = {tier: capacity[tier] - self._left[tier] for tier in self._budget}
         used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
-            2 * self._layout.full_pages(unit)
-            + self._layout.shard_pages(unit)
+            2 * self._layout.full_pages(unit, in_place=home.computes)
+            + self._layout.gathered_pages(unit)
             + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
             for unit, home in enumerate(parameter_homes)
             for beside in (pages_beside_full_gradients(self._layout, unit, self._gradients(home)),)

@@ -103,17 +103,17 @@ class _Scheduler:
         """Every unit is fetched at its need and dropped after its use; raises when not even that fits."""
         for unit, use in enumerate(self._uses.units):
             homes = self._placement.homes[unit]
-            full_pages, shard_pages = self._layout.full_pages(unit), self._layout.shard_pages(unit)
-            gathers = self._layout.gathers(unit)
-            resident = not gathers and homes.parameter is Tier.DEVICE
-            spans = () if resident or not full_pages else use.spans()
+            at_home = homes.parameter is Tier.DEVICE
+            full_pages = self._layout.full_pages(unit, in_place=at_home)
+            shard_pages = self._layout.gathered_pages(unit)
+            spans = use.spans() if full_pages else ()
             self._full.append(
                 [
                     _Stay(unit, position, Kind.FULL, full_pages, span.first, span.first, span.end)
                     for position, span in enumerate(spans)
                 ]
             )
-            fetched = gathers and homes.parameter is not Tier.DEVICE
+            fetched = self._layout.gathers(unit) and not at_home
             self._shards.append(
                 [
                     _Stay(unit, position, Kind.PARAMETER, shard_pages, span.first, span.first, span.first)

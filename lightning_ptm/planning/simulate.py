@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.planning.homes import Budget, Placement
-from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.report import device_refusal, format_bytes, tick_label
 from lightning_ptm.planning.trace import Tick, Trace
@@ -103,6 +103,9 @@ class _Replay:
         """Units of which a copy is on the device."""
         self._gathered_at: dict[int, int] = {}
         self._gradient_pages: dict[int, int] = {}
+        """Of flats whose gradients other ranks have a part of."""
+        self._own_gradient_pages: dict[int, int] = {}
+        """Of others."""
 
     def run(self, plan: Plan) -> Simulation:
         """Replay all triggers, then look for what was left behind."""
@@ -157,7 +160,7 @@ class _Replay:
         if task.kind is not kind or self._placement.homes[task.unit].parameter is Tier.DEVICE:
             raise InternalError(f"{self._words(task)}: there is nothing to fetch for a {task.kind.value} copy")
         self._put(task, kind)
-        self._hold(self._run_pages(task.unit, gradient=False) if whole else self._pages(task.unit, kind))
+        self._hold(self._pages(task.unit, kind))
 
     def _gather(self, task: Task) -> None:
         if not self._layout.gathers(task.unit):
@@ -166,7 +169,7 @@ class _Replay:
         if not at_home and (task.unit, Kind.PARAMETER) not in self._present:
             raise InternalError(f"{self._words(task)}: its pages are not on the device")
         self._put(task, Kind.FULL)
-        self._hold(self._run_pages(task.unit, gradient=False))
+        self._hold(self._pages(task.unit, Kind.FULL))
         self._gathered_at[task.unit] = self._trigger
 
     def _leave(self, task: Task) -> None:
@@ -181,50 +184,49 @@ class _Replay:
         if not used_before:
             raise InternalError(f"{self._words(task)}: the tick before did not use them, so they left late or unused")
         self._present.remove((task.unit, kind))
-        whole = kind is Kind.FULL
-        self._used -= self._run_pages(task.unit, gradient=False) if whole else self._pages(task.unit, kind)
+        self._used -= self._pages(task.unit, kind)
 
     def _gradients_leave(self) -> None:
         """Those that are complete are reduced, offloaded, and, where the update alone waits for them, used (I4)."""
         before = self._trigger - 1
         complete = self._complete.get(before, [])
-        for unit in complete if self._layout.shared else ():
-            beside = self._beside_gradients(unit)
+        for unit in complete:
+            beside = self._beside_gradients(unit, alone=False)
             self._hold(beside)  # Written while the full gradients are read.
-            self._used -= self._gradient_pages.pop(unit)
+            self._used -= self._gradient_pages.pop(unit, 0)
             if self._passes(unit):
                 self._gradient_pages[unit] = beside
             else:
                 self._leaving += beside
         for unit in complete:
-            if not self._layout.shared:
-                self._used -= self._beside_gradients(unit)
+            self._used -= self._beside_gradients(unit, alone=True)
             if not self._passes(unit):
-                self._used -= self._gradient_pages.pop(unit, 0)
-        for unit in [unit for unit in self._gradient_pages if self._passes(unit) and self._last_use[unit] == before]:
-            pages = self._gradient_pages.pop(unit)
-            if not self._layout.shared:
-                self._used -= pages
-            else:
-                self._leaving += pages
+                self._used -= self._own_gradient_pages.pop(unit, 0)
+        for unit in {*self._gradient_pages, *self._own_gradient_pages}:
+            if self._passes(unit) and self._last_use[unit] == before:
+                self._leaving += self._gradient_pages.pop(unit, 0)
+                self._used -= self._own_gradient_pages.pop(unit, 0)
 
     def _compute(self, task: Task, tick: Tick) -> None:
         if task.unit != tick.unit:
             raise InternalError(f"{self._words(task)}: the trace has {self._layout.units[tick.unit].name} there")
         for unit in tick.live:
-            resident = not self._layout.gathers(unit) and self._placement.homes[unit].parameter is Tier.DEVICE
-            if self._pages(unit, Kind.FULL) and not resident and (unit, Kind.FULL) not in self._present:
+            if self._pages(unit, Kind.FULL) and (unit, Kind.FULL) not in self._present:
                 raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name}, which is not there")
             if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                 self._write_gradients(unit)
-        for unit in self._complete.get(self._trigger, ()) if not self._layout.shared else ():
-            self._hold(self._beside_gradients(unit))  # its last gradient may come when the next unit has been entered
+        for unit in self._complete.get(self._trigger, ()):
+            # Its last gradient may come when the next unit has been entered.
+            self._hold(self._beside_gradients(unit, alone=True))
 
     def _write_gradients(self, unit: int) -> None:
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
-        if unit not in self._gradient_pages and (self._layout.shared or not at_home):
-            self._gradient_pages[unit] = self._run_pages(unit, gradient=True)
+        if unit not in self._gradient_pages:
+            self._gradient_pages[unit] = self._full_gradient_pages(unit, alone=False)
             self._hold(self._gradient_pages[unit])
+        if unit not in self._own_gradient_pages and not at_home:
+            self._own_gradient_pages[unit] = self._full_gradient_pages(unit, alone=True)
+            self._hold(self._own_gradient_pages[unit])
 
     def _check_homes(self) -> None:
         """The homes that the placement counts on hold the states, and the tiers hold the homes."""
@@ -254,8 +256,8 @@ class _Replay:
         if self._present:
             unit, kind = next(iter(self._present))
             raise InternalError(f"the {kind.value} copy of {self._layout.units[unit].name} is never given back")
-        if self._gradient_pages:
-            unit = next(iter(self._gradient_pages))
+        if left := {**self._gradient_pages, **self._own_gradient_pages}:
+            unit = next(iter(left))
             raise InternalError(f"gradients of {self._layout.units[unit].name} are there at the end")
 
     def _put(self, task: Task, kind: Kind) -> None:
@@ -283,28 +285,39 @@ class _Replay:
         return self._placement.homes[unit].gradient is Tier.DEVICE and not self._placement.keeps_gradients
 
     def _pages(self, unit: int, kind: Kind) -> int:
+        """Of a copy. What nobody shares is no part of it where it is at home on the device, and is else fetched whole."""
         count = self._page_counts.get((unit, kind))
         if count is None:
-            trainable_only = kind in (Kind.GRADIENT, Kind.MASTER)
-            flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not trainable_only]
-            count = sum(-(-flat.shard_bytes // self._layout.page_size) for flat in flats)
-            self._page_counts[unit, kind] = count
+            away = self._placement.homes[unit].parameter is not Tier.DEVICE
+            flats = self._layout.flats_of(unit)
+            if kind is Kind.FULL:
+                sizes = [flat.padded_bytes for flat in flats if flat.shared or away]
+            elif kind is Kind.PARAMETER:
+                sizes = [flat.shard_bytes for flat in flats if flat.shared]
+            else:
+                sizes = [flat.shard_bytes for flat in flats if flat.trainable]
+            count = self._page_counts[unit, kind] = sum(-(-size // self._layout.page_size) for size in sizes)
         return count
 
-    def _beside_gradients(self, unit: int) -> int:
+    def _beside_gradients(self, unit: int, *, alone: bool) -> int:
         """Pages of what a unit's full gradients are reduced to, or added to when they leave. A shard is added to when the
         full gradients have gone, in whose pages there is room for that."""
         to_device = self._placement.sums_gradients and not self._placement.homes[unit].gradient.addressable
         pages = 0
-        for flat in self._layout.flats_of(unit):
-            reduced = flat.shard_bytes if flat.trainable and self._layout.shared else 0
-            so_far = flat.gradient_bytes if flat.trainable and to_device and flat.world_size == 1 else 0
+        for flat in self._gradients_of(unit, alone=alone):
+            reduced = 0 if alone else flat.shard_bytes
+            so_far = flat.gradient_bytes if to_device and flat.world_size == 1 else 0
             pages += -(-max(reduced, so_far) // self._layout.page_size)
         return pages
 
-    def _run_pages(self, unit: int, *, gradient: bool) -> int:
-        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable or not gradient]
+    def _full_gradient_pages(self, unit: int, *, alone: bool) -> int:
+        flats = self._gradients_of(unit, alone=alone)
         return sum(-(-flat.padded_bytes // self._layout.page_size) for flat in flats)
+
+    def _gradients_of(self, unit: int, *, alone: bool) -> list[FlatLayout]:
+        """Trained flats whose gradient no other rank has a part of, or whose some has."""
+        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
+        return [flat for flat in flats if self._layout.alone(flat) is alone]
 
     def _tier_uses(self, peaks: list[int]) -> tuple[TierUse, ...]:
         uses: list[TierUse] = []

@@ -188,12 +188,16 @@ class Blueprint:
     def by_need_bytes(self) -> int:
         """Device bytes that plans leave to such units: one that computes and one that is fetched, and gradients of one."""
         layout = self.layout
-        most = max((2 * layout.full_pages(unit) + layout.shard_pages(unit) for unit in self.by_need), default=0)
+        at_home = {unit: self.placement.homes[unit].parameter.computes for unit in self.by_need}
+        pages = (
+            2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
+            for unit, in_place in at_home.items()
+        )
         gradients = (
             layout.full_gradient_pages(unit) + pages_beside_full_gradients(layout, unit, self.placement.gradients(unit))
             for unit in self.by_need
         )
-        return (most + max(gradients, default=0)) * layout.page_size
+        return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:
         """Whether a unit's update may still be under way when the optimizer's step has returned, on a device of that kind."""

@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Collection
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.demand import pages_beside_full_gradients
 from lightning_ptm.planning.fetching import Fetching
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.plan import Plan, Task
@@ -25,6 +24,19 @@ from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pages:
+    """Of gradients on the device: as they are laid out, what ranks reduce them to, and what waits for the update."""
+
+    full: int
+    reduced: int
+    passing: int
+
+    @property
+    def pages(self) -> int:
+        return self.full + self.reduced + self.passing
 
 
 class Paper:
@@ -53,13 +65,14 @@ class Paper:
         """Pages of gathered or fetched units."""
         self._shards: dict[int, int] = {}
         """Pages of shards that were fetched for a gather."""
-        self._gradients: dict[int, int] = {}
+        self._gradients: dict[tuple[int, bool], int] = {}
+        """By unit, of flats that several ranks share, and of others."""
         self._summed: set[int] = set()
         """Units that have gradients of this step already."""
         self._behind: list[int] = []
         """Units whose gradients were laid out and have not gone to the update."""
-        self._leaving: list[int] = []
-        """Units whose gradients leave behind the tick."""
+        self._leaving: list[tuple[int, bool]] = []
+        """Of units, those that leave behind the tick."""
         self._held: tuple[int, ...] = ()
         self._around: tuple[int, ...] = ()
         """Units that are live in the newest tick that is in the plan."""
@@ -198,40 +211,52 @@ class Paper:
 
     def _end_backward(self, unit: int) -> None:
         """All gradients of a unit are there, to be laid out (I2)."""
-        layout, reduced = self._layout, self._layout.trainable_pages(unit)
-        if not reduced:
+        if not self._layout.trainable_pages(unit):
             return
-        away = self._blueprint.gradient_home(unit) is not Tier.DEVICE
-        full, part = layout.full_gradient_pages(unit), reduced if layout.gathers(unit) else 0
-        so_far = 0 if part else self._so_far(unit)
-        if layout.shared:
-            pages = full + part + (reduced if self._passes(unit) else 0)
-        else:
-            pages = full if away else 0
-        pages += so_far
+        shared, own = self._laid_out(unit, shared=True), self._laid_out(unit, shared=False)
+        so_far = self._so_far(unit)
+        at_once = 0
+        if so_far or not self._gradients_leave(unit):  # whole on this rank: it is copied, or added, at once
+            at_once = own.full
+        pages = shared.pages + own.pages + so_far
         self._make_room(pages)
         self._hold(pages)
-        if not part and (so_far or not away) and pages:  # whole on one rank: it is copied, or added, at once
-            self._used -= full
-            pages -= full
-        self._gradients[unit] = pages
-        if not part and away:
-            self._leaving.append(unit)
+        self._used -= at_once
+        self._gradients[unit, True] = shared.pages
+        self._gradients[unit, False] = own.pages + so_far - at_once
+        if self._gradients_leave(unit):
+            self._leaving.append((unit, False))
         self._behind.append(unit)
         if not self._blueprint.outlive_backward and len(self._behind) > 1:
             self._update(self._behind.pop(0))
 
+    def _laid_out(self, unit: int, *, shared: bool) -> _Pages:
+        """What laying out the gradients of a unit's flats takes, of those that several ranks share, or of the others."""
+        blueprint, layout = self._blueprint, self._layout
+        full = reduced = passing = 0
+        for flat in layout.flats_of(unit):
+            if flat.shared is not shared or blueprint.traits[flat.index] is None:
+                continue
+            route = blueprint.route(flat)
+            # Such a gradient goes from `.grad` into its pages, or stays there.
+            if not (layout.alone(flat) and route.tier.computes):
+                full += -(-flat.padded_bytes // layout.page_size)
+            reduced += flat.stripe_count if shared else 0
+            passing += flat.stripe_count if route.waits is Waits.PASSING else 0
+        return _Pages(full, reduced, passing)
+
+    def _gradients_leave(self, unit: int) -> bool:
+        return self._blueprint.gradient_home(unit) is not Tier.DEVICE
+
     def _update(self, unit: int) -> None:
         """A unit's reduction has ended, and its gradients go to the update: it is given up."""
         blueprint, layout = self._blueprint, self._layout
-        if layout.shared:
-            waits = layout.trainable_pages(unit)
-            away = blueprint.gradient_home(unit) is not Tier.DEVICE
-            stays = waits if self._passes(unit) or (layout.gathers(unit) and away) else 0
-            stays = min(stays, self._gradients.get(unit, 0))
-            self._used -= self._gradients.get(unit, 0) - stays
-            self._gradients[unit] = stays
-            self._leaving.append(unit)
+        for shared in (True,) if self._gradients_leave(unit) else (True, False):
+            held = self._gradients.get((unit, shared), 0)
+            stays = min(held, self._after_reduction(unit, shared=shared))
+            self._used -= held - stays
+            self._gradients[unit, shared] = stays
+            self._leaving.append((unit, shared))
         self.release(unit)
         self.evict(unit)
         if unit in self._by_need:
@@ -240,6 +265,11 @@ class Paper:
             if blueprint.placement.homes[unit].gradient is not Tier.DEVICE:
                 self._done.append(self._task(Operation.OFFLOAD, unit, Kind.GRADIENT))
             self._done.append(self._task(Operation.UPDATE, unit, Kind.MASTER))
+
+    def _after_reduction(self, unit: int, *, shared: bool) -> int:
+        """Pages that wait for the update, or to leave."""
+        takes = self._laid_out(unit, shared=shared)
+        return takes.reduced if shared and self._gradients_leave(unit) else takes.passing
 
     def _step(self) -> None:
         """What is reduced once a step is reduced now, and what was not updated behind the backward is."""
@@ -253,16 +283,13 @@ class Paper:
     def _so_far(self, unit: int) -> int:
         """Pages of the buffers in which a unit's gradients are added to those of earlier passes, or widened."""
         gradients = self._blueprint.placement.gradients(unit)
-        widens = any(flat.sums_gradients for flat in self._layout.flats_of(unit))
-        if not gradients.add_up_in_buffer or not (widens or unit in self._summed):
+        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable and not flat.shared]
+        if not gradients.add_up_in_buffer or not flats:
+            return 0
+        if not any(flat.sums_gradients for flat in flats) and unit not in self._summed:
             self._summed.add(unit)
             return 0
-        return pages_beside_full_gradients(self._layout, unit, gradients)
-
-    def _passes(self, unit: int) -> bool:
-        """Whether gradients wait in pages that are taken when they come."""
-        flats = [flat for flat in self._layout.flats_of(unit) if self._blueprint.traits[flat.index] is not None]
-        return any(self._blueprint.route(flat).waits is Waits.PASSING for flat in flats)
+        return sum(-(-flat.gradient_bytes // self._layout.page_size) for flat in flats)
 
     def _make_room(self, pages: int) -> None:
         """For gradients, as reduction.py does."""
@@ -292,15 +319,18 @@ class Paper:
 
     def _moves(self, unit: int) -> bool:
         """Whether it is not where it computes."""
-        return self._layout.full_pages(unit) > 0 and (self._layout.gathers(unit) or self._away(unit))
+        return self._full_pages(unit) > 0
+
+    def _full_pages(self, unit: int) -> int:
+        return self._layout.full_pages(unit, in_place=not self._away(unit))
 
     def _away(self, unit: int) -> bool:
         return self._blueprint.placement.homes[unit].parameter is not Tier.DEVICE
 
     def start_fetch(self, unit: int, *, agreed: bool) -> None:
         layout = self._layout
-        full, shards = layout.full_pages(unit), unit in self._shards or not (layout.gathers(unit) and self._away(unit))
-        self._check_room(full + (0 if shards else layout.shard_pages(unit)))
+        full, shards = self._full_pages(unit), unit in self._shards or not (layout.gathers(unit) and self._away(unit))
+        self._check_room(full + (0 if shards else layout.gathered_pages(unit)))
         self._full[unit] = full
         self._hold(full)
         if not shards:
@@ -312,7 +342,7 @@ class Paper:
     def fetch_shards(self, unit: int) -> None:
         if unit in self._shards or not (self._layout.gathers(unit) and self._away(unit)):
             return
-        pages = self._layout.shard_pages(unit)
+        pages = self._layout.gathered_pages(unit)
         self._check_room(pages)
         self._shards[unit] = pages
         self._hold(pages)
@@ -332,13 +362,13 @@ class Paper:
             self._done.append(self._task(Operation.EVICT, unit, Kind.PARAMETER))
 
     def reclaim(self, wait: bool) -> bool:
-        freed = sum(self._gradients.pop(unit, 0) for unit in self._leaving)
+        freed = sum(self._gradients.pop(leaves, 0) for leaves in self._leaving)
         self._leaving.clear()
         if wait:  # for reductions under way
-            for unit, pages in self._gradients.items():
-                stays = self._layout.trainable_pages(unit) if self._passes(unit) else 0
-                self._gradients[unit] = min(pages, stays)
-                freed += pages - self._gradients[unit]
+            for (unit, shared), pages in self._gradients.items():
+                stays = min(pages, self._laid_out(unit, shared=shared).passing)
+                self._gradients[unit, shared] = stays
+                freed += pages - stays
         self._used -= freed
         return freed > 0
 

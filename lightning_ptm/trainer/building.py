@@ -186,6 +186,8 @@ class BuildingStrategy(CheckpointingStrategy):
         if fitting:
             self._watches.averaging(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
+            if self._cut is not None:
+                self._watches.summaries(trainer, self._cut.boxes())
             self._watches.finetuning(trainer)
             warn_of_rearranging(trainer, engine)
             warn_of_gradients_in_pages(self._module, engine, self.precision_plugin)

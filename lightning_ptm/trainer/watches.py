@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
+from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.rendezvous import Together
@@ -33,6 +34,7 @@ from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
 from lightning_ptm.trainer.paged_states import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.summaries import of_whole_parameters
 
 _NOTHING = object()
 
@@ -133,6 +135,11 @@ class Watches:
         """The module's metrics add up over the ranks of a group."""
         for metric, name in metrics_of(module):
             self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group))
+
+    def summaries(self, trainer: Trainer, boxes: Mapping[str, Box]) -> None:
+        """Summaries of the module tell whole parameters."""
+        for callback, summary in of_whole_parameters(trainer, boxes):
+            self._replace(callback, "_summary", summary)
 
     def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
         """Callbacks that link to a checkpoint call `link` instead."""

@@ -109,6 +109,37 @@ def test_a_table_is_what_the_planner_says(paper: ModuleType) -> None:
     assert f"| 2048 | 38 → **{batch.predicted}** ({batch.deviation:+.0%}) | 10.99 → **" in table.markdown()
 
 
+def test_layers_that_are_cut_and_what_colossal_ai_published(paper: ModuleType) -> None:
+    """Of a step of 2 s on 256 GPUs, one of which computes; and 1 s of ours beside the static offload of `made`."""
+    asked: list[Any] = []
+
+    def ask(questions: Sequence[Any]) -> list[Any]:
+        asked.extend(questions)
+        sent, busy = {"tensor_exchange": 4 * 10**9, "collective": 10**9}, {"tensor_exchange": 0.5}
+        said = made(seconds=2.0, host_bytes=10**9, page_bytes=3 * 10**9, sent_bytes=sent, busy_s=busy)
+        return [paper.Answer(**said | {"batch": each.batch if each.batch != "auto" else 2}) for each in questions]
+
+    table = paper.tensor(ask)
+    assert [dict(question.strategy) for question in asked] == [{"tensor_parallel_size": size} for size in (1, 2, 4, 8)]
+    assert {question.nodes for question in asked} == {32}
+    told = {name: [cells[at].predicted for _, cells in table.rows] for at, name in enumerate(table.numbers)}
+    assert told["pages in RAM of a server, GB"] == 4 * [8] and told["pages of a GPU, GB"] == 4 * [3]
+    assert told["activations sent, GB"] == 4 * [4] and told["seconds exposed by these"] == 4 * [0.5]
+    assert told["seconds that compute waits in all"] == 4 * [1]
+    asked.clear()
+    table = paper.colossal(ask)
+    assert [(question.batch, question.memory_of_device) for question in asked] == [(1, "80GB"), (32, "80GB")]
+    (gain,) = table.rows[0][1]
+    first, many = ask(asked[:2])
+    assert gain.published == 1.33 and gain.predicted == pytest.approx(
+        8.0 / paper.Static(first, many, 1).samples_per_s(32)
+    )
+    text = (ROOT / "benchmarks" / "results" / "paper.md").read_text()
+    assert "1D: 4.63 images/s" in text and "2D: 12.76 images/s" in text  # Table 3: 2.76 times
+    rates = {(gpus, mode): rate for gpus, _, mode, rate in paper.COLOSSAL_TABLE_3}
+    assert rates[64, "2D"] / rates[64, "1D"] == pytest.approx(2.76, abs=0.005)
+
+
 def test_the_report_that_is_committed_is_of_the_script(paper: ModuleType) -> None:
     """Its tables in the paper's order, its published numbers, and the constants of the hardware file."""
     held = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["tables"]

@@ -148,3 +148,19 @@ def test_what_names_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["params"])
     assert "config_file" in capsys.readouterr().err
+
+
+def test_a_rank_computes_with_a_part_of_the_largest_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = yaml.safe_load((CONFIGS / "t5_1.4b.yaml").read_text())
+    document["trainer"]["strategy"] = {
+        "class_path": "lightning_ptm.AngelPTMStrategy",
+        "init_args": {"tensor_parallel_size": 8},
+    }
+    path = tmp_path / "cut.yaml"
+    path.write_text(yaml.safe_dump(document))
+    whole, cut = count(CONFIGS / "t5_1.4b.yaml"), count(path)
+    assert (cut.numel, cut.states, cut.parts) == (whole.numel, whole.states, whole.parts)
+    assert whole.tensor_ranks == 1 and whole.largest_unit_part == whole.largest_unit_numel == cut.largest_unit_numel
+    assert cut.largest_unit_part == pytest.approx(whole.largest_unit_numel / 8, rel=0.1)
+    main(["params", str(path)])
+    assert "tensor_parallel_size=8: a rank computes with" in capsys.readouterr().out

@@ -114,13 +114,6 @@ def test_tokens_go_there_and_back_in_forward_and_backward(tmp_path: Path, recomp
     assert "while nothing computes" in render(found) and "for exchange" in render(found)
 
 
-def test_experts_and_layers_divided_at_once_are_not_timed(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"expert_parallel_size=4 and tensor_parallel_size=2 .* plan with one of them"
-    ):
-        planned(tmp_path, {"tensor_parallel_size": 2})
-
-
 def test_a_group_on_two_nodes_waits_for_the_network(tmp_path: Path) -> None:
     inside, _ = planned(tmp_path)
     across, _ = planned(tmp_path, {"expert_parallel_size": 8})

@@ -12,6 +12,10 @@ import yaml
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.hardware import FIELDS, find, installed, read
+from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.planning.experts import ExpertSplit, divided
+from lightning_ptm.planning.holders import Axis
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 
@@ -44,27 +48,56 @@ def test_the_slowest_part_of_a_ring_counts(tmp_path: Path) -> None:
     assert node.rates(2).collective_bytes_per_s == 25e9
 
 
+def rates(node: Node, nodes: int, experts: int, parts: int = 1) -> Hardware:
+    """Where groups of so many divide experts, and so many cut layers."""
+    split = ExpertSplit(nodes * node.ranks_per_node, experts, parts)
+    return node.rates(nodes, divided(split, {1: 0}, 1))
+
+
 def test_tokens_take_the_links_between_the_ranks_that_exchange_them(tmp_path: Path) -> None:
     node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=25e9))
-    assert node.rates(4).exchange_bytes_per_s is None
-    assert node.rates(4, 2).exchange_bytes_per_s == pytest.approx(100e9)  # inside of nodes
-    assert node.rates(4, 8).exchange_bytes_per_s == pytest.approx(100e9)
+    assert rates(node, 4, 1).exchange_bytes_per_s is None
+    assert rates(node, 4, 2).exchange_bytes_per_s == pytest.approx(100e9)  # inside of nodes
+    assert rates(node, 4, 8).exchange_bytes_per_s == pytest.approx(100e9)
     # Of what a rank sends to 15 others, 8 parts leave the node, as those of its 7 neighbours do.
-    assert node.rates(4, 16).exchange_bytes_per_s == pytest.approx(15 / (8 * 8 / 25e9))
+    assert rates(node, 4, 16).exchange_bytes_per_s == pytest.approx(15 / (8 * 8 / 25e9))
+    # Layers in two parts: a rank sends to 7 others, 4 of them elsewhere, as all 8 ranks of a node do.
+    assert rates(node, 4, 8, 2).exchange_bytes_per_s == pytest.approx(7 / (8 * 4 / 25e9))
     fast = read(changed(tmp_path, intra_node_bytes_per_s=1e9, inter_node_bytes_per_s=25e9))
-    assert fast.rates(4, 16).exchange_bytes_per_s == pytest.approx(15 / (7 / 1e9))
+    assert rates(fast, 4, 16).exchange_bytes_per_s == pytest.approx(15 / (7 / 1e9))
     # A group of three ranks lies across two nodes: of twelve such bytes between them, eight leave the middle one.
     twelve = read(changed(tmp_path, ranks_per_node=4, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=1e9))
-    assert twelve.rates(3, 3).exchange_bytes_per_s == pytest.approx(2 / (4 / 1e9))
+    assert rates(twelve, 3, 3).exchange_bytes_per_s == pytest.approx(2 / (4 / 1e9))
 
 
-def test_ranks_that_hold_the_same_experts_share_the_network_with_those_that_hold_others(tmp_path: Path) -> None:
+def test_activations_are_added_up_in_rings_of_neighbours(tmp_path: Path) -> None:
+    node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=25e9))
+    assert rates(node, 4, 1).tensor_exchange_bytes_per_s is None
+    assert rates(node, 4, 1, 8).tensor_exchange_bytes_per_s == 100e9
+    assert rates(node, 4, 2, 4).tensor_exchange_bytes_per_s == 100e9
+    assert rates(node, 4, 1, 16).tensor_exchange_bytes_per_s == 25e9  # one ring leaves a node
+    known = dataclasses.replace(node, tensor_exchange_bytes_per_s=7e9)
+    assert rates(known, 4, 1, 8).tensor_exchange_bytes_per_s == 7e9
+    assert rates(known, 4, 1, 8).collective_bytes_per_s == 25e9
+
+
+def test_ranks_that_share_experts_or_parts_share_the_network_with_those_that_share_others(tmp_path: Path) -> None:
     node = read(changed(tmp_path, intra_node_bytes_per_s=100e9, inter_node_bytes_per_s=200e9))
-    assert node.rates(4, 8).holders_bytes_per_s == 200e9 / 8  # eight rings, each with a rank of each node
-    assert node.rates(4, 4).holders_bytes_per_s == 200e9 / 4
-    assert node.rates(4, 2).holders_bytes_per_s == 100e9  # two rings, which go through the nodes
-    assert node.rates(4, 16).holders_bytes_per_s == 200e9 / 8
-    assert node.rates(1, 2).holders_bytes_per_s == 100e9
+    experts, parts, both = (Axis.DATA, Axis.TENSOR), (Axis.DATA, Axis.EXPERT), (Axis.DATA,)
+
+    def of(nodes: int, *split: int) -> dict[tuple[Axis, ...], float]:
+        return dict(rates(node, nodes, *split).shared_bytes_per_s)
+
+    assert of(4, 8)[experts] == 200e9 / 8  # eight rings, each with a rank of each node
+    assert of(4, 4)[experts] == 200e9 / 4
+    assert of(4, 2)[experts] == 100e9  # two rings, which go through the nodes
+    assert of(4, 16)[experts] == 200e9 / 8
+    assert of(1, 2)[experts] == 100e9
+    # With layers in two parts, neighbours hold the same experts; those that share these parts are every eighth.
+    assert of(4, 4, 2)[experts] == 200e9 / 4
+    assert of(4, 4, 2)[parts] == 100e9
+    assert of(4, 4, 2)[both] == 200e9 / 8
+    assert both not in of(1, 4, 2)  # nobody shares them
 
 
 def changed(folder: Path, **values: Any) -> Path:

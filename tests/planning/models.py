@@ -21,6 +21,7 @@ from lightning_ptm.planning import (
     schedule,
     sequential_trace,
 )
+from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.terms import Phase, Tier
 
@@ -42,6 +43,15 @@ def even_units(pages: Sequence[int]) -> list[UnitSpec]:
     return [
         UnitSpec(name, (spec(f"{name}.weight", count * PAGE // 2),)) for name, count in zip(names, pages, strict=True)
     ]
+
+
+def in_parts(unit: UnitSpec, parts: int, every: bool) -> UnitSpec:
+    """A unit whose parameters, all or the first and each second behind it, are parts of larger ones."""
+    cut = [
+        replace(each, box=Box((parts * each.numel,), 0, parts, 0)) if every or not at % 2 else each
+        for at, each in enumerate(unit.parameters)
+    ]
+    return replace(unit, parameters=tuple(cut))
 
 
 def even_layout(pages: Sequence[int], world_size: int = 1) -> ModelLayout:

@@ -28,17 +28,21 @@ from lightning_ptm.planning import (
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
-from .models import BESIDE, PAGE, even_layout, replanned, traces, two_micro_batches, unit_lists
+from .models import BESIDE, PAGE, even_layout, in_parts, replanned, traces, two_micro_batches, unit_lists
 from .test_placement import pages, placed
 from .test_schedule import ON_DISK, ON_HOST
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[ModelLayout, Trace]:
-    """A random model on one to four ranks, of which fewer may share a unit (an expert), and a random iteration of it."""
+    """A random model on one to four ranks, of which fewer may share a unit (an expert) and some may have parts of parameters,
+    and a random iteration of it."""
     units = draw(unit_lists())
     world_size = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    fewer = st.sampled_from([count for count in (1, 2) if world_size % count == 0])
+    parts = draw(st.sampled_from([count for count in (1, 2, 4) if world_size % count == 0]))
+    if parts > 1:
+        units = [in_parts(unit, parts, draw(st.booleans())) for unit in units]
+    fewer = st.sampled_from([count for count in (1, 2, 4) if world_size % count == 0 and count % parts == 0])
     shared_by = draw(st.dictionaries(st.integers(1, max(1, len(units) - 1)), fewer))
     layout = build_layout(units, page_size=PAGE, world_size=world_size, shared_by=shared_by)
     return layout, draw(st.one_of(traces(len(units)), st.just(sequential_trace(layout))))

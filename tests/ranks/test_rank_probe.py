@@ -49,6 +49,9 @@ def test_two_ranks_measure_what_lies_between_them(tmp_path: Path) -> None:
     found, _ = forecast(ROOT / "configs" / "gpt.yaml", str(path))
     assert found.fits and found.ranks == 2
     assert node.rates(nodes=1).collective_bytes_per_s == node.intra_node_bytes_per_s
+    assert node.tensor_exchange_bytes_per_s is not None and 1e6 < node.tensor_exchange_bytes_per_s < 1e11
+    _, blueprint = forecast(ROOT / "configs" / "gpt.yaml", str(path), strategy={"tensor_parallel_size": 2})
+    assert node.rates(1, blueprint.holders).tensor_exchange_bytes_per_s == node.tensor_exchange_bytes_per_s
 
 
 def measured_on_two_nodes() -> tuple[int, int, int, int]:

@@ -37,6 +37,16 @@ class Logged(Callback):
         self.found.update({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+class Told(ModelSummary):
+    """Keeps what it prints: names, numbers of parameters, and their totals."""
+
+    told: tuple[Any, ...] = ()
+
+    def summarize(self, data: Any, total: int, trainable: int, size: float, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        named = dict(data)
+        self.told = named["Name"], named["Params"], total, trainable, size
+
+
 class Rated(Throughput):
     """Keeps how many samples it has counted."""
 
@@ -49,12 +59,13 @@ class Rated(Throughput):
 
 
 def watched(ranks: int, tensor: int, root: Path) -> dict[str, Any]:
-    module, logged, rated = module_of(), Logged(), Rated()
+    module, logged, rated, summary = module_of(), Logged(), Rated(), Told(max_depth=2)
+    module.blocks[0].project.bias.requires_grad_(False)
     others = [
         GradientAccumulationScheduler({1: 2}),
         LearningRateMonitor("step"),
         DeviceStatsMonitor(cpu_stats=False),
-        ModelSummary(),
+        summary,
         GradNormMonitor(),
         PageMonitor(),
         PageTracer(),
@@ -75,6 +86,7 @@ def watched(ranks: int, tensor: int, root: Path) -> dict[str, Any]:
     return {
         "norm": logged.found["gradients/norm"],
         "samples": rated.counted,
+        "summary": summary.told,
         "parameters": rated._parameters,
         "steps": trainer.global_step,
         "weights": weights_of(module),
@@ -90,6 +102,7 @@ def test_callbacks_see_what_they_see_on_one_rank(tmp_path: Path) -> None:
         for name, value in whole["weights"].items():
             torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-11, msg=name)
         assert found["parameters"] == whole["parameters"]
+    assert first["summary"] == whole["summary"] and whole["summary"][2] == 2 * (2 * 16 * 64 + 64 + 16)
 
 
 def averaging(kind: str) -> None:

@@ -63,6 +63,13 @@ def quantized() -> nn.Module:
     return model
 
 
+def with_a_layer_of_two_blocks() -> nn.Module:
+    model = Small()
+    model.blocks.append(Attention())
+    model.blocks[1].query = model.blocks[0].query
+    return model
+
+
 QUERY: dict[str, Rule] = {"blocks.*.query": Columns(heads="heads"), "blocks.*.project": Rows()}
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "counted heads": (
@@ -98,6 +105,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         tied,
         {"embedding": Vocabulary()},
         ["head.weight is one parameter with another", "leave both out"],
+    ),
+    "a layer of two blocks": (
+        with_a_layer_of_two_blocks,
+        QUERY,
+        ["blocks.1.query is the module blocks.0.query once more", "all of blocks.0 in common", "b.weight = a.weight"],
     ),
     "an embedding that keeps norms": (
         lambda: Small(max_norm=1.0),
@@ -137,6 +149,19 @@ def test_it_is_refused_by_name(case: str) -> None:
     assert [name for name, each in model.named_parameters() if not torch.equal(each, before[name])] == []
     assert not any("forward" in vars(each) for each in model.modules())
     assert getattr(model.blocks[0], "heads", 4) in (3, 4)
+
+
+def test_what_two_blocks_have_in_common_is_cut_for_both() -> None:
+    """An attention as a whole; layers of their own with one weight."""
+    model = with_a_layer_of_two_blocks()
+    model.blocks[1] = model.blocks[0]
+    cut = CutModule(model, QUERY, CountedGroup(2), strict=True)
+    assert model.blocks[1].heads == 2 and set(cut.boxes()) >= {"blocks.0.query.weight", "blocks.1.query.weight"}
+    cut.undo()
+    model.blocks[1] = Attention()
+    model.blocks[1].query.weight = model.blocks[0].query.weight
+    CutModule(model, QUERY, CountedGroup(2), strict=True)
+    assert [(each.heads, each.query.weight.shape) for each in model.blocks] == 2 * [(2, (16, 16))]
 
 
 class CutByItself(BoringModel):

@@ -1,0 +1,84 @@
+"""`lightning-ptm plan` of runs whose layers ranks divide: what is added up, and what experts have of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan_experts import EXPERTS, INNER, WIDTH, moved, planned
+
+from lightning_ptm.commands.report import render
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning import Link
+from lightning_ptm.planning.holders import Axis
+from lightning_ptm.terms import Operation
+
+SIZES: dict[str, Any] = {"width": WIDTH, "feed_forward_width": INNER, "layers": 4, "heads": 2, "vocab_size": 300}
+CUT = {"expert_parallel_size": 1, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize("units", [["Block", "Expert"], ["Block"]])
+def test_what_experts_add_up_is_what_one_feed_forward_does(tmp_path: Path, units: list[str]) -> None:
+    """Each token goes to one of them, so their layer adds up as many rows as a feed-forward in its place."""
+    experts, _ = planned(tmp_path, {**CUT, "units": units}, model=SIZES | {"experts": EXPERTS})
+    dense, _ = planned(tmp_path, {**CUT, "units": ["Block"]}, model=SIZES, class_path="lightning_ptm.models.T5")
+    assert moved(experts, Link.TENSOR_EXCHANGE) == pytest.approx(moved(dense, Link.TENSOR_EXCHANGE), rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_tokens_and_activations_travel_as_they_do_where_ranks_divide_one_of_them(
+    tmp_path: Path, recompute: str
+) -> None:
+    model = SIZES | {"experts": EXPERTS}
+    divided, cut = {"expert_parallel_size": 2, "recompute": recompute}, {**CUT, "recompute": recompute}
+    experts, _ = planned(tmp_path, divided, model=model)
+    tensor, _ = planned(tmp_path, cut, model=model)
+    both, blueprint = planned(tmp_path, cut | divided, model=model)
+    assert both.numel == experts.numel and blueprint.holders.mesh.sizes == {
+        Axis.DATA: 2,
+        Axis.EXPERT: 2,
+        Axis.TENSOR: 2,
+    }
+    assert moved(both, Link.EXCHANGE) == moved(experts, Link.EXCHANGE) > 0
+    # But for a row of zeros, which a layer has that calls all of its experts itself.
+    assert moved(both, Link.TENSOR_EXCHANGE) == pytest.approx(moved(tensor, Link.TENSOR_EXCHANGE), rel=0.02)
+    assert moved(experts, Link.TENSOR_EXCHANGE) == moved(tensor, Link.EXCHANGE) == 0
+    assert both.timing is not None
+    busy = {use.link: use.busy_s for use in both.timing.links}
+    waits = {stall.cause: stall.seconds for stall in both.timing.stalls}
+    assert waits[Operation.EXCHANGE] == pytest.approx(busy[Link.EXCHANGE] + busy[Link.TENSOR_EXCHANGE])
+    said = render(both)
+    assert re.search(r"^  exchange .*, while nothing computes$", said, re.MULTILINE)
+    assert re.search(r"^  tensor exchange .*, while nothing computes$", said, re.MULTILINE)
+
+
+def test_each_sharing_class_gathers_over_rings_of_its_own(tmp_path: Path) -> None:
+    """Of everybody's 8 ranks, of 4 that share parts, of 2 that share experts' parts."""
+    found, blueprint = planned(tmp_path, {**CUT, "expert_parallel_size": 2}, model=SIZES | {"experts": EXPERTS})
+    layout = blueprint.layout
+    assert {flat.world_size for flat in layout.flats} == {8, 4, 2}
+    assert found.timing is not None
+    use = next(use for use in found.timing.links if use.link is Link.COLLECTIVE)
+    gathered = {
+        ranks: sum(flat.shard_bytes for flat in layout.flats if flat.world_size == ranks) for ranks in (8, 4, 2)
+    }
+    # Four ranks of a node: one ring of all leaves it, two of those that share parts, four of experts' parts.
+    least = sum(
+        size * (ranks - 1) * rings / 1e9 for (ranks, size), rings in zip(gathered.items(), (1, 2, 4), strict=True)
+    )
+    passes = use.bytes / sum(size * (ranks - 1) for ranks, size in gathered.items())
+    assert 2 <= passes <= 3 and use.busy_s == pytest.approx(passes * least, rel=0.1)
+
+
+def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
+    machine = {"host_memory": "48MiB", "device_memory": "4MiB"}
+    settings = {**CUT, "units": ["Block"]}
+    dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
+    found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)
+    assert found.fits and found.tensor_ranks == 2 and any(flat.parts == 2 for flat in blueprint.layout.flats)
+    layers = found.chosen["layers"]
+    assert layers > SIZES["layers"] and planned(tmp_path, settings, model=SIZES | {"layers": layers}, **dense)[0].fits
+    with pytest.raises(CapacityError):
+        planned(tmp_path, settings, model=SIZES | {"layers": layers + 1}, **dense)
