@@ -142,7 +142,7 @@ class Saving:
         if not behind:  # I2
             with engine.together():
                 flats = [flat for kind in kinds for flat in kind.flats]
-                self._exchange = RowExchange(engine.with_other_parts, flats, engine.updater.chunk_numel)
+                self._exchange = RowExchange(engine.with_other_parts, flats, engine.saved_at_once)
         parts, self._outside = parts_of(self._put, files, kinds, self._exchange, changing=behind)
         self._snapshot = engine.begin_snapshot(parts)
 

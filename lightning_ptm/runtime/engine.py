@@ -681,15 +681,24 @@ class Engine:
         """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
         self.drain("snapshot")
         self.executor.release_all()
-        cell_numel = self.updater.chunk_numel
+        cell_numel = self.saved_at_once
         if self._save_buffers is None:
-            sizes = [(taken_dtype(row), row.numel) for row in save_rows(self.blueprint)]
-            self._save_buffers = Buffers.for_now(self.allocator, sizes)
-            # These hold a page at most, which is less than a chunk of fp64; and no update runs meanwhile.
-            cell_numel = min([cell_numel, *(self.allocator.page_size // dtype.itemsize for dtype, _ in sizes)])
+            self._save_buffers = Buffers.for_now(self.allocator, self._save_sizes())
         snapshot = Snapshot(self.allocator, parts, cell_numel, self._save_buffers)
         self.updater.watch(snapshot.before_write)
         return snapshot
+
+    @property
+    def saved_at_once(self) -> int:
+        """Elements of a paged tensor that the next snapshot takes at once: a chunk, where updates go on meanwhile."""
+        chunk = self.updater.chunk_numel
+        if self._save_buffers is not None:
+            return chunk
+        # Buffers that are taken for one save hold a page at most, which is less than a chunk of fp64.
+        return min([chunk, *(self.allocator.page_size // dtype.itemsize for dtype, _ in self._save_sizes())])
+
+    def _save_sizes(self) -> list[tuple[torch.dtype, int]]:
+        return [(taken_dtype(row), row.numel) for row in save_rows(self.blueprint)]
 
     def end_snapshot(self) -> None:
         """It has been taken, or given up."""

@@ -92,12 +92,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
+@pytest.mark.parametrize("home", [{}, {"parameter_home": "disk", "master_home": "disk"}])
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
-    ranks: int, tensor: int, tmp_path: Path
+    ranks: int, tensor: int, home: dict[str, Any], tmp_path: Path, disk: Path
 ) -> None:
-    run_ranks(save, ranks, ranks, tensor, tmp_path / "now", {})
-    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {"async_save": True})  # exchanges nothing
+    home = {**home, "disk_path": str(disk)}
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "now", home)
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {**home, "async_save": True})  # exchanges nothing
     now, behind = files_of(tmp_path / "now"), files_of(tmp_path / "behind")
     assert len(now) == 3 and now == behind
     for rank in range(ranks):
