@@ -431,8 +431,8 @@ def test_gradients_in_pages_of_their_own_beside_a_device_wait_as_long_as_they_li
     [
         ("auto", GIB, {}, True),
         ("auto", 24 * GIB, {"disk_path": "/d", "master_home": "disk"}, True),
-        ("auto", 16 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, False),
-        ("keep", 16 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, True),
+        ("auto", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, False),
+        ("keep", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, True),
         ("return", 24 * GIB, {}, False),
     ],
 )

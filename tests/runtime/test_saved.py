@@ -31,10 +31,14 @@ class Log:
     def __init__(self, made: Parts) -> None:
         self.parts = made
         self.asked: list[str] = []
+        self.read: list[int] = []
 
     def require(self, unit: int) -> None:
         self.asked.append(f"require {unit}")
         fetch(self.parts, unit)
+
+    def saved_is_read(self, unit: int) -> None:
+        self.read.append(unit)
 
     def begin(self, name: str) -> None:
         self.asked.append(f"begin {name}")
@@ -126,6 +130,7 @@ def test_a_unit_that_is_there_in_the_backward_is_not_asked_for() -> None:
             x, output = product(weight)
         output.backward()
         assert it.log.logged() == [] and x.grad is not None
+        assert it.log.read == [FIRST]  # told all the same: another rank may have to ask for it
 
 
 def test_a_call_names_its_own_parameters_and_those_of_the_calls_around_it() -> None:

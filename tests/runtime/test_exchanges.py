@@ -1,0 +1,92 @@
+"""When ranks of a tensor group meet before they exchange: once behind each occasion, and wherever that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import RankError
+from lightning_ptm.runtime.exchanges import Exchanges
+
+GROUP, SIZE = 3, 2
+
+
+class World:
+    """Stands for the group's communicator, for the meeting points and for the executor: notes what they are asked."""
+
+    world_size = SIZE
+
+    def __init__(self) -> None:
+        self.occasions = 0
+        self.notes: list[str] = []
+        self.met: list[str] = []
+        self.absent = False
+
+    def meet_group(self, group: int, size: int, exchange: str) -> None:
+        assert (group, size) == (GROUP, SIZE)
+        if self.absent:
+            raise RankError("not all of them come")
+        self.notes.append("meet")
+        self.met.append(exchange)
+
+    def issue(self, collective: Any, value: Tensor) -> None:
+        collective(self)
+        self.notes.append("exchange")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def exchanges(world: World) -> Exchanges:
+    anything: Any = world
+    return Exchanges(anything, GROUP, anything, anything)
+
+
+def exchange(exchanges: Exchanges, name: str = "sum", value: Tensor | None = None) -> None:
+    exchanges.issue(name, lambda group: None, torch.zeros(2) if value is None else value)
+
+
+def test_the_group_meets_before_its_first_exchange_behind_an_occasion(world: World, exchanges: Exchanges) -> None:
+    for _ in range(2):
+        exchange(exchanges)
+    world.occasions += 1
+    for _ in range(2):
+        exchange(exchanges)
+    assert world.notes == ["meet", "exchange", "exchange"] * 2  # I1
+
+
+def test_it_meets_again_where_a_rank_may_ask_alone(world: World, exchanges: Exchanges) -> None:
+    exchange(exchanges)
+    exchanges.meet_again()
+    exchange(exchanges)
+    exchange(exchanges)
+    assert world.notes == ["meet", "exchange", "meet", "exchange", "exchange"]  # I2
+
+
+def test_ranks_that_come_to_different_exchanges_bring_different_words(world: World, exchanges: Exchanges) -> None:
+    """By which the meeting tells them apart: number, kind, shape, dtype, and whether in a backward pass."""
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda grad: exchange(exchanges))
+    for name, value in (("sum", None), ("gather", None), ("sum", torch.zeros(3)), ("sum", torch.zeros(2).half())):
+        exchange(exchanges, name, value)
+        exchanges.meet_again()
+    weight.sum().backward()
+    assert len(set(world.met)) == len(world.met) == 5
+    without_number = {each.partition(" ")[2] for each in world.met}
+    assert len(without_number) == 5
+
+
+def test_nothing_is_exchanged_with_a_group_that_does_not_come(world: World, exchanges: Exchanges) -> None:
+    world.absent = True
+    with pytest.raises(RankError, match="not all of them come"):
+        exchange(exchanges)
+    assert world.notes == []
+    world.absent = False
+    exchange(exchanges)
+    assert world.notes == ["meet", "exchange"]
