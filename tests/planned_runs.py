@@ -39,17 +39,9 @@ def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ran
     )
 
 
-def planned(
-    folder: Path,
-    settings: Mapping[str, Any],
-    steps: int,
-    model: Mapping[str, Any],
-    data: Mapping[str, Any],
-    ranks: int,
-    **options: Any,
-) -> Prediction:
-    """The forecast of the same run."""
-    return forecast_of(folder, settings, steps, model, data, ranks, **options)[0]
+def planned(*run: Any, **options: Any) -> Prediction:
+    """The forecast of the same run, which `forecast_of` is given."""
+    return forecast_of(*run, **options)[0]
 
 
 def forecast_of(

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
+from test_laid_out_anew import Adding, Unfreezing
 
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, PageTracer, PlanPrinter
 from lightning_ptm.errors import UsageError
@@ -142,34 +143,6 @@ def test_pruning_in_mid_run(strategy_at: MakeStrategy) -> None:
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-class Unfreezing(Judged):
-    """Unfreezes by hand what its optimizer has had all the time, or gets now."""
-
-    added = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        chosen = (each for each in self.parameters() if each.requires_grad or not self.added)
-        made = torch.optim.AdamW(chosen, lr=1e-2, fused=True)
-        return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)}
-
-    def unfreeze(self) -> None:
-        self.blocks[0].requires_grad_(True)
-        if self.added:
-            self.optimizers().add_param_group({"params": list(self.blocks[0].parameters()), "lr": 1e-3})
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.unfreeze()
-
-
-class Adding(Unfreezing):
-    added = True
-
-
 class ByHandAdding(Adding):
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +239,7 @@ def test_unfreezing_in_the_middle_of_a_step_is_refused(strategy_at: MakeStrategy
             self.unfreeze()
             return self.loss(batch)
 
-    with pytest.raises(UsageError, match=r"parameter blocks.0.* was frozen when .* unfreeze it between two batches"):
+    with pytest.raises(UsageError, match=r"parameter blocks.1.* was frozen when .* unfreeze it between two batches"):
         run(Late, strategy_at(home))
 
 

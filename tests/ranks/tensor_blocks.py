@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -77,6 +78,15 @@ class Blocks(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
+class SaveAfterOneEpoch(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
 def module_of(seed: int = 0, **shares: float) -> Blocks:
     torch.manual_seed(seed)
     return Blocks(**shares)
@@ -136,6 +146,7 @@ __all__ = [
     "Block",
     "Blocks",
     "Noted",
+    "SaveAfterOneEpoch",
     "is_whole",
     "loader",
     "module_of",

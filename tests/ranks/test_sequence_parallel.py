@@ -11,7 +11,7 @@ import torch
 from rank_harness import run_ranks
 from rank_tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
 from rank_training import TIERS
-from tensor_blocks import is_whole, loader, module_of, trainer_of, weights_of
+from tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
 from lightning_ptm.runtime.executor import Mode
@@ -90,15 +90,6 @@ def test_in_mixed_precision_they_differ_by_the_rounding_of_a_sum(settings: dict[
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STEPS_OF_EPOCH = 3
-
-
-class SaveAfterOneEpoch(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def go_on(folder: Path, kind: str) -> dict[tuple[bool, bool | None], dict[str, Tensor]]:

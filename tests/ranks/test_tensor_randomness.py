@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from rank_harness import run_ranks
-from tensor_blocks import Blocks, Noted, loader, module_of, trainer_of, weights_of
+from tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
 STEPS = 3
@@ -94,15 +93,6 @@ def test_ranks_with_other_batches_draw_what_their_seed_says_as_with_ddp() -> Non
 
 
 # -- resumed ----------------------------------------------------------------------------------------------------------
-
-
-class SaveAfterOneEpoch(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def saved(ranks: int, tensor: int, kind: str, path: Path, inside: float) -> Drawn:
