@@ -3,7 +3,7 @@ so that RAM holds them no second time, and each rank reads what it owns then.
 
 Owns the files until `close`. What the new layout is, and when it is made, is the strategy's (trainer/rearranging.py).
 I1: elements keep their bits; what an optimizer counts of a parameter goes with them. I2: files that nobody has closed (the
-process was killed) are a partial checkpoint, which the next save into the same folder removes (storage/folder.py, I2).
+process was killed) are a partial checkpoint, which the next run there removes (storage/folder.py, I2).
 """
 
 from __future__ import annotations

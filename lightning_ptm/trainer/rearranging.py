@@ -12,11 +12,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.carried import Carried
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.trainer.ending import EndingStrategy
 
 
@@ -49,7 +52,7 @@ class RearrangingStrategy(EndingStrategy):
             )
         self._saves.finish()
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
-        room = engine.disk_paths[0] if engine.disk_paths and self.num_nodes == 1 else Path(trainer.default_root_dir)
+        room = self._room(trainer)
         ranks_here = max(1, self.num_processes)
         with closing(
             Carried(engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
@@ -58,6 +61,16 @@ class RearrangingStrategy(EndingStrategy):
             self._build(trainer, anew=True, given=carried.given())
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read
+
+    def _room(self, trainer: Trainer) -> Path:
+        """The folder in which states are carried over; all ranks see it."""
+        disks = self._settings_for(trainer).disk_paths
+        return disks[0] if disks and self.num_nodes == 1 else Path(trainer.default_root_dir)
+
+    @override
+    def _build(self, trainer: Trainer, *, anew: bool = False, given: Given | None = None) -> None:
+        remove_stale(self._room(trainer))  # what a run that was killed meanwhile has left
+        super()._build(trainer, anew=anew, given=given)
 
     def _leave_pages(self, engine: Engine, carried: Carried) -> None:
         """The engine ends, and nothing is given back: the run goes on with another one."""

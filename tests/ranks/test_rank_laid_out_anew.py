@@ -3,6 +3,8 @@ rank that unfreezes alone ends the run on both. (DDP does not reduce gradients o
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from rank_training import loader, make_strategy
 from tensor_blocks import Blocks, trainer_of, weights_of
 from tensor_blocks import loader as rows_of_blocks
 from torch import Tensor, nn
+
+from lightning_ptm.storage.writer import SaveOps
 
 WIDTH = 64
 
@@ -47,7 +51,9 @@ class Net(L.LightningModule):
             self.optimizers().add_param_group({"params": list(self.blocks.parameters())})
 
 
-def weights(home: str | None, folder: Path, ranks: int = 1, **options: Any) -> dict[str, Tensor]:
+def weights(
+    home: str | None, folder: Path, ranks: int = 1, ops: SaveOps | None = None, **options: Any
+) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Net(**options)
     trainer = L.Trainer(
@@ -63,6 +69,8 @@ def weights(home: str | None, folder: Path, ranks: int = 1, **options: Any) -> d
         gradient_clip_val=0.1,
         use_distributed_sampler=False,
     )
+    if ops is not None:
+        trainer.strategy.save_ops = ops
     trainer.fit(module, loader(rows, ranks, 8 // ranks))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -87,6 +95,24 @@ def unfreezes_alone(folder: Path) -> None:
 def test_a_rank_that_unfreezes_alone_ends_the_run_on_both(disk: Path) -> None:
     outcomes = watch_ranks(unfreezes_alone, 2, disk, limit_s=60)
     assert all("RankError" in outcome.error for outcome in outcomes), [str(outcome) for outcome in outcomes]
+    assert not [*disk.iterdir()]
+
+
+class Killed(SaveOps):
+    def pwritev(self, *_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+def is_killed(folder: Path) -> None:
+    weights("masters_on_disk", folder, ops=Killed())
+
+
+def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
+    (outcome,) = watch_ranks(is_killed, 1, disk, limit_s=60)
+    assert outcome.exit_code == -signal.SIGKILL
+    assert [*disk.iterdir()]
+    weights("masters_on_disk", disk)
     assert not [*disk.iterdir()]
 
 
