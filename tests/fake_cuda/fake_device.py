@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import importlib.util
@@ -54,6 +55,7 @@ import torch.optim  # noqa: E402
 import torch.testing  # noqa: E402
 
 lib.fc_start()
+atexit.register(lib.fc_interpreter_ends)  # registered first, so it runs last
 
 
 def _index(device: Any = None) -> int:

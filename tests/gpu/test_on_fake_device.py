@@ -164,6 +164,37 @@ def test_what_nothing_has_ordered_is_found_and_numbers_are_those_of_a_cpu() -> N
     assert "copy H2D" in told and "freed while another stream uses it" in told
 
 
+AS_THE_INTERPRETER_ENDS = """
+    import ctypes, fake_device, torch
+    unit = torch.jit.CompilationUnit('''
+    def many(x: Tensor):
+        for _ in range(100000):
+            x = x + 1
+        return x
+    def start(x: Tensor):
+        return torch.jit.fork(many, x)
+    ''')
+    future = unit.start(torch.ones(4, device="cuda"))
+    fake_device.lib.fc_interpreter_ends()
+    # Called with the GIL held, for which a thread that asks for it would wait.
+    accesses = ctypes.PyDLL(fake_device.lib._name).fc_accesses
+    before = accesses()
+    for _ in range(100):
+        ctypes.PyDLL(None).usleep(50_000)
+        if accesses() > before:
+            break
+    else:
+        raise AssertionError("it waits for the GIL")
+    future.wait()
+"""
+
+
+def test_a_thread_of_torch_asks_nothing_of_an_interpreter_that_ends() -> None:
+    """It would be ended with it, and the process with that: threads of autograd free memory behind the last backward pass."""
+    done = on_fake("-c", textwrap.dedent(AS_THE_INTERPRETER_ENDS), FAKE_CUDA_DEFER="1")
+    assert done.returncode == 0, done.stderr
+
+
 READ = """
     import ctypes, os
     def how_a_read_of_it_ends(tensor):

@@ -37,6 +37,7 @@ void fc_host_access(uintptr_t p, size_t n, int write, const char* what) {
   if (!fake_cuda::is_locked((void*)p)) return;
   fake_cuda::access(p, p + n, write, fake_cuda::Access{0, fake_cuda::tick(0), fake_cuda::intern(what), st});
 }
+void fc_interpreter_ends() { fake_cuda::Interpreter::end(); }
 // Without telling the host's clock.
 void fc_run_current_stream() {
   fake_cuda::Lock l(fake_cuda::mutex());

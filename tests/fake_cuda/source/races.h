@@ -22,8 +22,33 @@ static int intern(const std::string& s) {
   names().push_back(s);
   return (*m)[s] = names().size() - 1;
 }
+// A thread that asks for the GIL of an interpreter that ends is ended itself, in the middle of C++: threads of torch (of
+// autograd, of torch.jit.fork) still run then. So the interpreter waits for those that ask, and later ones do not ask.
+struct Interpreter {
+  static std::atomic<int>& asking() {
+    static std::atomic<int> a{0};
+    return a;
+  }
+  static std::atomic<unsigned long>& ended_in() {  // a thread, which has the GIL and may go on to ask
+    static std::atomic<unsigned long> t{0};
+    return t;
+  }
+  static void end() {
+    ended_in() = PyThread_get_thread_ident();
+    while (asking()) usleep(20);
+  }
+  Interpreter() {
+    asking()++;
+    auto t = ended_in().load();
+    there = Py_IsInitialized() && (!t || t == PyThread_get_thread_ident());
+  }
+  ~Interpreter() { asking()--; }
+  bool there;
+};
 static int stack_id() {
-  if ((without_races() && !speeds().known) || !Py_IsInitialized()) return 0;
+  if (without_races() && !speeds().known) return 0;
+  Interpreter interpreter;
+  if (!interpreter.there) return 0;
   auto g = PyGILState_Ensure();
   std::string out;
   PyFrameObject* f = PyEval_GetFrame();

@@ -17,6 +17,7 @@
 #include <torch/library.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <map>
