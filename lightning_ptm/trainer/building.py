@@ -50,6 +50,7 @@ from lightning_ptm.trainer.watches import (
     warn_of_gradients_in_pages,
     warn_of_rearranging,
     warn_of_recomputing_uncompiled,
+    warn_of_threads,
     warn_of_wide_products_uncompiled,
 )
 
@@ -181,6 +182,7 @@ class BuildingStrategy(CheckpointingStrategy):
             self._watches.one_rank(trainer, self._signals)
         if self._data_group is not None:
             self._watches.metrics(self._module, self._data_group)
+        warn_of_threads(max(1, self.num_processes))
         if self._wide_products:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:

@@ -27,6 +27,7 @@ from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommun
 from lightning_ptm.config import Settings
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.machine import node_cores
 from lightning_ptm.runtime.recompute import compiled_around
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
@@ -294,6 +295,17 @@ def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precisio
             f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
             f"trainer.strategy.gradient_norm(optimizer) for the norm"
+        )
+
+
+def warn_of_threads(ranks_on_host: int) -> None:
+    """Of more threads than cores, as in a container whose quota torch does not know: they wait for each other."""
+    threads, cores = torch.get_num_threads(), max(1, node_cores(ranks_on_host) // ranks_on_host)
+    if threads > cores:
+        rank_zero_warn(
+            f"PyTorch computes with {threads} threads, and {'a rank' if ranks_on_host > 1 else 'this process'} may use "
+            f"{cores} of this machine's cores; set OMP_NUM_THREADS={cores} before Python starts, or call "
+            f"torch.set_num_threads({cores}): threads without a core make steps several times as long"
         )
 
 

@@ -29,6 +29,7 @@ from lightning_ptm import (
     UsageError,
 )
 from lightning_ptm.memory import FileOps
+from lightning_ptm.runtime import machine
 from lightning_ptm.update import LossScale
 from lightning_ptm.update.buffers import Buffers
 from lightning_ptm.update.shadow import Shadow
@@ -166,7 +167,7 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)  # tests compute with one thread
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)  # tests compute with one thread
     strategy = strategy_at(where, max_staleness=16, hold_updates=True)
     watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
     module = built()
@@ -188,7 +189,7 @@ def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores) -
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 def test_what_is_held_back_may_lack_all_that_the_bound_allows(strategy_at, monkeypatch, where, cores) -> None:
     """Also what takes part in every other step only."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
     gate = Gate()
     strategy = strategy_at(where, max_staleness=8, hold_updates=True, poison=False)
     strategy.file_ops = gate
@@ -222,7 +223,7 @@ class HalfUnused(ScheduledStack):
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
     watch = Watch()
     run(strategy_at(where, max_staleness=16, hold_updates=True), built(HalfUnused), watch)
     assert all(audit.balanced for _, audits in watch.seen for audit in audits)

@@ -6,12 +6,13 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime import machine
+from lightning_ptm.runtime import cgroup, machine
 from lightning_ptm.runtime.machine import Machine, free_disk_bytes, free_host_bytes, this_machine
 
 MIB = 1 << 20
@@ -25,7 +26,8 @@ Write = Callable[[dict[str, str]], None]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Makes the files of a machine that has no others."""
     root = tmp_path / "root"
-    monkeypatch.setattr(machine, "Path", lambda path: root / str(path).lstrip("/"))
+    for module in (machine, cgroup):
+        monkeypatch.setattr(module, "Path", lambda path: root / str(path).lstrip("/"))
 
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -45,16 +47,16 @@ def v1(group: str, limit: object, used: object, stat: str = "") -> dict[str, str
     }
 
 
-def v2(group: str, limit: object, used: object, stat: str = "") -> dict[str, str]:
+def v2(group: str, limit: object, used: object, stat: str = "", *, file: str = "memory.max") -> dict[str, str]:
     return {
         "/proc/self/cgroup": f"0::{group}\n",
-        f"{V2}{group}/memory.max": f"{limit}\n",
+        f"{V2}{group}/{file}": f"{limit}\n",
         f"{V2}{group}/memory.current": f"{used}\n",
         f"{V2}{group}/memory.stat": stat,
     }
 
 
-@pytest.mark.parametrize("version", [v1, v2])
+@pytest.mark.parametrize("version", [v1, v2, partial(v2, file="memory.high")])
 @pytest.mark.parametrize("group", ["/", "/user.slice/mine"])
 @pytest.mark.parametrize(
     ("limit", "used", "stat", "free"),
@@ -132,6 +134,7 @@ class Apart(CpuBackend):
 def test_this_machine(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write({"/proc/meminfo": MEMINFO})
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert this_machine(CpuBackend(), [], 3) == Machine(False, 0, 32 * MIB, 0, 6, 3)
     assert this_machine(Apart(), [tmp_path / "missing"], 1) == Machine(True, 11 * MIB, 32 * MIB, 0, 6, 1)
     monkeypatch.setattr(os, "cpu_count", lambda: None)

@@ -1,0 +1,113 @@
+"""What the control groups of this process leave it, as a container or a cluster's scheduler sets them: RAM and cores. Linux,
+versions 1 and 2. Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+NO_LIMIT = 1 << 60
+
+_FOLDERS = "/sys/fs/cgroup"
+
+
+def free_bytes() -> int:
+    """Bytes until the nearest limit of this process's memory group and those around it; page cache is free.
+
+    `memory.high` counts as a limit: behind it the system slows a group down and takes memory from it.
+    """
+    free = NO_LIMIT
+    for folder, version in _groups("memory"):
+        if version == 1:
+            limits, used = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
+        else:
+            limits, used = ["memory.max", "memory.high"], "memory.current"
+        free = min(free, *(_group_free_bytes(folder, limit, used) for limit in limits))
+    return max(free, 0)
+
+
+def cores() -> int:
+    """So many whole cores have this process's groups and those around them: by quota and by name. At least one."""
+    count = NO_LIMIT
+    for folder, version in _groups("cpu"):
+        if version == 1:
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        else:
+            quota, period = _pair(folder / "cpu.max")
+        if quota is not None and period and quota > 0:
+            count = min(count, quota // period)
+    for folder, version in _groups("cpuset"):
+        named = _named(folder / ("cpuset.effective_cpus" if version == 1 else "cpuset.cpus.effective"))
+        count = min(count, named or NO_LIMIT)
+    return max(count, 1)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of the groups that bound this process in what `controller` shares out, and the version of their files."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):
+            mount, version = Path(f"{_FOLDERS}/{controller}"), 1
+        elif not controllers:
+            mount, version = Path(_FOLDERS), 2
+        else:
+            continue
+        # A job's limit stands for the tasks inside of it. A container may see its own group as the mount, and no such path.
+        own = mount / group.lstrip("/")
+        yield from ((folder, version) for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
+
+
+def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:
+    limit, used = _number(folder / limit_name), _number(folder / used_name)
+    if limit is None or used is None:
+        return NO_LIMIT
+    cache = 0
+    try:
+        for entry in (folder / "memory.stat").read_text().splitlines():
+            key, _, value = entry.partition(" ")
+            if key in ("inactive_file", "active_file"):
+                cache += int(value)
+    except (OSError, ValueError):
+        cache = 0
+    return limit - used + cache
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no file, or no number in it ("max")."""
+    try:
+        return int(_text(path))
+    except ValueError:
+        return None
+
+
+def _pair(path: Path) -> tuple[int | None, int | None]:
+    words = _text(path).split()
+    try:
+        quota, period = (int(word) for word in words)
+    except ValueError:
+        return None, None
+    return quota, period
+
+
+def _named(path: Path) -> int:
+    """How many a list like "0-3,8" names; 0 where there is none."""
+    count = 0
+    for part in filter(None, _text(path).split(",")):
+        first, _, last = part.partition("-")
+        try:
+            count += int(last or first) - int(first) + 1
+        except ValueError:
+            return 0
+    return count
