@@ -4,7 +4,8 @@ Owns the process groups and the stream that collectives run on. Knows flats and 
 World size 1 takes the same path with `SoloCommunicator`. What some ranks only share has a communicator of theirs
 (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and it ends with the one of all.
 
-I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged.
+I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged. Shares of
+    different lengths (whole parameters of each rank) go from their owner to all others, and come to it.
 I2: `Work` keeps every buffer of a collective alive and is waited on once.
 I3: a reduction adds the ranks' pieces in rank order, in fp32 on CPU, and rounds once.
 I4: no rank waits for one that has failed: it hangs up (`fail`), or its process's end does, and every collective that it
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
@@ -103,6 +105,9 @@ class Communicator(Protocol):
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
 
+    def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
+        """What every rank has -> `full`: rank r's to [shares[r], shares[r + 1]). None of a rank whose share is empty."""
+
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         """Sum over ranks of `full` (padded_numel,), over `divisor` -> this rank's pieces in `shard` (shard_numel,)."""
 
@@ -153,6 +158,11 @@ class SoloCommunicator:
             shard.copy_(full)
         if divisor != 1:
             shard.div_(divisor)
+        return Work()
+
+    def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
+        if share is not None:
+            full.copy_(share)
         return Work()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -265,6 +275,9 @@ class ProcessGroupCommunicator:
         return made
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
+        if flat.shares:
+            return self.gather_shares(shard, full, flat.shares)
+
         def start() -> list[Any]:
             return [
                 self._all_gather_flat(stripe, piece, group=self._data, async_op=True)
@@ -276,7 +289,26 @@ class ProcessGroupCommunicator:
             handles = self._issue(start)
         return Work(handles, [shard, full], self._join, self._guard, told)
 
+    def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
+        places = [full[start:end] for start, end in itertools.pairwise(shares)]
+
+        def start() -> list[Any]:
+            if share is not None:
+                places[self.rank].copy_(share)
+            return [
+                dist.broadcast(place, src=source, group=self._data, async_op=True)
+                for place, source in zip(places, self._ranks, strict=True)
+                if place.numel()
+            ]
+
+        told = self._told("all_gather", full)
+        with self._on_stream():
+            handles = self._issue(start)
+        return Work(handles, [full] if share is None else [share, full], self._join, self._guard, told)
+
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
+        if flat.shares and self._backend.collectives != _GLOO:
+            return self._reduce_to_owners(full, shard, flat, divisor)
         if self._backend.collectives != _GLOO:
 
             def start() -> list[Any]:
@@ -296,16 +328,45 @@ class ProcessGroupCommunicator:
             return Work(handles, [full, shard], finish, self._guard, told)
         return self._exchange_and_add(full, shard, flat, divisor)
 
-    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
-        # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
-        # once, and we add in fp32, in rank order (I3).
-        received = torch.empty_like(full)
-        pairs = _stripes(flat, received, shard)
+    def _reduce_to_owners(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
+        places = [full[start:end] for start, end in itertools.pairwise(flat.shares)]
 
         def start() -> list[Any]:
             return [
-                dist.all_to_all_single(into, stripe, group=self._data, async_op=True)
-                for (stripe, _), (into, _) in zip(_stripes(flat, full, shard), pairs, strict=True)
+                dist.reduce(place, dst=owner, op=dist.ReduceOp.AVG, group=self._data, async_op=True)
+                for place, owner in zip(places, self._ranks, strict=True)
+            ]
+
+        def finish() -> None:
+            self._join()
+            shard.copy_(places[self.rank])
+            if divisor != self.world_size:
+                shard.mul_(self.world_size / divisor)
+
+        told = self._told("reduce_scatter", full)
+        with self._on_stream():
+            handles = self._issue(start)
+        return Work(handles, [full, shard], finish, self._guard, told)
+
+    def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
+        # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
+        # once, and we add in fp32, in rank order (I3).
+        sent: list[int] | None = None
+        theirs: list[int] | None = None
+        if flat.shares:
+            sent = [end - start for start, end in itertools.pairwise(flat.shares)]
+            received = full.new_empty(self.world_size * shard.numel())
+            pairs, stripes = [(received, shard)], [full]
+            theirs = len(sent) * [shard.numel()]
+        else:
+            received = torch.empty_like(full)
+            pairs = _stripes(flat, received, shard)
+            stripes = [stripe for stripe, _ in _stripes(flat, full, shard)]
+
+        def start() -> list[Any]:
+            return [
+                dist.all_to_all_single(into, stripe, theirs, sent, group=self._data, async_op=True)
+                for stripe, (into, _) in zip(stripes, pairs, strict=True)
             ]
 
         def add() -> None:

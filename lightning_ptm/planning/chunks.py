@@ -52,14 +52,15 @@ def even_cuts(numel: int, chunk_numel: int) -> Cuts:
 
 
 def cuts_of(flat: FlatLayout, chunk_numel: int) -> Cuts:
-    """Of a flat; where parameters are updated whole, a chunk is as many of them as `chunk_numel` elements hold, or one."""
+    """Of a flat; where parameters are updated whole, a chunk is as many of them as `chunk_numel` elements hold, or one; it is
+    padding where the rank owns none."""
     if not flat.updated_whole:
         return even_cuts(flat.shard_numel, chunk_numel)
     starts: list[int] = []
-    ends = [slot.start for slot in flat.slots[1:]] + [flat.shard_numel]
-    for slot, end in zip(flat.slots, ends, strict=True):
-        if end > slot.start and (not starts or end - starts[-1] > chunk_numel):
-            starts.append(slot.start)
+    begins = [slot.start for _, slot in flat.whole_slots()] or [0]
+    for start, end in itertools.pairwise([*begins, flat.shard_numel]):
+        if end > start and (not starts or end - starts[-1] > chunk_numel):
+            starts.append(start)
     return Cuts(tuple(starts), flat.shard_numel)
 
 

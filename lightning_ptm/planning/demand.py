@@ -111,7 +111,7 @@ def pages_beside_full_gradients(
     pages = 0
     for flat in layout.flats_of(unit):
         if flat.trainable and alone in (None, layout.alone(flat)):
-            reduced = 0 if layout.alone(flat) else flat.stripe_count
+            reduced = 0 if layout.alone(flat) else flat.shard_pages
             whole = gradients.add_up_in_buffer and not flat.shared
             pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
     return pages

@@ -23,7 +23,8 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
             strides = "" if spec.stride is None else f" with strides {spec.stride}"
             trained = f"trained by optimizer {spec.optimizer}" if spec.trainable else "frozen"
             kind = f"{spec.shape}{cut}{strides}, {spec.dtype}, {trained}"
-            yield f"{spec.name} of shape {kind}, at {slot.start} of flat {place}"
+            owned = f", updated by rank {flat.owner(slot.start)}" if flat.shares else ""
+            yield f"{spec.name} of shape {kind}, at {slot.start} of flat {place}{owned}"
 
 
 def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:

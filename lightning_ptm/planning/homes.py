@@ -93,10 +93,11 @@ class Placement:
     Args:
         homes: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
-        own_state_bytes: by flat, bytes of each tensor of states that have shapes of their own, which no element counts.
+        own_state_bytes: by flat, bytes of each rank's tensors of states that have shapes of their own, which no element
+            counts; the ranks as in `FlatLayout.owning_ranks`.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
         sums_gradients: whether those of several backward passes may add up (accumulation).
-        at_home_bytes: of homes, by tier.
+        at_home_bytes: of homes, by tier; of the rank that has most.
         gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
             than they could all use at once.
         staging_bytes: bytes through which updates stream between the disk and the CPU, in `staging_tier`: RAM, which is
@@ -111,13 +112,12 @@ class Placement:
     gather_bytes: int
     staging_bytes: int
     staging_tier: Tier
-    own_state_bytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def master_bytes(self, flat: FlatLayout) -> int:
         """Bytes of a trained flat's master states."""
-        return flat.shard_numel * self.master_bytes_per_element[flat.index] + sum(
-            self.own_state_bytes.get(flat.index, ())
-        )
+        own = self.own_state_bytes.get(flat.index)
+        return flat.shard_numel * self.master_bytes_per_element[flat.index] + (sum(own[flat.rank]) if own else 0)
 
     def gradients(self, unit: int) -> Gradients:
         """How a unit's are kept."""

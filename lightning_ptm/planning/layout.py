@@ -1,22 +1,27 @@
 """Where every element of every parameter lies: units, flats, stripes, pieces (section 4.1 of the paper).
 
-Owns the arithmetic from named parameters to element offsets and back. Knows no tier, no time, no rank of its own:
-every rank builds the same layout, but for the units that it holds. Offsets and lengths are in elements unless the
-name says bytes.
+Owns the arithmetic from named parameters to element offsets and back. Knows no tier and no time. Every rank builds the
+same layout, but for the units that it holds, and for whose shard is meant where these are not equally long. Offsets and
+lengths are in elements unless the name says bytes.
 
 I1: each parameter lies in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
 I2: every parameter start, piece start and piece length is a multiple of `ALIGN_NUMEL` elements, so an element-wise
     update that is cut at page borders gives the bits of an uncut one.
 I3: all pieces of a stripe have equal length; all but the tail stripe's fill a page; the tail's are a multiple of
     `TAIL_BYTES`.
-I4: padding lies at the end of a parameter or at the end of a flat, never inside a parameter.
+I4: padding lies at the end of a parameter, of a flat or of a share, never inside a parameter.
 I5: a parameter whose update needs it whole begins where a disk block begins, whatever the dtype of what is kept of it.
+I6: where several ranks share such a flat, each has one piece of it, its share: the parameters that it owns (`owners`), whole,
+    one behind the other. No share is empty, so nobody has to think of tensors without elements.
 
 Long because what cannot be laid out is refused beside the arithmetic that it would break.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +29,7 @@ from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.boxes import Box, Stretch
+from lightning_ptm.planning.owners import choose_owners
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, is_page_size
 
 TAIL_BYTES = 512
@@ -53,6 +59,7 @@ class ParameterSpec:
         box: of a part of a larger parameter, which part; `shape` is the part's.
         partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
         updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
+        states_bytes: of such a parameter, bytes of all its model states: what its owner has of it.
     """
 
     name: str
@@ -67,6 +74,7 @@ class ParameterSpec:
     box: Box | None = None
     partial: bool = False
     updated_whole: bool = False
+    states_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -144,6 +152,8 @@ class FlatLayout:
         stripes: number of full stripes.
         tail_piece_numel: elements of each piece of the tail stripe; 0 when there is no tail.
         gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where they are sums.
+        shares: where ranks own whole parameters, the first element of each rank's share, and the end of the last; else empty.
+        rank: among those that share the flat, the one whose shard is meant; of no account where `shares` is empty.
     """
 
     unit: int
@@ -158,6 +168,12 @@ class FlatLayout:
     stripes: int
     tail_piece_numel: int
     gradient_itemsize: int
+    shares: tuple[int, ...] = ()
+    rank: int = 0
+
+    def of(self, rank: int) -> FlatLayout:
+        """As `rank` has it."""
+        return dataclasses.replace(self, rank=rank) if self.shares else self
 
     @property
     def shared(self) -> bool:
@@ -186,28 +202,52 @@ class FlatLayout:
         return first.trainable, first.dtype, first.optimizer if first.trainable else 0
 
     @property
-    def stripe_count(self) -> int:
-        """Full stripes and the tail; also the number of pages of each rank's shard."""
-        return self.stripes + (self.tail_piece_numel > 0)
+    def shard_pages(self) -> int:
+        """Pages of a rank's shard; of the longest one where they differ. One for each stripe, where there are stripes."""
+        return -(-self.longest_shard_numel // self.piece_numel)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of each rank's shard, padding included."""
+        """Elements of the rank's shard, padding included; equal for all ranks, but where they own whole parameters."""
+        if self.shares:
+            return self.shares[self.rank + 1] - self.shares[self.rank]
         return self.stripes * self.piece_numel + self.tail_piece_numel
+
+    @property
+    def owning_ranks(self) -> range:
+        """The ranks whose shards differ, where they own whole parameters; else one that stands for all."""
+        return range(self.world_size if self.shares else 1)
+
+    @property
+    def shard_start(self) -> int:
+        """The element of the full flat with which the rank's shard begins, where that is one piece of it."""
+        return self.shares[self.rank] if self.shares else 0
+
+    @property
+    def longest_shard_numel(self) -> int:
+        """Elements of the longest shard of all ranks."""
+        if self.shares:
+            return max(end - start for start, end in itertools.pairwise(self.shares))
+        return self.shard_numel
 
     @property
     def padded_numel(self) -> int:
         """Elements of the full flat, padding included."""
-        return self.world_size * self.shard_numel
+        return self.shares[-1] if self.shares else self.world_size * self.shard_numel
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of each rank's shard in the compute dtype."""
+        """Bytes of the rank's shard in the compute dtype."""
         return self.shard_numel * self.itemsize
 
     @property
+    def longest_shard_bytes(self) -> int:
+        """Bytes of the longest shard of all ranks in the compute dtype."""
+        return self.longest_shard_numel * self.itemsize
+
+    @property
     def gradient_bytes(self) -> int:
-        """Bytes of each rank's share of the gradients, where they wait for the update."""
+        """Bytes of the rank's share of the gradients, where they wait for the update."""
         return self.shard_numel * self.gradient_itemsize
 
     @property
@@ -222,6 +262,8 @@ class FlatLayout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that `rank` owns, in the order of its shard."""
+        if self.shares:
+            return (Piece(0, self.shares[rank], 0, self.shares[rank + 1] - self.shares[rank]),)
         stripe_numel = self.world_size * self.piece_numel
         pieces = [
             Piece(stripe, stripe * stripe_numel + rank * self.piece_numel, stripe * self.piece_numel, self.piece_numel)
@@ -236,18 +278,27 @@ class FlatLayout:
         """The rank that owns element `offset` of the full flat (0 <= offset < padded_numel)."""
         if not 0 <= offset < self.padded_numel:
             raise IndexError(f"element {offset} is outside of flat {self.index} of {self.padded_numel} elements")
+        if self.shares:
+            return bisect.bisect_right(self.shares, offset) - 1
         tail_start = self.stripes * self.world_size * self.piece_numel
         if offset < tail_start:
             return offset // self.piece_numel % self.world_size
         return (offset - tail_start) // self.tail_piece_numel
+
+    def whole_slots(self) -> Iterator[tuple[int, ParameterSlot]]:
+        """(place in `slots`, slot) of the parameters that lie in the rank's shard as a whole; they start there where told."""
+        first = self.shard_start
+        for place, slot in enumerate(self.slots):
+            if not self.shares or first <= slot.start < self.shares[self.rank + 1]:
+                yield place, dataclasses.replace(slot, start=slot.start - first) if first else slot
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     """All units and their flats. Flats of a unit are neighbours in `flats`, trainable ones first.
 
-    Pages of a unit are counted through its flats in that order: page k of a rank's shard is its piece of stripe k,
-    so one index names a shard page and the stripe that it belongs to, and the trainable pages come first.
+    Pages of a unit are counted through its flats in that order, and the trainable pages come first. Where shards differ in
+    length, those of the longest are counted: plans are equal on all ranks.
 
     Attributes:
         units: of the whole model.
@@ -273,6 +324,15 @@ class ModelLayout:
         for unit in range(len(self.units)):
             yield from self.elsewhere.get(unit) or self.flats_of(unit)
 
+    def of(self, rank: int) -> ModelLayout:
+        """As another rank that holds the same units has it."""
+        return dataclasses.replace(self, flats=tuple(flat.of(rank) for flat in self.flats))
+
+    @property
+    def owned(self) -> bool:
+        """Whether ranks own whole parameters, so that their shards differ in length."""
+        return any(flat.shares for flat in self.flats)
+
     def flats_of(self, unit: int) -> tuple[FlatLayout, ...]:
         """The flats of a unit, trainable first."""
         return self.flats[self.first_flats[unit] : self.first_flats[unit + 1]]
@@ -283,11 +343,11 @@ class ModelLayout:
 
     def shard_pages(self, unit: int) -> int:
         """Pages of one rank's shard of a unit's parameters: one per stripe."""
-        return sum(flat.stripe_count for flat in self.flats_of(unit))
+        return sum(flat.shard_pages for flat in self.flats_of(unit))
 
     def trainable_pages(self, unit: int) -> int:
         """Pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
-        return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.trainable)
+        return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.trainable)
 
     def alone(self, flat: FlatLayout) -> bool:
         """Whether a rank's gradient of a flat is that of the run: nobody shares it, and of its whole all ranks have parts, so
@@ -297,7 +357,7 @@ class ModelLayout:
     def gathered_pages(self, unit: int) -> int:
         """Of a rank's shard pages, those that are brought where the unit computes for a gather. Flats that nobody shares
         come whole."""
-        return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.shared)
+        return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.shared)
 
     def full_pages(self, unit: int, *, in_place: bool = False) -> int:
         """Pages that a unit takes where it computes: each flat is a run of whole pages.
@@ -340,6 +400,7 @@ def build_layout(
     world_size: int,
     shared_by: Mapping[int, int] = _BY_ALL,
     elsewhere: Collection[int] = (),
+    rank: int = 0,
 ) -> ModelLayout:
     """Lay out a model: a flat per (dtype, trainable, optimizer, parts, partial) of each unit, trainable first, ordered by
     group. Flats that differ in the last two alone are neighbours.
@@ -351,6 +412,7 @@ def build_layout(
         shared_by: for units that not all ranks share, by index: how many do. Of parameters in parts each rank has one part,
             so of these as many ranks fewer share each.
         elsewhere: units that other ranks hold, and this one does not.
+        rank: whose shards are meant where ranks own whole parameters, of units that all of them share.
 
     Raises:
         ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
@@ -360,6 +422,7 @@ def build_layout(
     flats: list[FlatLayout] = []
     others: dict[int, tuple[FlatLayout, ...]] = {}
     first_flats = [0]
+    owners = choose_owners(units, world_size) if world_size > 1 else {}
     for unit, spec in enumerate(units):
         members: dict[tuple[bool, str, int], dict[tuple[int, bool], list[ParameterSpec]]] = {}
         for parameter in spec.parameters:
@@ -369,7 +432,7 @@ def build_layout(
         # Stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
         of_unit = tuple(
-            _flat(unit, index, sorted(parameters, key=lambda parameter: parameter.group), page_size, ranks // parts)
+            _flat(unit, index, parameters, page_size, ranks // parts, owners, rank)
             for index, ((parts, _), parameters) in enumerate(alike, first)
         )
         if unit in elsewhere:
@@ -380,35 +443,61 @@ def build_layout(
     return ModelLayout(tuple(units), tuple(flats), page_size, world_size, tuple(first_flats), others)
 
 
-def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int, world_size: int) -> FlatLayout:
+def _flat(
+    unit: int,
+    index: int,
+    parameters: list[ParameterSpec],
+    page_size: int,
+    world_size: int,
+    owners: Mapping[str, int],
+    rank: int,
+) -> FlatLayout:
+    first = parameters[0]
+    owned = world_size > 1 and first.trainable and first.updated_whole
     slots: list[ParameterSlot] = []
+    shares: list[int] = []
     end = 0
     # So many elements are whole blocks of any dtype (I5).
-    align = BLOCK_BYTES if parameters[0].trainable and parameters[0].updated_whole else ALIGN_NUMEL
-    for parameter in parameters:
+    align = BLOCK_BYTES if first.trainable and first.updated_whole else ALIGN_NUMEL
+    for parameter in sorted(parameters, key=lambda parameter: (owners.get(parameter.name, 0), parameter.group)):
+        while owned and len(shares) <= owners[parameter.name]:
+            end = _begin_share(shares, end)
         start = round_up(end, align)
         slots.append(ParameterSlot(parameter, start, parameter.numel))
-        end = start + parameter.numel
-    itemsize = parameters[0].itemsize
+        end = start + (
+            max(1, parameter.numel) if owned else parameter.numel
+        )  # in the share that it begins in, also if empty
+    numel = end
+    while owned and len(shares) <= world_size:
+        end = _begin_share(shares, end)
+    itemsize = first.itemsize
     piece_numel = page_size // itemsize
-    stripes, rest = divmod(end, world_size * piece_numel)
+    stripes, rest = (0, 0) if owned else divmod(end, world_size * piece_numel)
     tail_piece_numel = round_up(-(-rest // world_size), max(TAIL_BYTES // itemsize, ALIGN_NUMEL))
     if tail_piece_numel == piece_numel:
         stripes, tail_piece_numel = stripes + 1, 0
     return FlatLayout(
         unit=unit,
         index=index,
-        dtype=parameters[0].dtype,
+        dtype=first.dtype,
         itemsize=itemsize,
-        trainable=parameters[0].trainable,
+        trainable=first.trainable,
         slots=tuple(slots),
-        numel=end,
+        numel=numel,
         world_size=world_size,
         piece_numel=piece_numel,
         stripes=stripes,
         tail_piece_numel=tail_piece_numel,
-        gradient_itemsize=parameters[0].gradient_itemsize or itemsize,
+        gradient_itemsize=first.gradient_itemsize or itemsize,
+        shares=tuple(shares),
+        rank=rank if owned else 0,
     )
+
+
+def _begin_share(shares: list[int], end: int) -> int:
+    """Add where the next share begins, behind what the one before has up to `end`, and at least a block (I6)."""
+    shares.append(round_up(max(end, shares[-1] + 1), BLOCK_BYTES) if shares else 0)
+    return shares[-1]
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:

@@ -4,7 +4,8 @@ Owns the choice of homes from budgets. Knows no task and no time but the trace's
 
 I1: homes, staging and the least demand of every tick fit each tier's budget together.
 I2: frozen flats have parameters only; units without trainable flats have no gradient and no master bytes anywhere.
-I3: home bytes hold for any order in which the homes are allocated (`_home_bytes`).
+I3: home bytes hold for any order in which the homes are allocated (home_bytes.py).
+I4: homes are the same on all ranks, and fit each of them where shards differ in length.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lightning_ptm.planning.demand import (
     pages_beside_full_gradients,
     parameter_demands,
 )
+from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less
 from lightning_ptm.planning.homes import Budget, Gradients, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import ModelLayout, round_up
@@ -28,11 +30,7 @@ from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.occupancy import Occupancy
 from lightning_ptm.planning.report import device_refusal, format_bytes, with_uses
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.terms import BLOCK_BYTES, Kind, Tier
-
-SLOT_BYTES = 4
-"""Bytes per element of one tensor of master states: the fp32 parameter, one moment..."""
-
+from lightning_ptm.terms import Kind, Tier
 
 _NO_WISHES = Wishes()
 
@@ -49,7 +47,7 @@ def place(
     sums_gradients: bool = False,
     staging_bytes: int,
     update_on_device: bool,
-    own_state_bytes: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
 ) -> Placement:
     """Choose homes: compute parameters on the device first, then master states where memory is left, then host, disk.
 
@@ -116,7 +114,7 @@ class _Problem:
         self,
         layout: ModelLayout,
         master_bytes_per_element: tuple[int, ...],
-        own_state_bytes: Mapping[int, Sequence[int]],
+        own_state_bytes: Mapping[int, Sequence[Sequence[int]]],
         trace: Trace,
         uses: Uses,
         budget: Budget,
@@ -132,6 +130,7 @@ class _Problem:
         self._layout = layout
         self._per_element = master_bytes_per_element
         self._own_state_bytes = own_state_bytes
+        self._bytes = HomeBytes(layout, master_bytes_per_element, own_state_bytes)
         self._trace = trace
         self._uses = uses
         self._budget = budget
@@ -150,7 +149,7 @@ class _Problem:
         # State, renewed by each attempt.
         self._comfortable = False
         self._demand = Occupancy(uses.tick_count)
-        self._left: dict[Tier, int] = {}
+        self._left: dict[Tier, Bytes] = {}
         self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
         """Bytes that homes and others have of each tier, by what they are for."""
 
@@ -173,18 +172,19 @@ class _Problem:
     def _attempt(self, resident: bool, comfortable: bool) -> Placement:
         self._comfortable = comfortable
         self._demand = Occupancy(self._uses.tick_count)
-        self._left = {
+        capacity = {
             **self._budget,
             self._staging_tier: max(self._budget[self._staging_tier] - self._staging_bytes, 0),
+            Tier.DEVICE: self._pool_bytes,
         }
-        self._left[Tier.DEVICE] = self._pool_bytes
-        capacity = dict(self._left)
+        self._left = {tier: (size,) * self._bytes.ranks for tier, size in capacity.items()}
         self._given = {tier: Counter() for tier in self._budget}
         self._given[self._staging_tier][What.STAGING.value] = self._staging_bytes
         if self._wishes.master is Tier.DEVICE:
-            self._give(Tier.DEVICE, Kind.MASTER, sum(self._master_bytes(unit) for unit in self._units))
+            for unit in self._units:
+                self._give(Tier.DEVICE, Kind.MASTER, self._bytes.masters(unit))
         parameter_homes = self._place_parameters(resident)
-        if not self._fits_device(0):
+        if not self._fits_device():
             raise self._device_error()
         master_homes = self._place_masters()
         homes = tuple(
@@ -192,7 +192,7 @@ class _Problem:
             for parameter, master in zip(parameter_homes, master_homes, strict=True)
         )
         page = self._layout.page_size
-        used = {tier: capacity[tier] - self._left[tier] for tier in self._budget}
+        used = {tier: capacity[tier] - min(self._left[tier]) for tier in self._budget}
         used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
@@ -223,7 +223,7 @@ class _Problem:
         away = self._slower_tiers(self._wishes.parameter)[0]
         for unit in self._units:
             self._add(self._demands(unit, away))
-        if not self._fits_device(0):
+        if not self._fits_device():
             raise self._device_error()
         homes: list[Tier] = []
         missing: list[tuple[int, int]] = []
@@ -234,7 +234,7 @@ class _Problem:
             size = self._parameter_bytes(unit, away)
             tier = self._take(self._slower_tiers(self._wishes.parameter), Kind.PARAMETER, size)
             if tier is None:
-                missing.append((unit, size))
+                missing.append((unit, max(size)))
             homes.append(away if tier is None else tier)
         if missing:
             raise self._homeless(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
@@ -247,8 +247,8 @@ class _Problem:
         homes: list[Tier] = []
         missing: list[tuple[int, int]] = []
         for unit in self._units:
-            size = self._master_bytes(unit)
-            if wish is Tier.DEVICE or (wish is None and not size):  # Taken before the parameters, or nothing to take.
+            size = self._bytes.masters(unit)
+            if wish is Tier.DEVICE or (wish is None and not any(size)):  # Taken before, or nothing to take.
                 homes.append(Tier.DEVICE)
             elif wish is None and self._caches_masters and self._fits_device(size):
                 self._give(Tier.DEVICE, Kind.MASTER, size)
@@ -256,7 +256,7 @@ class _Problem:
             else:
                 tier = self._take(slower, Kind.MASTER, size)
                 if tier is None:
-                    missing.append((unit, size))
+                    missing.append((unit, max(size)))
                 homes.append(Tier.DEVICE if tier is None else tier)
         if missing:
             devices = (Tier.DEVICE,) if wish is None and self._caches_masters else ()
@@ -276,22 +276,23 @@ class _Problem:
         self._add(before)
         return False
 
-    def _take(self, tiers: Sequence[Tier], kind: Kind, size: int) -> Tier | None:
+    def _take(self, tiers: Sequence[Tier], kind: Kind, size: Bytes) -> Tier | None:
         """Take bytes of homes in the first tier that has them; None when no tier has."""
         for tier in tiers:
-            if size <= self._left[tier]:
+            if all(each <= left for each, left in zip(size, self._left[tier], strict=True)):
                 self._give(tier, kind, size)
                 return tier
         return None
 
-    def _give(self, tier: Tier, kind: Kind, size: int) -> None:
-        self._left[tier] -= size
+    def _give(self, tier: Tier, kind: Kind, size: Bytes) -> None:
+        self._left[tier] = less(self._left[tier], size)
         with_gradients = self._keep_gradients or not self._gradient_home(tier).computes
         words = "parameters and gradients" if with_gradients else "parameters"
-        self._given[tier]["master states" if kind is Kind.MASTER else words] += size
+        self._given[tier]["master states" if kind is Kind.MASTER else words] += max(size)
 
-    def _fits_device(self, size: int) -> bool:
-        left_pages = (self._left[Tier.DEVICE] - size) // self._layout.page_size
+    def _fits_device(self, size: Bytes | None = None) -> bool:
+        left = self._left[Tier.DEVICE] if size is None else less(self._left[Tier.DEVICE], size)
+        left_pages = min(left) // self._layout.page_size
         return self._demand.peak() <= left_pages
 
     def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
@@ -322,37 +323,20 @@ class _Problem:
         for demand in demands:
             demand.take_from(self._demand)
 
-    def _parameter_bytes(self, unit: int, home: Tier) -> int:
-        """Bytes of a unit's parameter homes, and of its gradient homes where these are not passing."""
-        gradients = self._keep_gradients or not self._gradient_home(home).computes
-        page = self._layout.page_size
-        return sum(
-            _home_bytes(flat.shard_bytes, page)
-            + (_home_bytes(flat.gradient_bytes, page) if gradients and flat.trainable else 0)
-            for flat in self._layout.flats_of(unit)
-        )
-
-    def _master_bytes(self, unit: int) -> int:
-        """Bytes of a unit's master homes: a tensor for each `SLOT_BYTES` of an element's states."""
-        page = self._layout.page_size
-        total_bytes = 0
-        for flat in self._layout.flats_of(unit):
-            if flat.trainable:
-                slots, rest = divmod(self._per_element[flat.index], SLOT_BYTES)
-                total_bytes += slots * _home_bytes(flat.shard_numel * SLOT_BYTES, page)
-                total_bytes += _home_bytes(flat.shard_numel * rest, page)
-                total_bytes += sum(_home_bytes(size, page) for size in self._own_state_bytes.get(flat.index, ()))
-        return total_bytes
+    def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
+        """Of a unit's parameter homes, and of its gradient homes where these are not passing."""
+        return self._bytes.parameters(unit, gradients=self._keep_gradients or not self._gradient_home(home).computes)
 
     def _device_error(self) -> CapacityError:
-        have_pages = self._left[Tier.DEVICE] // self._layout.page_size
+        left = min(self._left[Tier.DEVICE])
+        have_pages = left // self._layout.page_size
         return device_refusal(
             self._layout,
             self._trace,
             self._demand.peak_instant() // 2,
             need_pages=self._demand.peak(),
             have_pages=have_pages,
-            reserved_bytes=self._budget[Tier.DEVICE] - self._left[Tier.DEVICE],
+            reserved_bytes=self._budget[Tier.DEVICE] - left,
             setting=self._setting(Tier.DEVICE),
             uses=self._given[Tier.DEVICE],
         )
@@ -367,7 +351,7 @@ class _Problem:
         names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first
         what = "master states" if kind is Kind.MASTER else "parameters"
         rooms = ", ".join(
-            f"the {_name(tier)} tier has {format_bytes(max(self._left[tier], 0))} left of "
+            f"the {_name(tier)} tier has {format_bytes(max(min(self._left[tier]), 0))} left of "
             f"{format_bytes(self._budget[tier])}"
             for tier in tiers
         )
@@ -380,15 +364,6 @@ class _Problem:
         )
         # The last is the largest that could take them.
         return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]]) if tiers else text)
-
-
-def _home_bytes(size: int, page_size: int) -> int:
-    """Bytes that a home of `size` bytes costs at most, in whatever order homes share pages.
-
-    A page holds at most two tensors, so room is lost only behind a second tensor that ends in the page where it began:
-    less than a page, and only when it is smaller than one. That loss is charged to it.
-    """
-    return max(round_up(size, BLOCK_BYTES), page_size) if size else 0
 
 
 def _whole_pages(size: int, page_size: int) -> int:

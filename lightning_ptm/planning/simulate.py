@@ -293,9 +293,9 @@ class _Replay:
             if kind is Kind.FULL:
                 sizes = [flat.padded_bytes for flat in flats if flat.shared or away]
             elif kind is Kind.PARAMETER:
-                sizes = [flat.shard_bytes for flat in flats if flat.shared]
+                sizes = [flat.longest_shard_bytes for flat in flats if flat.shared]
             else:
-                sizes = [flat.shard_bytes for flat in flats if flat.trainable]
+                sizes = [flat.longest_shard_bytes for flat in flats if flat.trainable]
             count = self._page_counts[unit, kind] = sum(-(-size // self._layout.page_size) for size in sizes)
         return count
 
@@ -305,7 +305,7 @@ class _Replay:
         to_device = self._placement.sums_gradients and not self._placement.homes[unit].gradient.addressable
         pages = 0
         for flat in self._gradients_of(unit, alone=alone):
-            reduced = 0 if alone else flat.shard_bytes
+            reduced = 0 if alone else flat.longest_shard_bytes
             so_far = flat.gradient_bytes if to_device and flat.world_size == 1 else 0
             pages += -(-max(reduced, so_far) // self._layout.page_size)
         return pages

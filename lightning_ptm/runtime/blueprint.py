@@ -380,7 +380,7 @@ def _decide(
 ) -> Blueprint:
     asked = _ask(request, machine, world_size, rank, outside=outside)
     model = _lay_out(request, asked, world_size, rank)
-    room = _make_room(request, machine, asked, model, agree)
+    room = _make_room(request, machine, asked, model, agree, rank)
     placement = _place(request, machine, asked, model, room)
     blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
     return _stocked(blueprint, request.settings, machine)
@@ -416,6 +416,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         world_size=world_size,
         shared_by=asked.holders.shared_by(),
         elsewhere=elsewhere,
+        rank=rank,
     )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
     master_dtypes = tuple(
@@ -438,7 +439,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
 
 
 def _make_room(
-    request: Request, machine: Machine, asked: _Asked, model: _Model, agree: Callable[[Budget], Budget]
+    request: Request, machine: Machine, asked: _Asked, model: _Model, agree: Callable[[Budget], Budget], rank: int
 ) -> _Room:
     settings, layout = request.settings, model.layout
     disk = bool(settings.disk_paths)
@@ -455,8 +456,14 @@ def _make_room(
     if asked.lock_free:
         in_place = asked.unified and not layout.shared
         ram = _ram(unified=asked.unified)
-        plan = _lock_free(request, machine, layout, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place)
-        beside = _beside_bytes(plan, layout, in_place=in_place, twice=request.keep_gradients)
+        beside = 0
+        for place in (
+            *range(layout.world_size if layout.owned else 0),
+            rank,
+        ):  # all have the same budget; the last is ours
+            ours = layout.of(place)
+            plan = _lock_free(request, machine, ours, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place)
+            beside = max(beside, _beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
         budget = _without(budget, beside, ram)
     if scratch := scratch_bytes(model):
         budget = _beside_scratch(budget, scratch)
@@ -795,18 +802,26 @@ def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpe
         traits = _traits_of(request, asked.known, parameter.optimizer, master or dtype)
         if not traits.whole:
             return parameter
-        if not asked.holders.everybody.whole.alone:
+        if asked.holders.apart or asked.holders.in_parts:
+            how = "cut parameters" if asked.holders.in_parts else "divide experts"
+            setting = "tensor_parallel_size" if asked.holders.in_parts else "expert_parallel_size"
             raise ConfigError(
-                f"{traits.name} updates each parameter as a whole ({traits.whole}), and several ranks have a part of "
-                f"{parameter.name} each, so that none of them could; train with it on one rank (devices=1), or use an "
-                f"optimizer that treats each element on its own, such as torch.optim.AdamW"
+                f"{traits.name} updates each parameter as a whole ({traits.whole}), and ranks {how} among them, so that "
+                f"nobody has all of it; train without {setting}, or use an optimizer that treats each element on its own, "
+                f"such as torch.optim.AdamW"
             )
         if request.settings.async_save:
             raise ConfigError(
                 f"{traits.name} updates each parameter as a whole ({traits.whole}), and async_save=True copies states page "
                 f"by page before they change; use async_save=False"
             )
-        return dataclasses.replace(parameter, updated_whole=True)
+        sizes = (
+            parameter.itemsize,
+            parameter.gradient_itemsize or parameter.itemsize,
+            master.itemsize if master else 0,
+        )
+        own = traits.own_bytes(parameter.group, parameter.shape)
+        return dataclasses.replace(parameter, updated_whole=True, states_bytes=parameter.numel * sum(sizes) + own)
 
     return [dataclasses.replace(spec, parameters=tuple(map(followed, spec.parameters))) for spec in specs]
 

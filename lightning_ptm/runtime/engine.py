@@ -815,8 +815,12 @@ class Engine:
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:
         """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""
-        slots = [paged for flats in self.flats for flat in flats for paged in flat.states.slots.values()]
-        return sum(paged.nbytes for paged in slots if paged.tier.addressable != on_disk) * self.communicator.world_size
+        return sum(
+            flat.states.bytes_of_ranks(self.communicator.world_size)
+            for flats in self.flats
+            for flat in flats
+            if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
+        )
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

@@ -241,8 +241,8 @@ class Paper:
             # Such a gradient goes from `.grad` into its pages, or stays there.
             if not (layout.alone(flat) and route.tier.computes):
                 full += -(-flat.padded_bytes // layout.page_size)
-            reduced += flat.stripe_count if shared else 0
-            passing += flat.stripe_count if route.waits is Waits.PASSING else 0
+            reduced += flat.shard_pages if shared else 0
+            passing += flat.shard_pages if route.waits is Waits.PASSING else 0
         return _Pages(full, reduced, passing)
 
     def _gradients_leave(self, unit: int) -> bool:

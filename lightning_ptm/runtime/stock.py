@@ -85,9 +85,10 @@ class Column:
         return self.layout.numel
 
 
-def columns(flats: Flats, flat: int) -> list[Column]:
-    """All that is kept of a flat; of one that is trained, what its update streams."""
+def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
+    """All that is kept of a flat's shard, another rank's where one is given; where it is trained, what its update streams."""
     master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
+    layout = layout if rank is None else layout.of(rank)
 
     def whole(what: What, name: str, dtype: torch.dtype) -> Column:
         return Column(what, StateLayout(name, dtype, layout.shard_numel))
@@ -101,30 +102,31 @@ def columns(flats: Flats, flat: int) -> list[Column]:
     return found
 
 
-def own_state_bytes(flats: Flats) -> dict[int, tuple[int, ...]]:
-    """By flat, bytes of each tensor of states that have shapes of their own."""
-    return {
-        flat.index: tuple(
-            column.numel * column.dtype.itemsize for column in columns(flats, flat.index) if column.what is What.STATES
-        )
-        for flat in flats.layout.flats
-        if flat.updated_whole
-    }
+def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """By flat, bytes of each rank's tensors of states that have shapes of their own."""
+
+    def of(flat: int, rank: int) -> tuple[int, ...]:
+        states = (column for column in columns(flats, flat, rank) if column.what is What.STATES)
+        return tuple(column.numel * column.dtype.itemsize for column in states)
+
+    whole = (flat for flat in flats.layout.flats if flat.updated_whole)
+    return {flat.index: tuple(of(flat.index, rank) for rank in flat.owning_ranks) for flat in whole}
 
 
 def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
-    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once; never less
-    than other buffers have."""
+    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once on any rank;
+    never less than other buffers have."""
     least = chunk_numel(flats.layout.page_size)
     found: dict[torch.dtype, int] = {}
     for flat in flats.layout.flats:
         if not flat.updated_whole:
             continue
-        cuts = cuts_of(flat, least)
-        cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
-        for column in columns(flats, flat.index):
-            longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
-            found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
+        for rank in flat.owning_ranks:
+            cuts = cuts_of(flat.of(rank), least)
+            cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+            for column in columns(flats, flat.index, rank):
+                longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
+                found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
     return found
 
 
@@ -134,8 +136,8 @@ def chunk_bytes(flats: Flats) -> int:
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
-        if flats.traits[flat.index] is not None:
-            kept = columns(flats, flat.index)
+        for rank in flat.owning_ranks if flats.traits[flat.index] is not None else ():
+            kept = columns(flats, flat.index, rank)
             most |= Counter((column.dtype, _buffer_numel(flats, flat, numels, column.dtype)) for column in kept)
     rows = (_staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
     return _alone_bytes(flats, rows)

@@ -85,18 +85,14 @@ def _all_flats(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None
         yield binding, None
 
 
-def _slots_with(update: FlatUpdate, name: str) -> list[int]:
-    """Parameters of a flat that were ever updated and have this state."""
-    states = update.states
-    places = range(len(states.groups))
-    return [slot for slot in places if states.scalars(slot) is not None and name in states.state_names(slot)]
-
-
 def _state_in(binding: FlatBinding, update: FlatUpdate | None, name: str, slot: int, whole: Tensor) -> Tensor:
     """A state of the parameter of `slot`, in its shape, as a view of `whole`, which holds those of the flat."""
-    if update is None or not update.states.traits.whole:
-        return binding.view(whole, slot)
-    return update.states.own_state(name, slot, whole)
+    own = None if update is None else update.states.everywhere[name].own
+    return binding.view(whole, slot) if own is None else own.view(whole, slot)
+
+
+_Scalars = Sequence[dict[str, Any] | None]
+"""By parameter of a flat; None for one that was never updated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,33 +100,50 @@ class _Updated:
     """What an optimizer keeps of a flat, but for the elements.
 
     Attributes:
-        scalars: by parameter, None for one that was never updated.
         slots: by parameter the names of its states in pages.
         dtypes: of these, by name.
     """
 
-    scalars: Sequence[dict[str, Any] | None]
+    scalars: _Scalars
     slots: Sequence[frozenset[str]]
     dtypes: Mapping[str, torch.dtype]
 
 
-def _updated(update: FlatUpdate) -> _Updated:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One kind of states of a flat.
+
+    Attributes:
+        paged: where they are; None where other ranks have all of them.
+        slots: the parameters that have them.
+    """
+
+    flat: FlatStore
+    paged: PagedTensor | None
+    dtype: torch.dtype
+    slots: Sequence[int]
+
+
+def _scalars_here(update: FlatUpdate) -> _Scalars:
+    known = map(update.states.scalars, range(len(update.store.binding.parameters)))
+    return [None if each is None else dict(each.values) for each in known]
+
+
+def _updated(update: FlatUpdate, scalars: _Scalars) -> _Updated:
     states = update.states
-    known = [states.scalars(slot) for slot in range(len(update.store.binding.parameters))]
     return _Updated(
-        scalars=[None if each is None else dict(each.values) for each in known],
+        scalars=scalars,
         slots=[frozenset(states.state_names(slot)) for slot in range(len(states.groups))],
-        dtypes={name: paged.dtype for name, paged in states.slots.items()},
+        dtypes={name: layout.dtype for name, layout in states.everywhere.items()},
     )
 
 
-def _in_ram(known: _Updated) -> _Updated:
+def _in_ram(scalars: _Scalars) -> _Scalars:
     """For other ranks: what is told of a tensor on a device names that device, and theirs is another one."""
-    scalars = [
+    return [
         each and {name: value.cpu() if isinstance(value, Tensor) else value for name, value in each.items()}
-        for each in known.scalars
+        for each in scalars
     ]
-    return dataclasses.replace(known, scalars=scalars)
 
 
 def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,17 +331,32 @@ class Values:
         sharing = self._holders.apart.get(store.unit.index)
         return None if sharing is None else sharing.whole.ranks[0]
 
+    def _scalars(self) -> dict[int, _Scalars]:
+        """By flat that this rank shares, of all its parameters, whoever keeps them. Collective where ranks own parameters."""
+        found = {index: _scalars_here(update) for index, update in self._updates.items()}
+        owned = [update.store.layout for update in self._updates.values() if update.store.layout.shares]
+        if not owned:
+            return found
+        here = {flat.index: _in_ram(found[flat.index]) for flat in owned}
+        told = [self._communicator.broadcast_object(here, rank) for rank in range(self._communicator.world_size)]
+        for flat in owned:
+            owners = [flat.owner(slot.start) for slot in flat.slots]
+            found[flat.index] = [told[owner][flat.index][place] for place, owner in enumerate(owners)]
+        return found
+
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
+        scalars = self._scalars()
         for store in self._stores:
             for binding, flat in _all_flats(store):
                 if not binding.layout.trainable or binding.layout.slots[0].spec.optimizer != optimizer:
                     continue
                 update = None if flat is None else self._updates[flat.layout.index]
-                known = None if update is None else _updated(update)
+                known = None if update is None else _updated(update, scalars[update.store.layout.index])
                 source = self._source(store)
                 if source is not None:
-                    known = self._communicator.broadcast_object(None if known is None else _in_ram(known), source)
+                    told = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
+                    known = self._communicator.broadcast_object(told, source)
                 assert known is not None
                 yield store, binding, update, known
 
@@ -350,7 +378,7 @@ class Values:
             for (store, binding, update, known), size_bytes in zip(flats, sizes, strict=True):
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
-                    whole = None if update is None else self._whole(update.store, update.states.slots[name])
+                    whole = None if update is None else self._whole_states(update, name)
                     whole = self._told(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
@@ -376,8 +404,9 @@ class Values:
     def has_optimizer_states(self, optimizer: int) -> bool:
         """Whether this rank's pages hold anything that an optimizer knows from earlier steps. Not collective."""
         flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
-        known = [pair for each in map(_updated, flats) for pair in zip(each.scalars, each.slots, strict=True)]
-        return any(scalars is not None and bool(scalars or names) for scalars, names in known)
+        known = [_updated(flat, _scalars_here(flat)) for flat in flats]
+        pairs = [pair for each in known for pair in zip(each.scalars, each.slots, strict=True)]
+        return any(scalars is not None and bool(scalars or names) for scalars, names in pairs)
 
     def whole_shapes(self) -> dict[int, tuple[int, ...]]:
         """Of every parameter, by its id, the shape that checkpoints have."""
@@ -464,7 +493,7 @@ class Values:
         binding = flat.store.binding
         per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
         ours = flat.states
-        for name, paged in ours.slots.items():
+        for name in ours.everywhere:
             given = [None if state is None else state.get(name) for state in per_slot]
             given = [value if isinstance(value, Tensor) else None for value in given]
             if ours.traits.whole:
@@ -482,8 +511,9 @@ class Values:
                 boxes = None
             else:
                 given, boxes = binding.as_laid(given), binding.boxes
-            segments = ours.state_segments(name)
-            pieces.fill(self._allocator, paged, segments, given, boxes, keep=False, seen=seen)
+            if (paged := ours.slots.get(name)) is not None:
+                segments = ours.state_segments(name)
+                pieces.fill(self._allocator, paged, segments, given, boxes, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             scalars = None if not state else {name: v for name, v in state.items() if name not in paged_names}
@@ -659,35 +689,43 @@ class Values:
         return [kind for unit, _ in units for kind in by_unit[unit]]
 
     def kinds_here(self, *, optimizers: bool) -> Iterator[ShardedKind]:
-        """Those of the units that this rank holds."""
+        """Those of the units that this rank holds. Collective where ranks own parameters."""
+        scalars = self._scalars() if optimizers else {}
         for store in self._stores:
             if store.elsewhere:
                 continue
-            weights = [(flat, self._precise_home(flat), range(len(flat.binding.parameters))) for flat in store.flats]
+            homes = [(flat, self._precise_home(flat)) for flat in store.flats]
+            weights = [_Part(flat, home, home.dtype, range(len(flat.binding.parameters))) for flat, home in homes]
             yield self._kind(store, PARAMETERS, weights)
             updates = [self._updates[flat.layout.index] for flat in store.flats if flat.layout.index in self._updates]
-            names = {name: None for update in updates for name in update.states.slots}
+            names = {name: None for update in updates for name in update.states.everywhere}
             for name in names if optimizers else ():
                 parts = [
-                    (update.store, update.states.slots[name], _slots_with(update, name))
+                    self._states_part(update, name, scalars[update.store.layout.index])
                     for update in updates
-                    if name in update.states.slots
+                    if name in update.states.everywhere
                 ]
                 yield self._kind(store, name, parts)
 
-    def _kind(
-        self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, PagedTensor, Sequence[int]]]
-    ) -> ShardedKind:
+    @staticmethod
+    def _states_part(update: FlatUpdate, name: str, scalars: _Scalars) -> _Part:
+        """Of parameters that were ever updated."""
+        states = update.states
+        slots = [slot for slot, known in enumerate(scalars) if known is not None and name in states.state_names(slot)]
+        return _Part(update.store, states.slots.get(name), states.everywhere[name].dtype, slots)
+
+    def _kind(self, store: UnitStore, name: str, parts: Sequence[_Part]) -> ShardedKind:
         tensors, flats = [], []
         places = {item.name: place for place, item in enumerate(store.unit.parameters)}
         families: dict[tuple[bool, str, int], int] = {}
-        for flat, paged, slots in parts:
+        for part in parts:
+            flat, paged = part.flat, part.paged
             parameters, segments = self._laid(flat, name)
-            whole = {slot: self._original(flat, slot, name) for slot in slots}
+            whole = {slot: self._original(flat, slot, name) for slot in part.slots}
             for slot, original in whole.items():
                 spec = parameters[slot]
                 family = families.setdefault(flat.layout.family, len(families))
-                dtype = paged.dtype if original is None else original.dtype
+                dtype = part.dtype if original is None else original.dtype
                 tensors.append(((family, spec.group, places[spec.name]), (spec.name, dtype, spec.whole_shape)))
             paged_segments, outside = [], []
             for segment in segments:
@@ -699,7 +737,8 @@ class Values:
                 else:
                     values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
                     outside.append((parameters[segment.parameter], segment.parameter_start, values))
-            flats.append(ShardedFlat(paged, parameters, paged_segments, outside))
+            if paged is not None:
+                flats.append(ShardedFlat(paged, parameters, paged_segments, outside))
         tensors.sort(key=itemgetter(0))
         return ShardedKind(store.unit.name, name, [tensor for _, tensor in tensors], flats)
 
@@ -770,6 +809,17 @@ class Values:
         device = flat.binding.device  # where the collectives' backend works
         full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
         flat.communicator.all_gather(shard.to(device), full, flat.layout).wait()
+        return full.cpu()
+
+    def _whole_states(self, update: FlatUpdate, name: str) -> Tensor:
+        """All ranks' states of one name of a flat, on the CPU."""
+        flat, layout, paged = update.store, update.states.everywhere[name], update.states.slots.get(name)
+        if layout.own is None or not flat.layout.shared:
+            return self._whole(flat, update.states.slots[name])
+        device = flat.binding.device
+        full = torch.empty(layout.own.shares[-1], dtype=layout.dtype, device=device)
+        share = None if paged is None else self.read(paged).to(device)
+        flat.communicator.gather_shares(share, full, layout.own.shares).wait()
         return full.cpu()
 
     def read(self, paged: PagedTensor) -> Tensor:

@@ -107,7 +107,7 @@ class Arithmetic:
         job, states = progress.job, progress.job.states
         reader = _reader(progress, start, windows)
         firsts = {name: states.layouts[name].stretch(start, numel)[0] for name in states.slots if name in windows}
-        for index, slot in enumerate(states.flat.slots):
+        for index, slot in states.whole.items():
             group = states.groups[index]
             if not start <= slot.start < start + numel or group is None or not progress.present[index]:
                 continue

@@ -22,7 +22,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
-from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.state_layout import lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
 if TYPE_CHECKING:
@@ -140,8 +140,12 @@ class FlatStates:
         groups: Sequence[int | None] | None = None,
     ) -> None:
         self.groups = tuple(groups) if groups is not None else layout_groups(flat)
-        self.layouts = {layout.name: layout for layout in lay_out_states(flat, traits, self.groups)}
+        self.everywhere = {layout.name: layout for layout in states_of_all_ranks(flat, traits, self.groups)}
+        """Where states lie, by name; of some of them, only other ranks may have any."""
+        self.layouts = {name: layout for name, layout in self.everywhere.items() if layout.numel}
         """Where what is in which of `slots`, by name."""
+        if flat.shares and flat.rank != rank:
+            raise InternalError(f"flat {flat.unit}/{flat.index} is laid out for rank {flat.rank}, not for {rank}")
         if self.layouts.keys() != slots.keys():
             raise InternalError(
                 f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {sorted(self.layouts)}"
@@ -158,6 +162,8 @@ class FlatStates:
         self.master = master
         self.slots = dict(slots)
         self.segments = shard_segments(flat, rank)
+        self.whole = dict(flat.whole_slots()) if traits.whole else {}
+        """By place in the flat, the parameters that this rank updates as a whole; they start in its shard where told."""
         self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
         """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
@@ -207,6 +213,10 @@ class FlatStates:
         tensors = self.tensors()
         return tensors[0].tier if tensors else None
 
+    def owns(self, parameter: int) -> bool:
+        """Whether this rank keeps the scalars of the flat's parameter at an index: every rank does, or its owner alone."""
+        return not self.flat.shares or parameter in self.whole
+
     def state_names(self, parameter: int) -> tuple[str, ...]:
         """Names of the slots that have a state of the flat's parameter at an index."""
         group = self.groups[parameter]
@@ -218,37 +228,42 @@ class FlatStates:
 
     def own_shape(self, name: str, parameter: int) -> Shape | None:
         """Shape of a state of a parameter that has it, where that is not the parameter's."""
-        own = self.layouts[name].own
+        own = self.everywhere[name].own
         return None if own is None else own.shapes[parameter]
+
+    def bytes_of_ranks(self, ranks: int) -> int:
+        """Bytes of the slots of so many ranks, all of which have a shard like this or own some of its parameters."""
+        return sum(
+            layout.dtype.itemsize * (layout.numel * ranks if layout.own is None else layout.own.shares[-1])
+            for layout in self.everywhere.values()
+        )
 
     def own_state(self, name: str, parameter: int, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
         """A state of a parameter, in its own shape, as a view of elements of its slot from `first` on."""
         own = self.layouts[name].own
-        shape = None if own is None else own.shapes[parameter]
-        if own is None or shape is None:
-            raise InternalError(
-                f"parameter {parameter} of {self.flat.unit}/{self.flat.index} has no {name!r} of its own shape"
-            )
-        return tensor.narrow(0, own.starts[parameter] - first, math.prod(shape)).view(shape)
+        if own is None:
+            raise InternalError(f"states {name!r} of {self.flat.unit}/{self.flat.index} have no shapes of their own")
+        return own.view(tensor, parameter, own.first + first)
 
     def state_segments(self, name: str) -> Sequence[Segment]:
-        """Which parameters' states lie where in a slot."""
-        own = self.layouts[name].own
+        """Which parameters' states lie where in a slot; of those that this rank owns."""
+        own = self.everywhere[name].own
         if own is None:
             return self.segments
         return [
-            Segment(parameter, own.starts[parameter], 0, math.prod(shape), ragged=False)
-            for parameter, shape in enumerate(own.shapes)
-            if shape is not None
+            Segment(parameter, own.starts[parameter] - own.first, 0, math.prod(shape), ragged=False)
+            for parameter in self.whole
+            if (shape := own.shapes[parameter]) is not None
         ]
 
     def scalars(self, parameter: int) -> ScalarState | None:
-        """Scalars of the flat's parameter at an index; None before its first update."""
+        """Scalars of the flat's parameter at an index; None before its first update, and where another rank owns it."""
         return self._scalars[parameter]
 
     def set_scalars(self, parameter: int, values: Mapping[str, Any] | None) -> None:
-        """Restore a parameter's scalars (None: as if never updated). Its slots are the caller's to restore."""
-        if values is None:
+        """Restore a parameter's scalars (None: as if never updated), if they are kept here. Its slots are the caller's to
+        restore."""
+        if values is None or not self.owns(parameter):
             self._scalars[parameter] = None
             return
         state = frozen_scalars(values)

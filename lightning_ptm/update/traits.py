@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -108,6 +109,12 @@ class OptimizerTraits:
         """Bytes of optimizer state per parameter element (master parameter not included); 0 where states have shapes of
         their own."""
         return 0 if self.whole else sum(slot.dtype.itemsize for slot in self.slots)
+
+    def own_bytes(self, group: int, shape: Shape) -> int:
+        """Bytes of the states of own shapes of a parameter of this shape."""
+        dtypes = {slot.name: slot.dtype for slot in self.slots}
+        kept = self.groups[group].kept[shape] if self.whole else {}
+        return sum(math.prod(own) * dtypes[name].itemsize for name, own in kept.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ def test_every_element_belongs_to_one_rank(units: list[UnitSpec], world_size: in
     for flat in layout.flats:
         position = 0
         by_stripe = [flat.pieces(rank) for rank in range(world_size)]
-        for stripe in range(flat.stripe_count):
+        for stripe in range(flat.shard_pages):
             for rank in range(world_size):
                 piece = by_stripe[rank][stripe]
                 assert piece.full_start == position and piece.stripe == stripe
@@ -36,7 +36,7 @@ def test_every_element_belongs_to_one_rank(units: list[UnitSpec], world_size: in
                 position += piece.numel
         assert position == flat.padded_numel >= flat.numel
         for pieces in by_stripe:
-            assert len(pieces) == flat.stripe_count
+            assert len(pieces) == flat.shard_pages
             ends = [piece.shard_start + piece.numel for piece in pieces]
             assert [piece.shard_start for piece in pieces] == [0, *ends][: len(pieces)]
             assert flat.shard_numel == (ends[-1] if ends else 0)
@@ -147,7 +147,7 @@ def test_a_tail_is_one_stripe_of_small_equal_pieces() -> None:
     (flat,) = build_layout(
         [UnitSpec("root", (spec("weight", 3 * PAGE // 2 + 1000),))], page_size=PAGE, world_size=3
     ).flats
-    assert (flat.stripes, flat.tail_piece_numel, flat.stripe_count) == (1, 512, 2)  # 1000 / 3, in steps of 256.
+    assert (flat.stripes, flat.tail_piece_numel, flat.shard_pages) == (1, 512, 2)  # 1000 / 3, in steps of 256.
     assert flat.pieces(1)[1].full_start == 3 * PAGE // 2 + 512
     assert flat.owner(3 * PAGE // 2 + 1535) == 2
     with pytest.raises(IndexError, match=r"element \d+ is outside"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 
 import pytest
@@ -24,16 +25,32 @@ SIZES = {
     "no_tail": [(PAGE // 2 * 6,)],  # 6 pages of two bytes or 12 of four: whole stripes on 1, 2 and 3 ranks
     "one_element": [()],
 }
+OWNED = {
+    "owned": [(300, 301), (7, 13), (1,), (64, 64), ()],
+    "owned_by_one": [(5, 5)],
+}
+"""Of parameters that are updated whole."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-def flat_of(sizes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int) -> FlatLayout:
+def flat_of(
+    sizes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, rank: int = 0, *, owned: bool = False
+) -> FlatLayout:
     name = str(dtype).removeprefix("torch.")
     specs = tuple(
-        ParameterSpec(f"p{index}", shape, name, dtype.itemsize, trainable=True, group=0)
+        ParameterSpec(
+            f"p{index}",
+            shape,
+            name,
+            dtype.itemsize,
+            trainable=True,
+            group=0,
+            updated_whole=owned,
+            states_bytes=math.prod(shape),
+        )
         for index, shape in enumerate(sizes)
     )
-    return build_layout([UnitSpec("", specs)], page_size=PAGE, world_size=world_size).flats[0]
+    return build_layout([UnitSpec("", specs)], page_size=PAGE, world_size=world_size, rank=rank).flats[0]
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -54,9 +71,9 @@ def gather_and_reduce() -> list[str]:
     communicator = connect()
     rank, world_size = communicator.rank, communicator.world_size
     wrong = []
-    for name, sizes in SIZES.items():
+    for name, sizes in {**SIZES, **OWNED}.items():
         for dtype in DTYPES:
-            flat = flat_of(sizes, dtype, world_size)
+            flat = flat_of(sizes, dtype, world_size, rank, owned=name in OWNED)
             fulls = [values(flat.padded_numel, dtype, seed) for seed in range(world_size)]
 
             gathered = torch.full((flat.padded_numel,), torch.nan, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ class Net(L.LightningModule):
 
     Args:
         alone: on rank 0 only.
+        whole: by an optimizer that updates whole parameters.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(self, *, alone: bool = False, whole: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.whole = whole
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.blocks.requires_grad_(False)
         self.head = nn.Linear(WIDTH, 8)
@@ -43,6 +46,8 @@ class Net(L.LightningModule):
         return self.head(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.whole:
+            return torch.optim.Adafactor(self.head.parameters(), lr=1e-2)
         return torch.optim.AdamW(self.head.parameters(), lr=1e-2, fused=True)
 
     def on_train_epoch_start(self) -> None:
@@ -79,10 +84,17 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
-@pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
-def test_ranks_train_what_is_unfrozen(home: str, disk: Path) -> None:
-    expected = weights(None, disk)
-    for found in run_ranks(weights_here, 2, home, disk):
+@pytest.mark.parametrize(
+    ("home", "whole"),
+    [
+        *((home, False) for home in ("ram", "masters_on_disk", "all_on_disk", "lock_free")),
+        ("masters_on_disk", True),
+        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
+    ],
+)
+def test_ranks_train_what_is_unfrozen(home: str, whole: bool, disk: Path) -> None:
+    expected = weights(None, disk, whole=whole)
+    for found in run_ranks(partial(weights_here, whole=whole), 2, home, disk):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
     assert not [*disk.iterdir()]

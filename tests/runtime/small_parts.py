@@ -144,7 +144,7 @@ class Parts:
         self.module = module
         self.units = discover(module, list(wanted) or "auto")
         self.layout = lay_out(self.units, world_size, gradient_itemsize, dtype)
-        homes = sum(flat.stripe_count for flat in self.layout.flats) if home is Tier.DEVICE else 0
+        homes = sum(flat.shard_pages for flat in self.layout.flats) if home is Tier.DEVICE else 0
         self.allocator = Allocator(
             page_size=PAGE,
             backend=CpuBackend(),
