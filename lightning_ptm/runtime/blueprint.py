@@ -34,20 +34,14 @@ from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.tiers import check_further
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.columns import chunk_bytes, own_state_bytes, scratch_bytes
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.parts import Boxes, split_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
-from lightning_ptm.runtime.stock import (
-    chunk_bytes,
-    in_the_making,
-    own_state_bytes,
-    scratch_bytes,
-    take_stock,
-    travelling,
-)
+from lightning_ptm.runtime.stock import in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe

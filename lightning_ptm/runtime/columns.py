@@ -1,0 +1,142 @@
+"""What is kept of each flat, and how much of it travels at once: columns, their buffers, and what these may take.
+
+Counts only, before there are homes. stock.py makes the rows of a run of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightning_ptm.planning.chunks import cuts_of
+from lightning_ptm.planning.inventory import Row, What, pages_of
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
+from lightning_ptm.terms import BLOCK_BYTES, Tier, chunk_numel
+from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
+
+if TYPE_CHECKING:
+    from lightning_ptm.update import OptimizerTraits
+
+
+class Flats(Protocol):
+    """How a model lies in flats, and what is kept of each; see Blueprint."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def master_dtypes(self) -> tuple[torch.dtype | None, ...]: ...
+    @property
+    def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def traits(self) -> tuple[OptimizerTraits | None, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """A tensor beside a flat's others; as long as the shard, but for states of own shapes."""
+
+    what: What
+    layout: StateLayout
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+
+def columns(flats: Flats, flat: int) -> list[Column]:
+    """All that is kept of a flat; of one that is trained, what its update streams."""
+    master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
+
+    def whole(what: What, name: str, dtype: torch.dtype) -> Column:
+        return Column(what, StateLayout(name, dtype, layout.shard_numel))
+
+    found = [] if master is None else [whole(What.MASTERS, "master", master)]
+    if traits is not None:
+        found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
+    found.append(whole(What.PARAMETERS, "parameters", flats.dtypes[flat]))
+    if traits is not None:
+        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
+    return found
+
+
+def own_state_bytes(flats: Flats) -> dict[int, tuple[int, ...]]:
+    """By flat, bytes of each tensor of states that have shapes of their own."""
+    return {
+        flat.index: tuple(
+            column.numel * column.dtype.itemsize for column in columns(flats, flat.index) if column.what is What.STATES
+        )
+        for flat in flats.layout.flats
+        if flat.updated_whole
+    }
+
+
+def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
+    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once; never less
+    than other buffers have."""
+    least = chunk_numel(flats.layout.page_size)
+    found: dict[torch.dtype, int] = {}
+    for flat in flats.layout.flats:
+        if not flat.updated_whole:
+            continue
+        cuts = cuts_of(flat, least)
+        cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+        for column in columns(flats, flat.index):
+            longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
+            found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
+    return found
+
+
+def chunk_bytes(flats: Flats) -> int:
+    """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
+    buffers share pages; 0: nothing is updated."""
+    most: Counter[tuple[torch.dtype, int]] = Counter()
+    numels = buffer_numels(flats)
+    for flat in flats.layout.flats:
+        if flats.traits[flat.index] is not None:
+            kept = columns(flats, flat.index)
+            most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column.dtype)) for column in kept)
+    rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
+    return _alone_bytes(flats, rows)
+
+
+def scratch_bytes(flats: Flats) -> int:
+    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter."""
+    numels = buffer_numels(flats)
+    dtypes = dict.fromkeys(updated_dtype(flats, flat) for flat in flats.layout.flats if flat.updated_whole)
+    return _alone_bytes(flats, (staging_row(Tier.HOST, dtype, numels[dtype], 1) for dtype in dtypes))
+
+
+def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
+    """Of rows, each in pages of its own."""
+    page = flats.layout.page_size
+    return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
+
+
+def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], dtype: torch.dtype) -> int:
+    return numels[dtype] if flat.updated_whole else chunk_numel(flats.layout.page_size)
+
+
+def updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
+    return flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
+
+
+def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
+    return row_of(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
+
+
+def row_of(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object) -> Row:
+    return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]
