@@ -1,10 +1,10 @@
 """Block codec: fp32 elements as 8-bit codes, with one scale for each block of them.
 
-Pure arithmetic on 1-D tensors of any device; knows no pages, no optimizers. A code is a short floating-point number, the upper
-bits of the fp32 number that it stands for, counted down from the largest of its block: 3 bits of mantissa, and 5 of exponent
-where the block has no negative element, so that a second moment keeps 31 powers of two; else a sign and 4 of exponent. A
-scale is an exponent, so nothing is ever multiplied and decoding is exact. (Blocks and their own scales are those of 8-bit
-optimizers, Dettmers et al., ICLR 2022; exponents as scales those of OCP's microscaling formats.)
+Pure arithmetic on 1-D tensors of any device; knows no pages, no optimizers. A code is a short floating-point number, the
+upper bits of the fp32 number that it stands for, counted down from the largest of its block: 3 bits of mantissa, and 5 of
+exponent where the block has no negative element, so that a second moment keeps 31 powers of two; else a sign and 4 of
+exponent. A scale is an exponent, so nothing is ever multiplied and decoding is exact. (Blocks with scales of their own are
+those of 8-bit optimizers, Dettmers et al., ICLR 2022; exponents as scales those of OCP's microscaling formats.)
 I1: what decodes from codes encodes to itself, whatever the noise; zeros stay zeros, inf and NaN inf and NaN.
 I2: where a block has no negative element, none that is greater than 0 becomes 0: nobody divides by the root of nothing.
 I3: with noise that is uniform in [0, NOISE), the mean of what decodes is the element, but for I2 and what is smaller than

@@ -17,6 +17,7 @@ from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Tier, chunk_numel
 from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
+from lightning_ptm.update.encoding import VALUES_DTYPE
 
 if TYPE_CHECKING:
     from lightning_ptm.update import OptimizerTraits
@@ -56,6 +57,10 @@ class Column:
     def numel(self) -> int:
         return self.layout.numel
 
+    def chunk(self, numel: int) -> int:
+        """What lies in pages of so many elements of a flat that travel together."""
+        return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
+
 
 def columns(flats: Flats, flat: int) -> list[Column]:
     """All that is kept of a flat; of one that is trained, what its update streams."""
@@ -74,13 +79,14 @@ def columns(flats: Flats, flat: int) -> list[Column]:
 
 
 def own_state_bytes(flats: Flats) -> dict[int, tuple[int, ...]]:
-    """By flat, bytes of each tensor of states that have shapes of their own."""
+    """By flat, bytes of each tensor of states that have shapes of their own, or are encoded."""
     return {
         flat.index: tuple(
-            column.numel * column.dtype.itemsize for column in columns(flats, flat.index) if column.what is What.STATES
+            column.numel * column.dtype.itemsize
+            for column in columns(flats, flat.index)
+            if column.what is What.STATES and (flat.updated_whole or column.layout.encoding is not None)
         )
         for flat in flats.layout.flats
-        if flat.updated_whole
     }
 
 
@@ -108,16 +114,28 @@ def chunk_bytes(flats: Flats) -> int:
     for flat in flats.layout.flats:
         if flats.traits[flat.index] is not None:
             kept = columns(flats, flat.index)
-            most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column.dtype)) for column in kept)
+            most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column)) for column in kept)
     rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
     return _alone_bytes(flats, rows)
 
 
 def scratch_bytes(flats: Flats) -> int:
-    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter."""
+    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter, and for
+    what encoded states stand for."""
+    most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
-    dtypes = dict.fromkeys(updated_dtype(flats, flat) for flat in flats.layout.flats if flat.updated_whole)
-    return _alone_bytes(flats, (staging_row(Tier.HOST, dtype, numels[dtype], 1) for dtype in dtypes))
+    for flat in flats.layout.flats:
+        most |= scratch(flats, flat, numels)
+    return _alone_bytes(flats, (staging_row(Tier.HOST, *key, count) for key, count in most.items()))
+
+
+def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -> Counter[tuple[torch.dtype, int]]:
+    """Buffers (dtype, elements) that an update of a flat takes beside those of its columns, for one chunk at a time."""
+    if flat.updated_whole:
+        dtype = _updated_dtype(flats, flat)
+        return Counter([(dtype, numels[dtype])])
+    encoded = [column for column in columns(flats, flat.index) if column.layout.encoding is not None]
+    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * len(encoded))
 
 
 def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
@@ -126,17 +144,20 @@ def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
 
 
-def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], dtype: torch.dtype) -> int:
-    return numels[dtype] if flat.updated_whole else chunk_numel(flats.layout.page_size)
+def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: Column) -> int:
+    """Elements of a buffer of a column; `numels`: of `buffer_numels`."""
+    return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
 
 
-def updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
+def _updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
     return flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
+    """Buffers through which updates bring what is not where their arithmetic is."""
     return row_of(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
 
 
 def row_of(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object) -> Row:
+    """A row of a dtype of torch's."""
     return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]

@@ -815,7 +815,8 @@ class Engine:
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:
         """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""
-        slots = [paged for flats in self.flats for flat in flats for paged in flat.states.slots.values()]
+        updates = [flat.states for flats in self.flats for flat in flats]
+        slots = [states.elements(name) for states in updates for name in states.slots]
         return sum(paged.nbytes for paged in slots if paged.tier.addressable != on_disk) * self.communicator.world_size
 
     # -- end ----------------------------------------------------------------------------------------------------------

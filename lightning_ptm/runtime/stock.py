@@ -15,8 +15,8 @@ import torch
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
-from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.columns import buffer_numel, buffer_numels, columns, row_of, staging_row, updated_dtype
+from lightning_ptm.planning.layout import FlatLayout, round_up
+from lightning_ptm.runtime.columns import buffer_numel, buffer_numels, columns, row_of, scratch, staging_row
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
@@ -137,15 +137,14 @@ def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
 def _staging(blueprint: Blueprint) -> Iterator[Row]:
     """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
     most: Counter[tuple[Tier, torch.dtype, int]] = Counter()
-    scratch: set[tuple[Tier, torch.dtype, int]] = set()
+    beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
         most |= _staged(blueprint, flat, numels)
-        if flat.updated_whole:
-            dtype = updated_dtype(blueprint, flat)
-            scratch.add((_place_of_update(blueprint, flat), dtype, numels[dtype]))
+        place, found = _place_of_update(blueprint, flat), scratch(blueprint, flat, numels)
+        beside |= Counter({(place, *key): count for key, count in found.items()})
     counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
-    counts.update(scratch)
+    counts.update(beside)
     for (tier, dtype, numel), count in counts.items():
         yield staging_row(tier, dtype, numel, count)
 
@@ -172,7 +171,7 @@ def _staged(
     }
     place = _place_of_update(blueprint, flat)
     return Counter(
-        (place, column.dtype, buffer_numel(blueprint, flat, numels, column.dtype))
+        (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
         for column in kept
         if tiers[column.what] not in (None, place)
     )
@@ -189,9 +188,10 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
             del tiers[What.PARAMETERS]  # a rounded copy
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
-                longest[column.dtype] = max(longest.get(column.dtype, 0), column.numel)
+                chunk = column.chunk(chunk_numel(blueprint.layout.page_size))
+                longest[column.dtype] = max(longest.get(column.dtype, 0), min(column.numel, chunk))
     for dtype, numel in longest.items():
-        least = min(chunk_numel(blueprint.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
+        least = round_up(numel, ALIGN_NUMEL)
         yield row_of(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")
 
 

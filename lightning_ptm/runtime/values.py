@@ -30,6 +30,7 @@ from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut, put_together
+from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
@@ -54,7 +55,7 @@ class ShardedFlat:
         outside: (parameter, first element, elements) of stretches that no page holds.
     """
 
-    paged: PagedTensor
+    paged: Elements
     parameters: Sequence[ParameterSpec]
     segments: Sequence[Segment]
     outside: Sequence[tuple[ParameterSpec, int, Tensor]]
@@ -120,7 +121,7 @@ def _updated(update: FlatUpdate) -> _Updated:
     return _Updated(
         scalars=[None if each is None else dict(each.values) for each in known],
         slots=[frozenset(states.state_names(slot)) for slot in range(len(states.groups))],
-        dtypes={name: paged.dtype for name, paged in states.slots.items()},
+        dtypes={name: states.elements(name).dtype for name in states.slots},
     )
 
 
@@ -350,7 +351,7 @@ class Values:
             for (store, binding, update, known), size_bytes in zip(flats, sizes, strict=True):
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
-                    whole = None if update is None else self._whole(update.store, update.states.slots[name])
+                    whole = None if update is None else self._whole(update.store, update.states.elements(name))
                     whole = self._told(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
@@ -455,7 +456,7 @@ class Values:
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as `load_parameters`."""
         flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
-        total_bytes = sum(paged.nbytes for flat in flats for paged in flat.states.slots.values())
+        total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
         with self._progress.bar("loading optimizer states", total_bytes) as seen:
             for flat in flats:
                 self._load_optimizer_states_of(flat, states, seen)
@@ -464,7 +465,7 @@ class Values:
         binding = flat.store.binding
         per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
         ours = flat.states
-        for name, paged in ours.slots.items():
+        for name in ours.slots:
             given = [None if state is None else state.get(name) for state in per_slot]
             given = [value if isinstance(value, Tensor) else None for value in given]
             if ours.traits.whole:
@@ -483,7 +484,7 @@ class Values:
             else:
                 given, boxes = binding.as_laid(given), binding.boxes
             segments = ours.state_segments(name)
-            pieces.fill(self._allocator, paged, segments, given, boxes, keep=False, seen=seen)
+            pieces.fill(self._allocator, ours.elements(name), segments, given, boxes, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             scalars = None if not state else {name: v for name, v in state.items() if name not in paged_names}
@@ -669,14 +670,14 @@ class Values:
             names = {name: None for update in updates for name in update.states.slots}
             for name in names if optimizers else ():
                 parts = [
-                    (update.store, update.states.slots[name], _slots_with(update, name))
+                    (update.store, update.states.elements(name), _slots_with(update, name))
                     for update in updates
                     if name in update.states.slots
                 ]
                 yield self._kind(store, name, parts)
 
     def _kind(
-        self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, PagedTensor, Sequence[int]]]
+        self, store: UnitStore, name: str, parts: Sequence[tuple[FlatStore, Elements, Sequence[int]]]
     ) -> ShardedKind:
         tensors, flats = [], []
         places = {item.name: place for place, item in enumerate(store.unit.parameters)}
@@ -763,7 +764,7 @@ class Values:
         pieces = flat.layout.pieces(flat.communicator.rank)
         return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in pieces])
 
-    def _whole(self, flat: FlatStore, paged: PagedTensor) -> Tensor:
+    def _whole(self, flat: FlatStore, paged: Elements) -> Tensor:
         shard = self.read(paged)
         if not flat.layout.shared:
             return shard
@@ -772,6 +773,6 @@ class Values:
         flat.communicator.all_gather(shard.to(device), full, flat.layout).wait()
         return full.cpu()
 
-    def read(self, paged: PagedTensor) -> Tensor:
+    def read(self, paged: Elements) -> Tensor:
         """A paged tensor's values, on the CPU."""
         return pieces.read(self._allocator, paged)

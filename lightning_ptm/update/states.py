@@ -22,6 +22,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.update.encoding import EncodedTensor
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups
 from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
@@ -142,6 +143,9 @@ class FlatStates:
         self.groups = tuple(groups) if groups is not None else layout_groups(flat)
         self.layouts = {layout.name: layout for layout in lay_out_states(flat, traits, self.groups)}
         """Where what is in which of `slots`, by name."""
+        known = {name: layout.encoding for name, layout in self.layouts.items()}
+        self.encodings = {name: encoding for name, encoding in known.items() if encoding is not None}
+        """Of the slots that are not in pages as the optimizer keeps them, by name."""
         if self.layouts.keys() != slots.keys():
             raise InternalError(
                 f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {sorted(self.layouts)}"
@@ -201,6 +205,11 @@ class FlatStates:
     def tensors(self) -> tuple[PagedTensor, ...]:
         """The master parameter, when there is one, and the slots."""
         return (*((self.master,) if self.master is not None else ()), *self.slots.values())
+
+    def elements(self, name: str) -> PagedTensor | EncodedTensor:
+        """A slot, as the optimizer's elements."""
+        slot, encoding = self.slots[name], self.encodings.get(name)
+        return slot if encoding is None else EncodedTensor(slot, encoding)
 
     def home(self) -> Tier | None:
         """Tier of the master states; None when there are none (plain SGD in a true precision)."""
@@ -306,7 +315,9 @@ class FlatStates:
 
     def started(self, start: int, numel: int) -> bool:
         """Whether any slot element in this stretch of the shard holds state already."""
-        return any(self._scalars[segment.parameter] is not None for segment in self._within(start, start + numel))
+        return any(
+            self._scalars[segment.parameter] is not None for segment in self.segments_within(start, start + numel)
+        )
 
     def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[Run]:
         """Runs of a stretch of the shard, in order (I3).
@@ -328,7 +339,7 @@ class FlatStates:
                 pending.clear()
             owner = None
 
-        for segment in self._within(start, start + numel):
+        for segment in self.segments_within(start, start + numel):
             group = self.groups[segment.parameter]
             if group is None or not present[segment.parameter]:
                 close()
@@ -343,7 +354,8 @@ class FlatStates:
         close()
         return runs
 
-    def _within(self, start: int, stop: int) -> Iterator[Segment]:
+    def segments_within(self, start: int, stop: int) -> Iterator[Segment]:
+        """The parameters' stretches in [start, stop) of the shard."""
         for index in range(bisect.bisect_right(self._segment_stops, start), len(self.segments)):
             segment = self.segments[index]
             if segment.start >= stop:
