@@ -26,6 +26,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 Home = Literal["auto", "device", "host", "disk"]
+StateDtype = Literal["auto", "bf16", "int8"]
 
 
 def parse_bytes(value: str | int, *, name: str) -> int:
@@ -75,6 +76,11 @@ class Settings:
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
         parameter_home: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         master_home: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
+        state_dtype: What optimizer states lie in pages as: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
+            element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
+            `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
+            rounding is stochastic, so that small changes count. fp32 parameters stay: AdamW's 12 bytes a parameter become 8,
+            or 6. Checkpoints hold fp32, and are those of any other run.
         recompute: Activations of which units are recomputed in the backward pass: `none`, `all`, or `every 2nd`,
             `every 3rd` and so on.
         activations: Where activations that are not recomputed wait for the backward pass: `keep` leaves them on the device,
@@ -149,6 +155,7 @@ class Settings:
     disk_memory: str | int = "auto"
     parameter_home: Home = "auto"
     master_home: Home = "auto"
+    state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     recompute: str = "none"
     activations: Literal["keep", "host"] = "keep"
     units: Literal["auto"] | Sequence[str] = "auto"
@@ -193,6 +200,7 @@ class Settings:
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
         self._check_disk_path()
+        self._check_state_dtype()
         for name, words in _WORDS.items():
             if getattr(self, name) not in words:
                 listed = ", ".join(map(repr, words[:-1]))
@@ -236,6 +244,15 @@ class Settings:
             self.disk_paths  # noqa: B018  raises where there is no such home folder
         except RuntimeError as error:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
+
+    def _check_state_dtype(self) -> None:
+        known, asked = get_args(StateDtype), self.state_dtype
+        words = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+        if not all(word in known for word in words) or not all(isinstance(name, str) for name in self.state_dtypes):
+            raise ConfigError(
+                f"state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of states to these, such "
+                f"as {{'exp_avg': 'bf16', 'exp_avg_sq': 'int8'}}"
+            )
 
     def _check_parallel(self) -> None:
         for name in ("expert_parallel_size", "tensor_parallel_size"):
@@ -312,6 +329,16 @@ class Settings:
     def wanted_master_home(self) -> Home:
         """Lock-free updates are for master states on disk, if nobody says otherwise."""
         return "disk" if self.lock_free and self.master_home == "auto" else self.master_home
+
+    @property
+    def state_dtypes(self) -> Mapping[str, StateDtype]:
+        """By name of a state; empty where it is one for all."""
+        return self.state_dtype if isinstance(self.state_dtype, Mapping) else {}
+
+    @property
+    def encodes_states(self) -> bool:
+        """Whether some states are to lie in pages as something else than the optimizer computes."""
+        return any(word != "auto" for word in (self.state_dtypes.values() or [self.state_dtype]))
 
     @property
     def disk_paths(self) -> tuple[Path, ...]:

@@ -34,20 +34,15 @@ from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.tiers import check_further
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.columns import chunk_bytes, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.encoded_states import encoded_traits
 from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.parts import Boxes, split_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
-from lightning_ptm.runtime.stock import (
-    chunk_bytes,
-    in_the_making,
-    own_state_bytes,
-    scratch_bytes,
-    take_stock,
-    travelling,
-)
+from lightning_ptm.runtime.stock import in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits, probe
@@ -430,6 +425,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         _traits_of(request, asked.known, flat.slots[0].spec.optimizer, master or dtype) if flat.trainable else None
         for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
     )
+    traits = encoded_traits(request.settings, traits)
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
@@ -675,7 +671,7 @@ def _is_all_in_ram(placement: Placement) -> bool:
 def _may_be_unpaged(settings: Settings, wishes: Wishes) -> bool:
     """Whether updates may be outside of pages: nothing but their homes in RAM is asked of model states."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
-    return in_ram and not settings.lock_free and settings.state_dict_type == "full"
+    return in_ram and not (settings.lock_free or settings.encodes_states) and settings.state_dict_type == "full"
 
 
 def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) -> list[UnitSpec]:
@@ -927,8 +923,9 @@ def _beside_scratch(budget: Budget, size: int) -> Budget:
     for tier in [tier for tier, have in budget.items() if tier.updates and have]:
         if size >= budget[tier]:
             raise CapacityError(
-                f"an optimizer that updates whole parameters takes {format_bytes(size)} for the gradient of the largest one, "
-                f"and pages have {format_bytes(budget[tier])} {tier.place}; raise {tier.setting}"
+                f"an optimizer that updates whole parameters takes {format_bytes(size)} for the gradient of the largest one "
+                f"(with state_dtype: what a chunk of encoded states stands for), and pages have "
+                f"{format_bytes(budget[tier])} {tier.place}; raise {tier.setting}"
             )
         budget = budget.without(tier, size)
     return budget

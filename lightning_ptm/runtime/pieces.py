@@ -9,32 +9,58 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_ptm.memory import PagedTensor
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update import Segment
+from lightning_ptm.update.encoding import EncodedTensor, Encoder
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory import Allocator, Transfer
     from lightning_ptm.planning.boxes import Box
 
 BUFFERS = 4
 """Pages that are read, or written, at once."""
 
 
-def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
+Elements = PagedTensor | EncodedTensor
+"""Of what is encoded, the elements are what it stands for."""
+
+
+def in_pages(tensor: Elements) -> PagedTensor:
+    """Where they lie."""
+    return tensor.paged if isinstance(tensor, EncodedTensor) else tensor
+
+
+def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
+    """The `numel` elements of a stretch of which `stored` lies in pages, which it is where nothing is encoded."""
+    if not isinstance(tensor, EncodedTensor):
+        return stored
+    values = torch.empty(numel, dtype=tensor.dtype, device=stored.device)
+    Encoder().decode(tensor.encoding, stored, values)
+    return values
+
+
+def _stretch(tensor: Elements, start: int, numel: int) -> tuple[int, int]:
+    """(first element, elements) in pages of at most `numel` elements from `start` on."""
+    numel = min(numel, tensor.numel - start)
+    return tensor.encoding.stretch(start, numel) if isinstance(tensor, EncodedTensor) else (start, numel)
+
+
+def read(allocator: Allocator, paged: Elements) -> Tensor:
     """All elements, in memory of their own or as a view of the pages."""
-    if paged.tier.addressable:
+    if isinstance(paged, PagedTensor) and paged.tier.addressable:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
-    step = _step(allocator, paged)
-    with contextlib.closing(Buffers.for_now(allocator, [(paged.dtype, paged.numel)])) as buffers:
+    step, stored = _step(allocator, paged), in_pages(paged)
+    with contextlib.closing(Buffers.for_now(allocator, [(stored.dtype, stored.numel)])) as buffers:
         for start, part in chosen(allocator, paged, range(0, paged.numel, step), step, buffers):
             values[start : start + part.numel()].copy_(part)
     return values
@@ -47,38 +73,42 @@ def write(allocator: Allocator, paged: PagedTensor, values: Tensor, *, seen: See
 
 
 def chosen(
-    allocator: Allocator, paged: PagedTensor, starts: Iterable[int], numel: int, buffers: Buffers
+    allocator: Allocator, paged: Elements, starts: Iterable[int], numel: int, buffers: Buffers
 ) -> Iterator[tuple[int, Tensor]]:
     """(first element, elements) of the stretches of `numel` elements at `starts`, which is asked for one when that one is
     about to be read; each is good until the next is asked for.
 
     Args:
-        numel: a multiple of 4096, at most what the buffers hold.
+        numel: a multiple of 4096, at most what the buffers hold; those of a chunk of what is encoded.
         buffers: where stretches on disk are read to.
     """
-    if paged.tier.addressable:
-        values = paged.tensor()
+    stored = in_pages(paged)
+    if stored.tier.addressable:
+        whole = stored.tensor()
         for start in starts:
-            yield start, values[start : start + numel].cpu()
+            part = whole.narrow(0, *_stretch(paged, start, numel))
+            yield start, elements_of(paged, part, min(numel, paged.numel - start)).cpu()
         return
     to_read = iter(starts)
     coming: deque[tuple[int, PagedTensor, Transfer]] = deque()
     more = True
     try:
         while more or coming:
-            while more and (buffer := buffers.take(paged.dtype)) is not None:
+            while more and (buffer := buffers.take(stored.dtype)) is not None:
                 found = next(to_read, None)
                 if found is None:
                     more = False
                     buffers.give_back(buffer)
                     break
                 start = found
-                transfer = allocator.copy(paged, buffer, source_start=start, numel=min(numel, paged.numel - start))
+                first, length = _stretch(paged, start, numel)
+                transfer = allocator.copy(stored, buffer, source_start=first, numel=length)
                 coming.append((start, buffer, transfer))
             if coming:
                 start, buffer, transfer = coming.popleft()
                 transfer.wait()
-                yield start, buffer.tensor()[: min(numel, paged.numel - start)]
+                part = buffer.tensor()[: _stretch(paged, start, numel)[1]]
+                yield start, elements_of(paged, part, min(numel, paged.numel - start))
                 buffers.give_back(buffer)
     finally:
         _end(transfer for _, _, transfer in coming)
@@ -86,7 +116,7 @@ def chosen(
 
 def fill(
     allocator: Allocator,
-    paged: PagedTensor,
+    paged: Elements,
     segments: Sequence[Segment],
     given: Sequence[Tensor | None],
     boxes: Sequence[Box | None] | None = None,
@@ -119,23 +149,44 @@ def fill(
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
 
-    if paged.tier.addressable:
+    if isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
+    else:
+        _change(allocator, paged, put, keep=keep)
+
+
+def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """Have all elements changed, a page, or a chunk of what is encoded, at a time.
+
+    Args:
+        put: changes the elements that it is given, which begin at that one.
+        keep: it is given what they are.
+    """
+    step, stored = _step(allocator, tensor), in_pages(tensor)
+
+    def change(part: Tensor, start: int) -> None:
+        values = elements_of(tensor, part, min(step, tensor.numel - start))
+        put(values, start)
+        if isinstance(tensor, EncodedTensor):
+            Encoder().encode(tensor.encoding, values, part)
+
+    if stored.tier.addressable:
+        for start in range(0, tensor.numel, step):
+            change(stored.tensor().narrow(0, *_stretch(tensor, start, step)), start)
         return
-    step = _step(allocator, paged)
-    buffers = Buffers.for_now(allocator, [(paged.dtype, paged.numel)])
+    buffers = Buffers.for_now(allocator, [(stored.dtype, stored.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
-        for start in range(0, paged.numel, step):
-            buffer = buffers.take(paged.dtype)
+        for start in range(0, tensor.numel, step):
+            buffer = buffers.take(stored.dtype)
             if buffer is None:
                 buffer, transfer = leaving.popleft()
                 transfer.wait()
-            numel = min(step, paged.numel - start)
+            first, numel = _stretch(tensor, start, step)
             if keep:
-                allocator.copy(paged, buffer, source_start=start, numel=numel).wait()
-            put(buffer.tensor()[:numel], start)
-            leaving.append((buffer, allocator.copy(buffer, paged, target_start=start, numel=numel)))
+                allocator.copy(stored, buffer, source_start=first, numel=numel).wait()
+            change(buffer.tensor()[:numel], start)
+            leaving.append((buffer, allocator.copy(buffer, stored, target_start=first, numel=numel)))
         while leaving:
             leaving.popleft()[1].wait()
     finally:
@@ -200,5 +251,8 @@ def _end(transfers: Iterable[Transfer]) -> None:
             transfer.wait()
 
 
-def _step(allocator: Allocator, paged: PagedTensor) -> int:
+def _step(allocator: Allocator, paged: Elements) -> int:
+    """Elements that are read, or written, at once."""
+    if isinstance(paged, EncodedTensor):
+        return paged.encoding.chunk_numel
     return allocator.page_size // paged.dtype.itemsize

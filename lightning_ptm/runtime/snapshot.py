@@ -24,13 +24,15 @@ from lightning_ptm.runtime.interrupts import interrupted_later
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.update.encoding import EncodedTensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A paged tensor and what to do with its elements: `put(first element, elements on the CPU)` must copy them."""
+    """A paged tensor, encoded or not, and what to do with its elements: `put(first element, elements on the CPU)` must copy
+    them."""
 
-    paged: PagedTensor
+    paged: PagedTensor | EncodedTensor
     put: Callable[[int, Tensor], None]
 
 
@@ -54,10 +56,10 @@ class Snapshot:
         self._cell_numel = cell_numel
         self._buffers = buffers
 
-        # State, under the condition's lock; a part's cells by the identity of its paged tensor.
+        # State, under the condition's lock; a part's cells by the number of its paged tensor.
         self._changed = threading.Condition()
-        self._parts = {id(part.paged): part for part in parts}
-        self._cells = {id(part.paged): [_State.THERE] * -(-part.paged.numel // cell_numel) for part in parts}
+        self._parts = {part.paged.id: part for part in parts}
+        self._cells = {part.paged.id: [_State.THERE] * -(-part.paged.numel // cell_numel) for part in parts}
         self._failure: BaseException | None = None
         self._putting = threading.Lock()
 
@@ -81,25 +83,26 @@ class Snapshot:
             raise self._failure
 
     def before_write(self, paged: PagedTensor, start: int, values: Tensor) -> None:
-        """The cell that starts at `start` is about to change from `values`: return when it has been taken.
+        """The cell that starts at `start` is about to change from `values`, as they lie in pages: return when it is taken.
 
         Raises:
             KeyboardInterrupt: it has been taken, or given up, all the same (I4).
         """
-        part = self._parts.get(id(paged))
+        part = self._parts.get(paged.id)
         if part is None:
             return
         with interrupted_later():
             try:
-                if self._claim(paged, start):
-                    self._put(part, start, values.cpu())
+                if self._claim(part.paged, start):
+                    numel = min(self._cell_numel, part.paged.numel - start)
+                    self._put(part, start, pieces.elements_of(part.paged, values, numel).cpu())
             except Exception:
                 return  # I3
             except BaseException as error:
                 self.fail(error)
                 raise
 
-    def _claim(self, paged: PagedTensor, start: int) -> bool:
+    def _claim(self, paged: PagedTensor | EncodedTensor, start: int) -> bool:
         """Whether the cell is the caller's to take; waits while somebody else takes it."""
         with self._changed:
             self._changed.wait_for(
@@ -127,7 +130,7 @@ class Snapshot:
             self._set(part.paged, start, _State.TAKEN)
             self._changed.notify_all()
 
-    def _claims(self, paged: PagedTensor) -> Iterator[int]:
+    def _claims(self, paged: PagedTensor | EncodedTensor) -> Iterator[int]:
         """Starts of cells that are there, each claimed when it is asked for."""
         for start in range(0, paged.numel, self._cell_numel):
             with self._changed:
@@ -138,8 +141,8 @@ class Snapshot:
                 self._set(paged, start, _State.BEING_TAKEN)
             yield start
 
-    def _state(self, paged: PagedTensor, start: int) -> _State:
-        return self._cells[id(paged)][start // self._cell_numel]
+    def _state(self, paged: PagedTensor | EncodedTensor, start: int) -> _State:
+        return self._cells[paged.id][start // self._cell_numel]
 
-    def _set(self, paged: PagedTensor, start: int, state: _State) -> None:
-        self._cells[id(paged)][start // self._cell_numel] = state
+    def _set(self, paged: PagedTensor | EncodedTensor, start: int, state: _State) -> None:
+        self._cells[paged.id][start // self._cell_numel] = state

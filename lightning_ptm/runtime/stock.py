@@ -1,31 +1,28 @@
 """The rows of a blueprint's inventory: what its homes, gradients, updates and saves take, in the order of set-up.
 
 Counts only; `planning/inventory.py` says what a row is, pages.py and the engine take them. What is decided before there are
-homes asks here, too, what rows to come may take (`chunk_bytes`, `travelling`, `in_the_making`).
+homes asks here, too, what rows to come may take (`travelling`, `in_the_making`), and columns.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
-from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
+from lightning_ptm.planning.layout import FlatLayout, round_up
+from lightning_ptm.runtime.columns import buffer_numel, buffer_numels, columns, row_of, scratch, staging_row
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
-from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier, chunk_numel
-from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
+from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
-    from lightning_ptm.update import OptimizerTraits
 
 _TRANSIT_PAGES = 2
 """Values on their way to or from the disk have no less."""
@@ -50,128 +47,14 @@ def take_stock(blueprint: Blueprint) -> Inventory:
     return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
 
 
-class Flats(Protocol):
-    """How a model lies in flats, and what is kept of each; see Blueprint."""
-
-    @property
-    def layout(self) -> ModelLayout: ...
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]: ...
-    @property
-    def master_dtypes(self) -> tuple[torch.dtype | None, ...]: ...
-    @property
-    def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
-    @property
-    def traits(self) -> tuple[OptimizerTraits | None, ...]: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-    """A tensor beside a flat's others; as long as the shard, but for states of own shapes."""
-
-    what: What
-    layout: StateLayout
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-
-def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
-    """All that is kept of a flat's shard, another rank's where one is given; where it is trained, what its update streams."""
-    master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
-    layout = layout if rank is None else layout.of(rank)
-
-    def whole(what: What, name: str, dtype: torch.dtype) -> Column:
-        return Column(what, StateLayout(name, dtype, layout.shard_numel))
-
-    found = [] if master is None else [whole(What.MASTERS, "master", master)]
-    if traits is not None:
-        found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
-    found.append(whole(What.PARAMETERS, "parameters", flats.dtypes[flat]))
-    if traits is not None:
-        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
-    return found
-
-
-def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """By flat, bytes of each rank's tensors of states that have shapes of their own."""
-
-    def of(flat: int, rank: int) -> tuple[int, ...]:
-        states = (column for column in columns(flats, flat, rank) if column.what is What.STATES)
-        return tuple(column.numel * column.dtype.itemsize for column in states)
-
-    whole = (flat for flat in flats.layout.flats if flat.updated_whole)
-    return {flat.index: tuple(of(flat.index, rank) for rank in flat.owning_ranks) for flat in whole}
-
-
-def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
-    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once on any rank;
-    never less than other buffers have."""
-    least = chunk_numel(flats.layout.page_size)
-    found: dict[torch.dtype, int] = {}
-    for flat in flats.layout.flats:
-        if not flat.updated_whole:
-            continue
-        for rank in flat.owning_ranks:
-            cuts = cuts_of(flat.of(rank), least)
-            cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
-            for column in columns(flats, flat.index, rank):
-                longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
-                found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
-    return found
-
-
-def chunk_bytes(flats: Flats) -> int:
-    """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
-    buffers share pages; 0: nothing is updated."""
-    most: Counter[tuple[torch.dtype, int]] = Counter()
-    numels = buffer_numels(flats)
-    for flat in flats.layout.flats:
-        for rank in flat.owning_ranks if flats.traits[flat.index] is not None else ():
-            kept = columns(flats, flat.index, rank)
-            most |= Counter((column.dtype, _buffer_numel(flats, flat, numels, column.dtype)) for column in kept)
-    rows = (_staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
-    return _alone_bytes(flats, rows)
-
-
-def scratch_bytes(flats: Flats) -> int:
-    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter."""
-    numels = buffer_numels(flats)
-    dtypes = dict.fromkeys(_updated_dtype(flats, flat) for flat in flats.layout.flats if flat.updated_whole)
-    return _alone_bytes(flats, (_staging_row(Tier.HOST, dtype, numels[dtype], 1) for dtype in dtypes))
-
-
-def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
-    """Of rows, each in pages of its own."""
-    page = flats.layout.page_size
-    return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
-
-
-def _buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], dtype: torch.dtype) -> int:
-    return numels[dtype] if flat.updated_whole else chunk_numel(flats.layout.page_size)
-
-
-def _updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
-    return flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
-
-
 def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
     """Pages of versions that lock-free updates write beside the homes."""
-    return _row(What.VERSIONS, ram, numel, dtype, count=count, name="version in the making")
+    return row_of(What.VERSIONS, ram, numel, dtype, count=count, name="version in the making")
 
 
 def travelling(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
     """Pages of gradients on their way to updates that run beside compute: of no flat."""
-    return _row(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
+    return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
 
 def taken_dtype(row: Row) -> torch.dtype:
@@ -181,13 +64,9 @@ def taken_dtype(row: Row) -> torch.dtype:
     return dtype
 
 
-def _row(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object) -> Row:
-    return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]
-
-
 def _parameters(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.layout.flats:
-        yield _row(
+        yield row_of(
             What.PARAMETERS,
             blueprint.placement.homes[flat.unit].parameter,
             flat.shard_numel,
@@ -203,7 +82,7 @@ def _states(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.trained_flats():
         for column in columns(blueprint, flat.index):
             if column.what in (What.MASTERS, What.STATES):
-                yield _row(
+                yield row_of(
                     column.what,
                     blueprint.placement.homes[flat.unit].master,
                     column.numel,
@@ -228,7 +107,7 @@ def gradient_row(blueprint: Blueprint, flat: FlatLayout) -> Row:
     route = blueprint.route(flat)
     if route.waits not in _OF_GRADIENTS:
         raise InternalError(f"the gradient of flat {flat.index} waits {route.waits.value}, and has no pages of its own")
-    return _row(
+    return row_of(
         What.GRADIENTS,
         route.tier,
         flat.shard_numel,
@@ -258,21 +137,16 @@ def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
 def _staging(blueprint: Blueprint) -> Iterator[Row]:
     """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
     most: Counter[tuple[Tier, torch.dtype, int]] = Counter()
-    scratch: set[tuple[Tier, torch.dtype, int]] = set()
+    beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
         most |= _staged(blueprint, flat, numels)
-        if flat.updated_whole:
-            dtype = _updated_dtype(blueprint, flat)
-            scratch.add((_place_of_update(blueprint, flat), dtype, numels[dtype]))
+        place, found = _place_of_update(blueprint, flat), scratch(blueprint, flat, numels)
+        beside |= Counter({(place, *key): count for key, count in found.items()})
     counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
-    counts.update(scratch)
+    counts.update(beside)
     for (tier, dtype, numel), count in counts.items():
-        yield _staging_row(tier, dtype, numel, count)
-
-
-def _staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
-    return _row(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
+        yield staging_row(tier, dtype, numel, count)
 
 
 def _place_of_update(blueprint: Blueprint, flat: FlatLayout) -> Tier:
@@ -297,7 +171,7 @@ def _staged(
     }
     place = _place_of_update(blueprint, flat)
     return Counter(
-        (place, column.dtype, _buffer_numel(blueprint, flat, numels, column.dtype))
+        (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
         for column in kept
         if tiers[column.what] not in (None, place)
     )
@@ -314,10 +188,11 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
             del tiers[What.PARAMETERS]  # a rounded copy
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
-                longest[column.dtype] = max(longest.get(column.dtype, 0), column.numel)
+                chunk = column.chunk(chunk_numel(blueprint.layout.page_size))
+                longest[column.dtype] = max(longest.get(column.dtype, 0), min(column.numel, chunk))
     for dtype, numel in longest.items():
-        least = min(chunk_numel(blueprint.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
-        yield _row(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")
+        least = round_up(numel, ALIGN_NUMEL)
+        yield row_of(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")
 
 
 def _transit_pages(blueprint: Blueprint) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -86,6 +86,8 @@ class UpdateScheduler(abc.ABC):
         self._in_step = False
         self.steps_taken = 0
         """Optimizer steps whose updates are all under way or done."""
+        self.number_of_step: Callable[[], int] = lambda: self.steps_taken
+        """Of the one under way, or the next; set by who knows of steps before this run."""
 
     def index_of(self, optimizer: Optimizer) -> int:
         """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
@@ -125,14 +127,13 @@ class UpdateScheduler(abc.ABC):
     def unit_ready(self, unit: int) -> None:
         """A unit's gradients are complete: update it if the step is armed."""
         armed = self._armed
-        if armed is None:
-            return
-        ready = [flat for flat in self._flats[unit] if flat.optimizer == armed.optimizer and flat.gradient.any]
-        if not ready:
+        chosen = () if armed is None else (flat for flat in self._flats[unit] if flat.optimizer == armed.optimizer)
+        ready = [flat for flat in chosen if flat.gradient.any]
+        if armed is None or not ready:
             return
         if armed.hyper is None:
             self.follow_groups(armed.optimizer)
-            armed.hyper = snapshot(self.optimizers[armed.optimizer], ready[0].states.traits)
+            armed.hyper = snapshot(self.optimizers[armed.optimizer], ready[0].states.traits, self.number_of_step())
         for flat in ready:
             self._update(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
@@ -162,8 +163,7 @@ class UpdateScheduler(abc.ABC):
             if flat.done_this_step:
                 flat.done_this_step = False
             elif flat.gradient.any:
-                if hyper is None:
-                    hyper = snapshot(self.optimizers[optimizer], flat.states.traits)
+                hyper = hyper or snapshot(self.optimizers[optimizer], flat.states.traits, self.number_of_step())
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
                 clips = flat.gradient.clipped_later
                 self._update(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))

@@ -30,6 +30,7 @@ from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut, put_together
+from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.storage.index import PARAMETERS
 from lightning_ptm.update import Segment, shard_segments
@@ -54,7 +55,7 @@ class ShardedFlat:
         outside: (parameter, first element, elements) of stretches that no page holds.
     """
 
-    paged: PagedTensor
+    paged: Elements
     parameters: Sequence[ParameterSpec]
     segments: Sequence[Segment]
     outside: Sequence[tuple[ParameterSpec, int, Tensor]]
@@ -119,7 +120,7 @@ class _Part:
     """
 
     flat: FlatStore
-    paged: PagedTensor | None
+    paged: Elements | None
     dtype: torch.dtype
     slots: Sequence[int]
 
@@ -134,7 +135,7 @@ def _updated(update: FlatUpdate, scalars: _Scalars) -> _Updated:
     return _Updated(
         scalars=scalars,
         slots=[frozenset(states.state_names(slot)) for slot in range(len(states.groups))],
-        dtypes={name: layout.dtype for name, layout in states.everywhere.items()},
+        dtypes={name: states.dtype_of(name) for name in states.everywhere},
     )
 
 
@@ -484,7 +485,7 @@ class Values:
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as `load_parameters`."""
         flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
-        total_bytes = sum(paged.nbytes for flat in flats for paged in flat.states.slots.values())
+        total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
         with self._progress.bar("loading optimizer states", total_bytes) as seen:
             for flat in flats:
                 self._load_optimizer_states_of(flat, states, seen)
@@ -511,9 +512,9 @@ class Values:
                 boxes = None
             else:
                 given, boxes = binding.as_laid(given), binding.boxes
-            if (paged := ours.slots.get(name)) is not None:
+            if name in ours.slots:
                 segments = ours.state_segments(name)
-                pieces.fill(self._allocator, paged, segments, given, boxes, keep=False, seen=seen)
+                pieces.fill(self._allocator, ours.elements(name), segments, given, boxes, keep=False, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             scalars = None if not state else {name: v for name, v in state.items() if name not in paged_names}
@@ -712,7 +713,8 @@ class Values:
         """Of parameters that were ever updated."""
         states = update.states
         slots = [slot for slot, known in enumerate(scalars) if known is not None and name in states.state_names(slot)]
-        return _Part(update.store, states.slots.get(name), states.everywhere[name].dtype, slots)
+        elements = states.elements(name) if name in states.slots else None
+        return _Part(update.store, elements, states.dtype_of(name), slots)
 
     def _kind(self, store: UnitStore, name: str, parts: Sequence[_Part]) -> ShardedKind:
         tensors, flats = [], []
@@ -802,7 +804,7 @@ class Values:
         pieces = flat.layout.pieces(flat.communicator.rank)
         return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in pieces])
 
-    def _whole(self, flat: FlatStore, paged: PagedTensor) -> Tensor:
+    def _whole(self, flat: FlatStore, paged: Elements) -> Tensor:
         shard = self.read(paged)
         if not flat.layout.shared:
             return shard
@@ -815,13 +817,13 @@ class Values:
         """All ranks' states of one name of a flat, on the CPU."""
         flat, layout, paged = update.store, update.states.everywhere[name], update.states.slots.get(name)
         if layout.own is None or not flat.layout.shared:
-            return self._whole(flat, update.states.slots[name])
+            return self._whole(flat, update.states.elements(name))
         device = flat.binding.device
         full = torch.empty(layout.own.shares[-1], dtype=layout.dtype, device=device)
         share = None if paged is None else self.read(paged).to(device)
         flat.communicator.gather_shares(share, full, layout.own.shares).wait()
         return full.cpu()
 
-    def read(self, paged: PagedTensor) -> Tensor:
+    def read(self, paged: Elements) -> Tensor:
         """A paged tensor's values, on the CPU."""
         return pieces.read(self._allocator, paged)

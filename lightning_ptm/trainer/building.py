@@ -118,6 +118,8 @@ class BuildingStrategy(CheckpointingStrategy):
             progress=progress,
             ranks_here=max(1, self.num_processes),
         )
+        # A run that goes on from a checkpoint rounds as it would have done.
+        self._engine.updates.number_of_step = lambda: trainer.global_step
         if self._tensor_group is not None and exchanging is not None:
             group, rendezvous = self._communicator.rank // exchanging.world_size, self._engine.rendezvous
             self._tensor_group.connect(Exchanges(exchanging, group, rendezvous, self._engine.executor))

@@ -139,7 +139,8 @@ class Arithmetic:
     def _merged_hyper(progress: JobUnderWay) -> HyperParameters:
         groups = enumerate(progress.job.hyper.groups)
         merged = progress.merged
-        return HyperParameters(tuple(merged[i].group if i in merged else group for i, group in groups))
+        known = tuple(merged[i].group if i in merged else group for i, group in groups)
+        return HyperParameters(known, progress.job.hyper.number)
 
     @staticmethod
     def _counted(run: Run, merged: MergedStep) -> Run:

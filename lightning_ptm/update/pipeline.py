@@ -22,6 +22,7 @@ from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.chunks import Chunks, Wanted, cuts_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
+from lightning_ptm.update.encoding import VALUES_DTYPE, Encoder
 from lightning_ptm.update.job import (
     GRADIENT,
     PARAMETER,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
-"""(paged tensor, first element, elements as they are now) -> None, when they have been copied or are of no interest."""
+"""(paged tensor, first element of the shard, what lies in pages of a chunk now) -> None, when it has been copied or is of no
+interest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Pipeline:
         self.pool = StagingPool(allocator)
         self.chunk_numel = chunk_numel
         self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
+        self._encoder = Encoder()
         self.policy: Chunks[FlatStates, JobUnderWay, Chunk] = Chunks(self, staging=staging)
         """Takes jobs, and forgets what was read ahead."""
         self._landing: list[JobUnderWay] = []
@@ -240,12 +243,11 @@ class Pipeline:
         if self.before_write is not None:
             for column in self._of(chunk, progress.columns):
                 if column.writes:
-                    self.before_write(column.home, column.stretch(chunk.start, chunk.numel)[0], windows[column.role])
+                    self.before_write(column.home, chunk.start, windows[column.role])
             waited, started = started, perf_counter()
             self.stats.add_stall(Wait.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target
-        with self._scratch(progress, chunk) as scratch:
-            windows |= scratch
+        with self._scratch(progress, chunk) as scratch, self._decoded(progress, chunk, windows | scratch) as windows:
             self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         ended = perf_counter()
         self.stats.arithmetic_s += ended - started
@@ -295,6 +297,34 @@ class Pipeline:
             yield {SCRATCH: buffer.tensor()}
         finally:
             self.pool.give_back(buffer)
+
+    @contextlib.contextmanager
+    def _decoded(
+        self, progress: JobUnderWay, chunk: Chunk, windows: dict[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """The windows, with what encoded slots stand for in place of what lies in pages; encoded again at the end."""
+        states, number = chunk.flat, progress.job.hyper.number
+        started = states.started(chunk.start, chunk.numel)
+        buffers: dict[str, PagedTensor] = {}
+        values: dict[str, torch.Tensor] = {}
+        try:
+            for name, encoding in states.encodings.items():
+                if name not in windows:
+                    continue
+                size = max(chunk.numel, self.chunk_numel)
+                buffers[name] = self.pool.take(progress.tier, VALUES_DTYPE, size)
+                values[name] = buffers[name].tensor().narrow(0, 0, chunk.numel)
+                if started:
+                    self._encoder.decode(encoding, windows[name], values[name])
+                else:
+                    values[name].zero_()  # what is between parameters is encoded, too
+            yield windows | values
+            for name, value in values.items():
+                encoding = states.encodings[name]
+                self._encoder.encode_step(encoding, value, windows[name], states, name, chunk.start, number)
+        finally:
+            for buffer in buffers.values():
+                self.pool.give_back(buffer)
 
     def end(self, progress: JobUnderWay) -> None:
         """A job is computed."""

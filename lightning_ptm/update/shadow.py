@@ -35,9 +35,14 @@ NOT_HYPER = frozenset(("params", "param_names"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HyperParameters:
-    """The values of an optimizer's `param_groups` at one step, without the parameters (tensors copied)."""
+    """The values of an optimizer's `param_groups` at one step, without the parameters (tensors copied).
+
+    Attributes:
+        number: of the step, by which encoded states are rounded (encoding.py).
+    """
 
     groups: tuple[Mapping[str, Any], ...]
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +60,11 @@ class RunViews:
     scalars: ScalarState | None
 
 
-def snapshot(optimizer: Optimizer, traits: OptimizerTraits) -> HyperParameters:
+def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> HyperParameters:
     """Copy the hyper-parameters for one step, as the user's object has them now.
+
+    Args:
+        number: of the step.
 
     Group values that the class itself advances (`traits.group_slots`) are advanced in the user's object, as its own
     `step` would have done; the snapshot holds them as they were before.
@@ -81,7 +89,7 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits) -> HyperParameters:
         if known.fused and values.get("fused") is None:
             values["fused"] = True
         groups.append(MappingProxyType(values))
-    hyper = HyperParameters(tuple(groups))
+    hyper = HyperParameters(tuple(groups), number)
     if traits.group_slots:
         shadow = Shadow(optimizer, traits)
         like = torch.empty(0, device=traits.device)

@@ -2,6 +2,7 @@
 
 A paged tensor for each name of a state. Of an element-wise optimizer it is as long as the shard; where parameters are updated
 whole, it holds the state of one parameter behind that of the other, each in its own shape, of those that the rank owns.
+Encoded states lie there as encoding.py has it.
 I1: of own shapes, each begins where a disk block begins, whatever its dtype; so those of neighbouring parameters are one
     stretch that begins and ends there.
 """
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import round_up
-from lightning_ptm.terms import BLOCK_BYTES
-from lightning_ptm.update.traits import OptimizerTraits, Shape
+from lightning_ptm.terms import BLOCK_BYTES, chunk_numel
+from lightning_ptm.update.encoding import Encoding
+from lightning_ptm.update.traits import OptimizerTraits, Shape, SlotTraits
 
 if TYPE_CHECKING:
     import torch
@@ -61,17 +63,24 @@ class OwnShapes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """One paged tensor of states: `own` where their shapes are not those of the parameters; elements."""
+    """One paged tensor of states, in elements of what lies in pages.
+
+    Attributes:
+        own: where their shapes are not those of the parameters.
+        encoding: where they are not what lies in pages.
+    """
 
     name: str
     dtype: torch.dtype
     numel: int
     own: OwnShapes | None = None
+    encoding: Encoding | None = None
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
         """(first element, elements) of what belongs to elements [start, start + numel) of the shard: whole parameters where
-        shapes are own."""
-        return (start, numel) if self.own is None else self.own.stretch(start, numel)
+        shapes are own, a chunk where states are encoded."""
+        by = self.own or self.encoding
+        return (start, numel) if by is None else by.stretch(start, numel)
 
 
 def lay_out_states(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> tuple[StateLayout, ...]:
@@ -88,8 +97,15 @@ def states_of_all_ranks(
 ) -> tuple[StateLayout, ...]:
     """As `lay_out_states`, with those of which other ranks alone have elements; the same names, dtypes and shapes on all."""
     if not traits.whole:
-        return tuple(StateLayout(slot.name, slot.dtype, flat.shard_numel) for slot in traits.slots)
+        return tuple(_like_the_shard(flat, slot) for slot in traits.slots)
     return tuple(_own_shapes(flat, traits, groups))
+
+
+def _like_the_shard(flat: FlatLayout, slot: SlotTraits) -> StateLayout:
+    if slot.encoding is None:
+        return StateLayout(slot.name, slot.dtype, flat.shard_numel)
+    encoding = slot.encoding(flat.shard_numel, chunk_numel(flat.piece_numel * flat.itemsize))
+    return StateLayout(slot.name, encoding.dtype, encoding.numel, encoding=encoding)
 
 
 def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> Iterator[StateLayout]:

@@ -22,6 +22,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.update.encoding import VALUES_DTYPE, EncodedTensor
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
@@ -146,6 +147,9 @@ class FlatStates:
         """Where what is in which of `slots`, by name."""
         if flat.shares and flat.rank != rank:
             raise InternalError(f"flat {flat.unit}/{flat.index} is laid out for rank {flat.rank}, not for {rank}")
+        known = {name: layout.encoding for name, layout in self.layouts.items()}
+        self.encodings = {name: encoding for name, encoding in known.items() if encoding is not None}
+        """Of the slots that are not in pages as the optimizer keeps them, by name."""
         if self.layouts.keys() != slots.keys():
             raise InternalError(
                 f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {sorted(self.layouts)}"
@@ -208,6 +212,16 @@ class FlatStates:
         """The master parameter, when there is one, and the slots."""
         return (*((self.master,) if self.master is not None else ()), *self.slots.values())
 
+    def elements(self, name: str) -> PagedTensor | EncodedTensor:
+        """A slot, as the optimizer's elements."""
+        slot, encoding = self.slots[name], self.encodings.get(name)
+        return slot if encoding is None else EncodedTensor(slot, encoding)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """As the optimizer has a state, on whatever rank it lies."""
+        layout = self.everywhere[name]
+        return layout.dtype if layout.encoding is None else VALUES_DTYPE
+
     def home(self) -> Tier | None:
         """Tier of the master states; None when there are none (plain SGD in a true precision)."""
         tensors = self.tensors()
@@ -232,10 +246,12 @@ class FlatStates:
         return None if own is None else own.shapes[parameter]
 
     def bytes_of_ranks(self, ranks: int) -> int:
-        """Bytes of the slots of so many ranks, all of which have a shard like this or own some of its parameters."""
+        """Bytes of the states of so many ranks, all of which have a shard like this or own some of its parameters, as the
+        optimizer has them."""
         return sum(
-            layout.dtype.itemsize * (layout.numel * ranks if layout.own is None else layout.own.shares[-1])
-            for layout in self.everywhere.values()
+            self.dtype_of(name).itemsize
+            * (self.flat.shard_numel * ranks if layout.own is None else layout.own.shares[-1])
+            for name, layout in self.everywhere.items()
         )
 
     def own_state(self, name: str, parameter: int, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -321,7 +337,9 @@ class FlatStates:
 
     def started(self, start: int, numel: int) -> bool:
         """Whether any slot element in this stretch of the shard holds state already."""
-        return any(self._scalars[segment.parameter] is not None for segment in self._within(start, start + numel))
+        return any(
+            self._scalars[segment.parameter] is not None for segment in self.segments_within(start, start + numel)
+        )
 
     def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[Run]:
         """Runs of a stretch of the shard, in order (I3).
@@ -343,7 +361,7 @@ class FlatStates:
                 pending.clear()
             owner = None
 
-        for segment in self._within(start, start + numel):
+        for segment in self.segments_within(start, start + numel):
             group = self.groups[segment.parameter]
             if group is None or not present[segment.parameter]:
                 close()
@@ -358,7 +376,8 @@ class FlatStates:
         close()
         return runs
 
-    def _within(self, start: int, stop: int) -> Iterator[Segment]:
+    def segments_within(self, start: int, stop: int) -> Iterator[Segment]:
+        """The parameters' stretches in [start, stop) of the shard."""
         for index in range(bisect.bisect_right(self._segment_stops, start), len(self.segments)):
             segment = self.segments[index]
             if segment.start >= stop:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from lightning_ptm.update.encoding import Encoding
+
 
 class Initial(enum.Enum):
     """How a parameter gets its first state."""
@@ -30,10 +32,16 @@ class Initial(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotTraits:
-    """One state tensor of parameters (`exp_avg`, `momentum_buffer`...)."""
+    """One state tensor of parameters (`exp_avg`, `momentum_buffer`...).
+
+    Attributes:
+        dtype: that the optimizer computes it in.
+        encoding: how it lies in pages; None: as it is.
+    """
 
     name: str
     dtype: torch.dtype
+    encoding: type[Encoding] | None = None
 
 
 Shape = tuple[int, ...]
@@ -106,9 +114,18 @@ class OptimizerTraits:
         return tuple(found.values())
 
     def bytes_per_element(self) -> int:
-        """Bytes of optimizer state per parameter element (master parameter not included); 0 where states have shapes of
-        their own."""
-        return 0 if self.whole else sum(slot.dtype.itemsize for slot in self.slots)
+        """Bytes of optimizer state per parameter element: neither of the master parameter, nor of what is encoded, nor of
+        what has shapes of its own."""
+        return 0 if self.whole else sum(slot.dtype.itemsize for slot in self.slots if slot.encoding is None)
+
+    def encoded(self, encodings: Mapping[str, type[Encoding] | None]) -> OptimizerTraits:
+        """With these encodings, by name of a slot."""
+
+        def slots(group: GroupTraits) -> GroupTraits:
+            changed = (dataclasses.replace(slot, encoding=encodings.get(slot.name)) for slot in group.slots)
+            return dataclasses.replace(group, slots=tuple(changed))
+
+        return dataclasses.replace(self, groups=tuple(map(slots, self.groups)))
 
     def own_bytes(self, group: int, shape: Shape) -> int:
         """Bytes of the states of own shapes of a parameter of this shape."""

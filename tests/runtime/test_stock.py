@@ -12,10 +12,9 @@ from torch import nn
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.columns import chunk_bytes, columns
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.stock import (
-    chunk_bytes,
-    columns,
     gradient_row,
     in_the_making,
     save_rows,

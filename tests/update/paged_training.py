@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Tier, chunk_numel
 from lightning_ptm.update import (
     FlatStates,
     HyperParameters,
@@ -26,6 +26,7 @@ from lightning_ptm.update import (
     probe,
     snapshot,
 )
+from lightning_ptm.update.encoding import Encoding
 
 PAGE_SIZE = 64 * 1024
 # Ragged ends, a scalar, one that spans several chunks, one that is exactly one vector, groups interleaved.
@@ -107,9 +108,11 @@ class Twin:
     flat: FlatLayout
     order: list[int]
     """Position in the flat to index of the parameter."""
+    steps: int = 0
+    """Number of the next step, for those that count."""
 
     def hyper(self) -> HyperParameters:
-        return snapshot(self.optimizer, self.states.traits)
+        return snapshot(self.optimizer, self.states.traits, self.steps)
 
     def job(
         self, gradients: Sequence[torch.Tensor | None], transform: Transform | None = None, **more: object
@@ -193,6 +196,7 @@ def make_twin(
     gradient_home: Tier | None = None,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     groups: Sequence[int] = GROUPS,
+    encoding: type[Encoding] | None = None,
     **updater: object,
 ) -> Twin:
     generator = torch.Generator().manual_seed(7)
@@ -206,6 +210,7 @@ def make_twin(
     flat = make_flat(shapes, groups, compute)
     order = [int(slot.spec.name[1:]) for slot in flat.slots]
     traits = probe(optimizer, dtype=master_dtype)
+    traits = traits.encoded({slot.name: encoding for slot in traits.slots})
     for group, known in zip(plain_optimizer.param_groups, traits.groups, strict=True):
         if known.fused:
             group["fused"] = True
@@ -220,7 +225,8 @@ def make_twin(
     if states.master is not None:
         fill(allocator, states.master, full)
     fill(allocator, target, full.to(compute))
-    settings = {"chunk_numel": 4096 * 3, "block_numel": 4096, "staging": 2, **updater}
+    chunk = 4096 * 3 if encoding is None else chunk_numel(PAGE_SIZE)
+    settings = {"chunk_numel": chunk, "block_numel": 4096, "staging": 2, **updater}
     paged = Updater(allocator, **settings)  # type: ignore[arg-type]
     return Twin(
         allocator,

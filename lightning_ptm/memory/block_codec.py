@@ -1,0 +1,121 @@
+"""Block codec: fp32 elements as 8-bit codes, with one scale for each block of them.
+
+Pure arithmetic on 1-D tensors of any device; knows no pages, no optimizers. A code is a short floating-point number, the
+upper bits of the fp32 number that it stands for, counted down from the largest of its block: 3 bits of mantissa, and 5 of
+exponent where the block has no negative element, so that a second moment keeps 31 powers of two; else a sign and 4 of
+exponent. A scale is an exponent, so nothing is ever multiplied and decoding is exact. (Blocks with scales of their own are
+those of 8-bit optimizers, Dettmers et al., ICLR 2022; exponents as scales those of OCP's microscaling formats.)
+I1: what decodes from codes encodes to itself, whatever the noise; zeros stay zeros, inf and NaN inf and NaN.
+I2: where a block has no negative element, none that is greater than 0 becomes 0: nobody divides by the root of nothing.
+I3: with noise that is uniform in [0, NOISE), the mean of what decodes is the element, but for I2 and what is smaller than
+    2**-14 (2**-30) of the largest of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.terms import ALIGN_NUMEL
+
+BLOCK_NUMEL = ALIGN_NUMEL
+"""Elements of a block. Parameters and shards begin at multiples of it, so a block is of one parameter, whoever holds it."""
+SCALE_DTYPE = torch.int16
+_LOW_BITS = 20
+"""Of an fp32 number, those that a code has not."""
+NOISE = 1 << _LOW_BITS
+_NEAREST = NOISE // 2
+_TOP = {False: 0xFF, True: 0x7F}
+"""The largest code, by whether a bit is the sign."""
+_EXPONENT_BITS = 23
+_PER_EXPONENT = 1 << (_EXPONENT_BITS - _LOW_BITS)
+_SIGN = 0x80
+_STRIP_NUMEL = 1 << 17
+"""Elements that are worked on together: what is in between stays in a core's cache."""
+
+
+class BlockCodec:
+    """Encodes and decodes. Owns scratch: one thread at a time."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def encode(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
+        """Write the codes and scales of elements.
+
+        Args:
+            values: (n,), fp32; n is a multiple of BLOCK_NUMEL.
+            codes: (n,), uint8, written; scales: (n / BLOCK_NUMEL,), SCALE_DTYPE, written.
+            noise: (n,), int32, uniform in [0, NOISE): rounding is stochastic; None: to the nearest.
+        """
+        for part in _strips(values.numel()):
+            magnitudes, rounded = self._room(values.device, part.stop - part.start)
+            bits = values[part].view(torch.int32).view(-1, BLOCK_NUMEL)
+            torch.bitwise_and(bits, 0x7FFFFFFF, out=magnitudes)
+            signed = bits.amin(1) < 0
+            # Rounded up, so that the largest code is not exceeded.
+            exponents = (magnitudes.amax(1) + (NOISE - 1)) >> _EXPONENT_BITS
+            tops = torch.where(signed, _TOP[True], _TOP[False])
+            offsets = ((exponents + 1) * _PER_EXPONENT - 1 - tops).clamp_(min=0).to(torch.int32)
+            scales[_blocks(part)].copy_(torch.where(signed, ~offsets, offsets))
+            if noise is None:
+                torch.add(magnitudes, _NEAREST, out=rounded)
+            else:
+                torch.add(magnitudes, noise[part].view(-1, BLOCK_NUMEL), out=rounded)
+            rounded >>= _LOW_BITS
+            rounded -= offsets.unsqueeze(1)
+            # The least code of an element that is not 0 (I2); and none is less than 0.
+            torch.minimum(magnitudes, (~signed).to(torch.int32).unsqueeze(1), out=magnitudes)
+            torch.maximum(rounded, magnitudes, out=rounded)
+            if _any(signed):
+                torch.bitwise_right_shift(bits, 24, out=magnitudes)
+                magnitudes &= _SIGN
+                rounded |= magnitudes
+            codes[part].view(-1, BLOCK_NUMEL).copy_(rounded)
+
+    def decode(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
+        """Write the elements that codes stand for. Args: as `encode`; `values` is written."""
+        for part in _strips(values.numel()):
+            signs, moved = self._room(values.device, part.stop - part.start)
+            bits = values[part].view(torch.int32).view(-1, BLOCK_NUMEL)
+            bits.copy_(codes[part].view(-1, BLOCK_NUMEL))
+            known = scales[_blocks(part)].to(torch.int32)
+            signed = known < 0
+            any_signed = _any(signed)
+            if any_signed:
+                torch.bitwise_and(bits, torch.where(signed, _SIGN, 0).to(torch.int32).unsqueeze(1), out=signs)
+                bits ^= signs
+            torch.clamp(bits, max=1, out=moved)  # a code of 0 is no number but 0
+            moved *= torch.where(signed, ~known, known).unsqueeze(1)
+            bits += moved
+            bits <<= _LOW_BITS
+            if any_signed:
+                signs <<= 24
+                bits |= signs
+
+    def _room(self, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
+        """Two tensors (blocks, BLOCK_NUMEL), int32, with undefined contents."""
+        known = self._scratch.get(device)
+        if known is None:
+            known = self._scratch[device] = (
+                torch.empty(_STRIP_NUMEL, dtype=torch.int32, device=device),
+                torch.empty(_STRIP_NUMEL, dtype=torch.int32, device=device),
+            )
+        first, second = (each.narrow(0, 0, numel).view(-1, BLOCK_NUMEL) for each in known)
+        return first, second
+
+
+def _strips(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, _STRIP_NUMEL):
+        yield slice(start, min(start + _STRIP_NUMEL, numel))
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK_NUMEL, part.stop // BLOCK_NUMEL)
+
+
+def _any(signed: Tensor) -> bool:
+    """Whether signs are worth looking for: a device is not waited for to know."""
+    return signed.device.type != "cpu" or bool(signed.any())

@@ -1,0 +1,52 @@
+"""Which optimizer states lie in pages as something smaller (`state_dtype`), and what of that is refused.
+
+Decides only; update/encoding.py has the encodings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.update import OptimizerTraits
+from lightning_ptm.update.encoding import ENCODINGS, VALUES_DTYPE
+
+
+def encoded_traits(settings: Settings, traits: Sequence[OptimizerTraits | None]) -> tuple[OptimizerTraits | None, ...]:
+    """The traits of flats with the encodings that the settings ask for.
+
+    Raises:
+        ConfigError: an optimizer updates whole parameters, or computes in another dtype than fp32; or a name is no state's.
+    """
+    if not settings.encodes_states:
+        return tuple(traits)
+    names = {slot.name for known in traits if known is not None for slot in known.slots}
+    strange = sorted(settings.state_dtypes.keys() - names)
+    if strange and names:
+        raise ConfigError(
+            f"state_dtype names {', '.join(strange)}, and the optimizers of this run keep {', '.join(sorted(names))}; give "
+            f"names among these, or one word for all"
+        )
+    return tuple(None if known is None else _encoded(settings, known) for known in traits)
+
+
+def _encoded(settings: Settings, traits: OptimizerTraits) -> OptimizerTraits:
+    one = "auto" if settings.state_dtypes else str(settings.state_dtype)
+    wanted = {slot.name: settings.state_dtypes.get(slot.name, one) for slot in traits.slots}
+    encodings = {name: ENCODINGS[word] for name, word in wanted.items() if word != "auto"}
+    if not encodings:
+        return traits
+    if traits.whole:
+        raise ConfigError(
+            f"state_dtype encodes states of optimizers that treat each element on its own, and {traits.name} updates each "
+            f"parameter as a whole ({traits.whole}); use state_dtype='auto', or an optimizer such as torch.optim.AdamW"
+        )
+    for slot in traits.slots:
+        if slot.name in encodings and slot.dtype is not VALUES_DTYPE:
+            raise ConfigError(
+                f"state_dtype encodes states that are computed in fp32, and {traits.name} computes {slot.name} in "
+                f"{str(slot.dtype).removeprefix('torch.')} in this precision; use state_dtype='auto', or precision "
+                f"'bf16-mixed' or '32-true'"
+            )
+    return traits.encoded(encodings)

@@ -1,0 +1,227 @@
+"""`state_dtype`: the same training wherever encoded states live, checkpoints that hold what they stand for, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import HALF, Full, fit, same, sharded
+from plain_loop import Outcome, make_trainer, tokens
+from tiny_models import ScheduledStack
+
+import lightning_ptm
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.memory.block_codec import BlockCodec
+from lightning_ptm.runtime.inspection import states_at_home
+
+WORDS = ("bf16", "int8")
+
+
+def trained(strategy: AngelPTMStrategy, build: Any = ScheduledStack, **options: Any) -> tuple[Outcome, Any]:
+    torch.manual_seed(0)
+    module = build()
+    trainer = make_trainer(strategy, "bf16-mixed", **options)
+    trainer.fit(module, tokens(6).loader())
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return Outcome(list(module.losses), weights), trainer
+
+
+@pytest.fixture(scope="module")
+def in_ram() -> dict[str, Outcome]:
+    return {word: trained(AngelPTMStrategy(page_size="64KiB", state_dtype=word))[0] for word in ("auto", *WORDS)}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
+    trained(strategy_at(tier, state_dtype=word))[0].assert_equal(in_ram[word])
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, Outcome]) -> None:
+    exact, rounded = in_ram["auto"].losses, in_ram[word].losses
+    assert rounded != exact
+    assert abs(float(rounded[-1]) / float(exact[-1]) - 1) < 0.01
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
+def test_going_on_equals_never_having_stopped(strategy_at, home: str, kind: str, word: str, tmp_path: Path) -> None:
+    def strategy() -> AngelPTMStrategy:
+        return strategy_at(home, state_dtype=word, state_dict_type=kind)
+
+    never, _ = fit(strategy(), tmp_path / "never")
+    again, _ = fit(strategy(), tmp_path / "again", tmp_path / "never" / "epoch=0.ckpt", seed=1)
+    again.assert_equal(Outcome(never.losses[HALF:], never.weights))
+
+
+def states_in(path: Path) -> dict[int, dict[str, Any]]:
+    loaded = lightning_ptm.sharded.load(path) if path.is_dir() else torch.load(path, weights_only=False)
+    found: dict[int, dict[str, Any]] = loaded["optimizer_states"][0]["state"]
+    return found
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at, word: str, tmp_path: Path) -> None:
+    found = []
+    for name, settings in {
+        "full": {},
+        "sharded": {"state_dict_type": "sharded"},
+        "behind": {"state_dict_type": "sharded", "async_save": True},
+    }.items():
+        fit(strategy_at("masters_on_disk", state_dtype=word, **settings), tmp_path / name)
+        found.append(states_in(tmp_path / name / "epoch=1.ckpt"))
+    assert all(same(each, found[0]) for each in found[1:])
+    for state in found[0].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            values = state[name].reshape(-1)
+            assert values.dtype is torch.float32 and values.any()
+            if word == "bf16":
+                assert torch.equal(values.bfloat16().float(), values)
+                continue
+            values = torch.nn.functional.pad(values, (0, -values.numel() % 64))
+            codes, scales = (
+                torch.empty(values.shape, dtype=torch.uint8),
+                torch.empty(len(values) // 64, dtype=torch.int16),
+            )
+            BlockCodec().encode(values, codes, scales)
+            again = torch.empty_like(values)
+            BlockCodec().decode(codes, scales, again)
+            assert torch.equal(again, values)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(("first", "second"), [("auto", "int8"), ("int8", "auto"), ("bf16", "int8"), ("int8", "bf16")])
+def test_a_run_goes_on_from_checkpoints_of_runs_with_other_states(
+    strategy_at, first: str, second: str, kind: str, tmp_path: Path
+) -> None:
+    never, _ = fit(sharded(strategy_at, "ram") if kind == "sharded" else strategy_at("ram"), tmp_path / "never")
+    fit(strategy_at("masters_on_disk", state_dtype=first, state_dict_type=kind), tmp_path / "first")
+    path = tmp_path / "first" / "epoch=0.ckpt"
+    again, _ = fit(strategy_at("masters_on_disk", state_dtype=second, state_dict_type=kind), tmp_path / "second", path)
+    for mine, theirs in zip(again.losses, never.losses[HALF:], strict=True):
+        assert abs(float(mine) / float(theirs) - 1) < 0.02
+
+
+def test_the_optimizer_has_after_a_run_what_its_checkpoint_has(strategy_at, tmp_path: Path) -> None:
+    _, trainer = fit(strategy_at("ram", state_dtype="int8"), tmp_path)
+    saved = states_in(tmp_path / "epoch=1.ckpt")
+    (optimizer,) = trainer.optimizers
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, state in saved.items():
+        assert same(dict(optimizer.state[parameters[place]]), state)
+
+
+def test_only_the_states_that_are_named_are_rounded(strategy_at, tmp_path: Path) -> None:
+    fit(strategy_at("ram", state_dtype={"exp_avg": "bf16"}), tmp_path)
+    states = states_in(tmp_path / "epoch=1.ckpt").values()
+    assert all(torch.equal(state["exp_avg"].bfloat16().float(), state["exp_avg"]) for state in states)
+    assert not all(torch.equal(state["exp_avg_sq"].bfloat16().float(), state["exp_avg_sq"]) for state in states)
+
+
+class Unfreezing(Full):
+    """Its frozen part learns from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen_states: list[dict[int, Any]] = []
+
+    def look(self) -> None:
+        self.seen_states.append(self.trainer.strategy.optimizer_state(self.trainer.optimizers[0])["state"])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.look()
+            self.frozen.requires_grad_(True)
+
+    def loss(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        if self.current_epoch == 1 and index == 0:
+            self.look()
+        loss = super().loss(batch, index)
+        assert loss is not None
+        return loss + self.frozen(torch.ones(64)).square().mean()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_run_that_is_laid_out_anew_keeps_its_states(strategy_at, word: str, tmp_path: Path) -> None:
+    strategy = strategy_at("masters_on_disk", state_dtype=word)
+    _, trainer = fit(strategy, tmp_path, build=Unfreezing)
+    before, after = trainer.lightning_module.seen_states
+    assert before
+    assert same(before, after)
+    assert len(states_in(tmp_path / "epoch=1.ckpt")) > len(before), "nothing was unfrozen"
+
+
+def on_disk_bytes(strategy: AngelPTMStrategy) -> tuple[int, int]:
+    seen: list[tuple[int, int]] = []
+
+    class Look(ScheduledStack):
+        def on_train_batch_end(self, *_: Any) -> None:
+            rows = {row.states: row.bytes for row in states_at_home(strategy.engine)}
+            seen.append((rows["master parameters"], rows["optimizer states"]))
+
+    trained(strategy, Look)
+    return seen[-1]
+
+
+def test_what_an_element_takes_in_pages(strategy_at) -> None:
+    masters, states = on_disk_bytes(strategy_at("masters_on_disk"))
+    assert states == 2 * masters
+    assert on_disk_bytes(strategy_at("masters_on_disk", state_dtype="bf16")) == (masters, masters)
+    masters, states = on_disk_bytes(strategy_at("masters_on_disk", state_dtype="int8"))
+    assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
+
+
+REFUSED = {
+    "a name that no state has": ({"state_dtype": {"momentum": "bf16"}}, "keep exp_avg, exp_avg_sq"),
+    "a word that is none": ({"state_dtype": "fp8"}, "use 'auto', 'bf16' or 'int8'"),
+    "a dictionary of others": ({"state_dtype": {"exp_avg": 8}}, "use 'auto', 'bf16' or 'int8'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_what_can(strategy_at, case: str) -> None:
+    settings, told = REFUSED[case]
+    with pytest.raises(ConfigError, match=told):
+        trained(strategy_at("ram", **settings))
+
+
+class ByMuon(ScheduledStack):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(parameter.dim() == 2 and "blocks" in name)
+        return torch.optim.Muon([each for each in self.parameters() if each.requires_grad], lr=1e-3)
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return None
+
+
+def test_an_optimizer_of_whole_parameters_is_refused(strategy_at) -> None:
+    with pytest.raises(
+        ConfigError, match="state_dtype encodes states of optimizers that treat each element on its own"
+    ):
+        trained(strategy_at("ram", state_dtype="int8"), ByMuon)
+
+
+def test_states_that_are_not_computed_in_fp32_are_refused(strategy_at) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="computes exp_avg in bfloat16 in this precision"):
+        make_trainer(strategy_at("ram", state_dtype="int8"), "bf16-true").fit(ScheduledStack(), tokens(2).loader())
+
+
+def test_smaller_states_fit_where_exact_ones_are_refused(strategy_at) -> None:
+    def fits(word: str, room: int) -> bool:
+        try:
+            trained(strategy_at("masters_on_disk", state_dtype=word, disk_memory=room))
+        except CapacityError:
+            return False
+        return True
+
+    rooms = range(64 << 10, 4 << 20, 64 << 10)
+    enough = next(room for room in rooms if fits("int8", room))
+    assert not fits("auto", enough)
