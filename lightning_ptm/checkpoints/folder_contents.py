@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.rows import RowExchange, not_exchanged
+from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
@@ -93,11 +94,15 @@ def parts_of(
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
         for flat in kind.flats:
             if flat.segments:
-                stays = not changing and flat.paged.tier.addressable and in_ram(flat.paged.tensor())
+                stays = not changing and isinstance(flat.paged, PagedTensor) and _in_ram(flat.paged)
                 parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays)))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside
+
+
+def _in_ram(paged: PagedTensor) -> bool:
+    return paged.tier.addressable and in_ram(paged.tensor())
 
 
 def _put(

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.boxes import Box, Stretch
-from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, is_page_size
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, Code, is_page_size
+
+Family = tuple[bool, str, int, str]
 
 TAIL_BYTES = 512
 """Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
@@ -53,6 +55,7 @@ class ParameterSpec:
         box: of a part of a larger parameter, which part; `shape` is the part's.
         partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
         updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
+        code: in which its home has it; None: in its dtype, as always where it is trained.
     """
 
     name: str
@@ -67,6 +70,7 @@ class ParameterSpec:
     box: Box | None = None
     partial: bool = False
     updated_whole: bool = False
+    code: Code | None = None
 
     @property
     def numel(self) -> int:
@@ -129,8 +133,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A unit's parameters of one dtype, all of one optimizer or all frozen, all of the same ranks, laid end to end and cut
-    into stripes.
+    """A unit's parameters of one dtype and code, all of one optimizer or all frozen, all of the same ranks, laid end to end
+    and cut into stripes.
 
     Args:
         unit: index of the unit.
@@ -144,6 +148,7 @@ class FlatLayout:
         stripes: number of full stripes.
         tail_piece_numel: elements of each piece of the tail stripe; 0 when there is no tail.
         gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where they are sums.
+        code: in which homes have it; None: in its dtype.
     """
 
     unit: int
@@ -158,6 +163,23 @@ class FlatLayout:
     stripes: int
     tail_piece_numel: int
     gradient_itemsize: int
+    code: Code | None = None
+
+    @property
+    def stored(self) -> FlatLayout:
+        """As it is at home and on its way between ranks: where it has a code, a flat whose elements are bytes of codes."""
+        if self.code is None:
+            return self
+        return replace(
+            self,
+            dtype="uint8",
+            itemsize=1,
+            numel=self.code.bytes_of(round_up(self.numel, ALIGN_NUMEL)),
+            piece_numel=self.code.bytes_of(self.piece_numel),
+            tail_piece_numel=self.code.bytes_of(self.tail_piece_numel),
+            gradient_itemsize=1,
+            code=None,
+        )
 
     @property
     def shared(self) -> bool:
@@ -180,10 +202,9 @@ class FlatLayout:
         return self.trainable and self.slots[0].spec.updated_whole
 
     @property
-    def family(self) -> tuple[bool, str, int]:
+    def family(self) -> Family:
         """What a unit's flats that differ in their parts alone have in common."""
-        first = self.slots[0].spec
-        return first.trainable, first.dtype, first.optimizer if first.trainable else 0
+        return _family(self.slots[0].spec)
 
     @property
     def stripe_count(self) -> int:
@@ -202,8 +223,8 @@ class FlatLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of each rank's shard in the compute dtype."""
-        return self.shard_numel * self.itemsize
+        """Bytes of each rank's shard, as it is at home."""
+        return self.shard_numel * self.itemsize if self.code is None else self.code.bytes_of(self.shard_numel)
 
     @property
     def gradient_bytes(self) -> int:
@@ -282,8 +303,11 @@ class ModelLayout:
         return any(flat.shared for flat in self.flats_of(unit))
 
     def shard_pages(self, unit: int) -> int:
-        """Pages of one rank's shard of a unit's parameters: one per stripe."""
-        return sum(flat.stripe_count for flat in self.flats_of(unit))
+        """Pages of one rank's shard of a unit's parameters: one per stripe, and fewer of codes."""
+        return sum(map(self._pages_of_shard, self.flats_of(unit)))
+
+    def _pages_of_shard(self, flat: FlatLayout) -> int:
+        return round_up(flat.shard_bytes, self.page_size) // self.page_size
 
     def trainable_pages(self, unit: int) -> int:
         """Pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
@@ -297,15 +321,17 @@ class ModelLayout:
     def gathered_pages(self, unit: int) -> int:
         """Of a rank's shard pages, those that are brought where the unit computes for a gather. Flats that nobody shares
         come whole."""
-        return sum(flat.stripe_count for flat in self.flats_of(unit) if flat.shared)
+        return sum(self._pages_of_shard(flat) for flat in self.flats_of(unit) if flat.shared)
 
     def full_pages(self, unit: int, *, in_place: bool = False) -> int:
         """Pages that a unit takes where it computes: each flat is a run of whole pages.
 
         Args:
-            in_place: its home is there, so flats that nobody shares are used where they are.
+            in_place: its home is there, so flats that nobody shares are used where they are, unless they have a code.
         """
-        return self._run_pages(flat for flat in self.flats_of(unit) if flat.shared or not in_place)
+        return self._run_pages(
+            flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
+        )
 
     def full_gradient_pages(self, unit: int, *, alone: bool | None = None) -> int:
         """Pages that a unit's gradients take before they are reduced; those of flats that are `alone`, or are not."""
@@ -341,8 +367,8 @@ def build_layout(
     shared_by: Mapping[int, int] = _BY_ALL,
     elsewhere: Collection[int] = (),
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizer, parts, partial) of each unit, trainable first, ordered by
-    group. Flats that differ in the last two alone are neighbours.
+    """Lay out a model: a flat per (dtype, trainable, optimizer, code, parts, partial) of each unit, trainable first, ordered
+    by group. Flats that differ in the last two alone are neighbours.
 
     Args:
         units: the units of the model; the first is the root.
@@ -361,10 +387,11 @@ def build_layout(
     others: dict[int, tuple[FlatLayout, ...]] = {}
     first_flats = [0]
     for unit, spec in enumerate(units):
-        members: dict[tuple[bool, str, int], dict[tuple[int, bool], list[ParameterSpec]]] = {}
+        members: dict[Family, dict[tuple[int, bool], list[ParameterSpec]]] = {}
         for parameter in spec.parameters:
-            key = (parameter.trainable, parameter.dtype, parameter.optimizer if parameter.trainable else 0)
-            members.setdefault(key, {}).setdefault((parameter.parts, parameter.partial), []).append(parameter)
+            members.setdefault(_family(parameter), {}).setdefault((parameter.parts, parameter.partial), []).append(
+                parameter
+            )
         first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
         # Stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
@@ -408,7 +435,13 @@ def _flat(unit: int, index: int, parameters: list[ParameterSpec], page_size: int
         stripes=stripes,
         tail_piece_numel=tail_piece_numel,
         gradient_itemsize=parameters[0].gradient_itemsize or itemsize,
+        code=parameters[0].code,
     )
+
+
+def _family(spec: ParameterSpec) -> Family:
+    """What parameters of a unit have in common that lie in one flat, or in several because of their parts."""
+    return spec.trainable, spec.dtype, spec.optimizer if spec.trainable else 0, spec.code.name if spec.code else ""
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:

@@ -1,7 +1,8 @@
 """Moves elements between paged tensors of any tier and ordinary tensors on the CPU, a page at a time.
 
 Knows pages and stretches of parameters (`Segment`); nothing of names, units or steps. Of a tensor on disk no more than
-`BUFFERS` pages are in memory. The caller sees to it that nothing else writes the pages meanwhile.
+`BUFFERS` pages are in memory, but for one of codes that is written, which are there whole. The caller sees to it that
+nothing else writes the pages meanwhile.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_ptm.memory.codes import CodedTensor, encode
+from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
-from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update import Segment
 
 if TYPE_CHECKING:
@@ -28,8 +31,10 @@ BUFFERS = 4
 """Pages that are read, or written, at once."""
 
 
-def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
+def read(allocator: Allocator, paged: PagedTensor | CodedTensor) -> Tensor:
     """All elements, in memory of their own or as a view of the pages."""
+    if isinstance(paged, CodedTensor):
+        return paged.decoded(read(allocator, paged.codes))
     if paged.tier.addressable:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
@@ -40,14 +45,14 @@ def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
     return values
 
 
-def write(allocator: Allocator, paged: PagedTensor, values: Tensor, *, seen: Seen = unseen) -> None:
+def write(allocator: Allocator, paged: PagedTensor | CodedTensor, values: Tensor, *, seen: Seen = unseen) -> None:
     """Replace all elements. `seen` is told how many more bytes were."""
     whole = Segment(0, 0, 0, paged.numel, ragged=False)
     fill(allocator, paged, [whole], [values], seen=seen)
 
 
 def chosen(
-    allocator: Allocator, paged: PagedTensor, starts: Iterable[int], numel: int, buffers: Buffers
+    allocator: Allocator, paged: PagedTensor | CodedTensor, starts: Iterable[int], numel: int, buffers: Buffers
 ) -> Iterator[tuple[int, Tensor]]:
     """(first element, elements) of the stretches of `numel` elements at `starts`, which is asked for one when that one is
     about to be read; each is good until the next is asked for.
@@ -56,37 +61,67 @@ def chosen(
         numel: a multiple of 4096, at most what the buffers hold.
         buffers: where stretches on disk are read to.
     """
+    if isinstance(paged, CodedTensor):
+        yield from _chosen_values(allocator, paged, starts, numel, buffers)
+        return
+    ranges = ((start, min(numel, paged.numel - start)) for start in starts)
+    yield from _stretches(allocator, paged, ranges, buffers)
+
+
+def _chosen_values(
+    allocator: Allocator, coded: CodedTensor, starts: Iterable[int], numel: int, buffers: Buffers
+) -> Iterator[tuple[int, Tensor]]:
+    bytes_of, codes = coded.code.bytes_of, coded.codes
+    asked: deque[int] = deque()
+
+    def ranges() -> Iterator[tuple[int, int]]:
+        for start in starts:
+            asked.append(start)
+            # What is on disk is read from a disk block on, which codes seldom begin with.
+            first = bytes_of(start) if coded.tier.addressable else bytes_of(start) // BLOCK_BYTES * BLOCK_BYTES
+            stop = round_up(bytes_of(min(start + numel, coded.numel)), BLOCK_BYTES)
+            yield first, min(stop, codes.numel) - first
+
+    for first, read_bytes in _stretches(allocator, codes, ranges(), buffers):
+        start = asked.popleft()
+        stop = bytes_of(min(start + numel, coded.numel))
+        yield start, coded.decoded(read_bytes[bytes_of(start) - first : stop - first])
+
+
+def _stretches(
+    allocator: Allocator, paged: PagedTensor, ranges: Iterator[tuple[int, int]], buffers: Buffers
+) -> Iterator[tuple[int, Tensor]]:
+    """(first element, elements) of `ranges`, which have first elements and lengths."""
     if paged.tier.addressable:
         values = paged.tensor()
-        for start in starts:
+        for start, numel in ranges:
             yield start, values[start : start + numel].cpu()
         return
-    to_read = iter(starts)
-    coming: deque[tuple[int, PagedTensor, Transfer]] = deque()
+    coming: deque[tuple[int, int, PagedTensor, Transfer]] = deque()
     more = True
     try:
         while more or coming:
             while more and (buffer := buffers.take(paged.dtype)) is not None:
-                found = next(to_read, None)
+                found = next(ranges, None)
                 if found is None:
                     more = False
                     buffers.give_back(buffer)
                     break
-                start = found
-                transfer = allocator.copy(paged, buffer, source_start=start, numel=min(numel, paged.numel - start))
-                coming.append((start, buffer, transfer))
+                start, numel = found
+                transfer = allocator.copy(paged, buffer, source_start=start, numel=numel)
+                coming.append((start, numel, buffer, transfer))
             if coming:
-                start, buffer, transfer = coming.popleft()
+                start, numel, buffer, transfer = coming.popleft()
                 transfer.wait()
-                yield start, buffer.tensor()[: min(numel, paged.numel - start)]
+                yield start, buffer.tensor()[:numel]
                 buffers.give_back(buffer)
     finally:
-        _end(transfer for _, _, transfer in coming)
+        _end(transfer for _, _, _, transfer in coming)
 
 
 def fill(
     allocator: Allocator,
-    paged: PagedTensor,
+    paged: PagedTensor | CodedTensor,
     segments: Sequence[Segment],
     given: Sequence[Tensor | None],
     boxes: Sequence[Box | None] | None = None,
@@ -119,6 +154,9 @@ def fill(
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
 
+    if isinstance(paged, CodedTensor):
+        _fill_codes(allocator, paged, put, keep=keep)
+        return
     if paged.tier.addressable:
         put(paged.tensor(), 0)
         return
@@ -141,6 +179,20 @@ def fill(
     finally:
         _end(transfer for _, transfer in leaving)
         buffers.close()
+
+
+def _fill_codes(allocator: Allocator, coded: CodedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """As `fill`: `put` changes values, from an element on."""
+    bytes_of = coded.code.bytes_of
+    codes = read(allocator, coded.codes) if keep else torch.empty(coded.codes.numel, dtype=torch.uint8)
+    step = allocator.page_size // coded.dtype.itemsize
+    for start in range(0, coded.numel, step):
+        stop = min(start + step, coded.numel)
+        part = codes[bytes_of(start) : bytes_of(stop)]
+        values = coded.decoded(part) if keep else torch.empty(stop - start, dtype=coded.dtype)
+        put(values, start)
+        encode(values, coded.code, part)
+    write(allocator, coded.codes, codes)
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:

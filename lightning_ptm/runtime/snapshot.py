@@ -23,14 +23,14 @@ from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.interrupts import interrupted_later
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.memory import Allocator, CodedTensor, PagedTensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """A paged tensor and what to do with its elements: `put(first element, elements on the CPU)` must copy them."""
 
-    paged: PagedTensor
+    paged: PagedTensor | CodedTensor
     put: Callable[[int, Tensor], None]
 
 
@@ -127,7 +127,7 @@ class Snapshot:
             self._set(part.paged, start, _State.TAKEN)
             self._changed.notify_all()
 
-    def _claims(self, paged: PagedTensor) -> Iterator[int]:
+    def _claims(self, paged: PagedTensor | CodedTensor) -> Iterator[int]:
         """Starts of cells that are there, each claimed when it is asked for."""
         for start in range(0, paged.numel, self._cell_numel):
             with self._changed:
@@ -138,8 +138,8 @@ class Snapshot:
                 self._set(paged, start, _State.BEING_TAKEN)
             yield start
 
-    def _state(self, paged: PagedTensor, start: int) -> _State:
+    def _state(self, paged: PagedTensor | CodedTensor, start: int) -> _State:
         return self._cells[id(paged)][start // self._cell_numel]
 
-    def _set(self, paged: PagedTensor, start: int, state: _State) -> None:
+    def _set(self, paged: PagedTensor | CodedTensor, start: int, state: _State) -> None:
         self._cells[id(paged)][start // self._cell_numel] = state

@@ -95,7 +95,8 @@ def columns(flats: Flats, flat: int) -> list[Column]:
     found = [] if master is None else [whole(What.MASTERS, "master", master)]
     if traits is not None:
         found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
-    found.append(whole(What.PARAMETERS, "parameters", flats.dtypes[flat]))
+    dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
+    found.append(Column(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel)))
     if traits is not None:
         found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
     return found
@@ -185,32 +186,29 @@ def _row(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object)
 
 def _parameters(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.layout.flats:
-        yield _row(
-            What.PARAMETERS,
-            blueprint.placement.homes[flat.unit].parameter,
-            flat.shard_numel,
-            blueprint.dtypes[flat.index],
-            unit=flat.unit,
-            flat=flat.index,
-            name=f"flat {flat.index} parameters",
-            shares_pages=True,
-        )
+        home = blueprint.placement.homes[flat.unit].parameter
+        yield from _homes(blueprint, flat, home, f"flat {flat.index} ", What.PARAMETERS)
 
 
 def _states(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.trained_flats():
-        for column in columns(blueprint, flat.index):
-            if column.what in (What.MASTERS, What.STATES):
-                yield _row(
-                    column.what,
-                    blueprint.placement.homes[flat.unit].master,
-                    column.numel,
-                    column.dtype,
-                    unit=flat.unit,
-                    flat=flat.index,
-                    name=f"{flat.unit}/{flat.index}/{column.name}",
-                    shares_pages=True,
-                )
+        home = blueprint.placement.homes[flat.unit].master
+        yield from _homes(blueprint, flat, home, f"{flat.unit}/{flat.index}/", What.MASTERS, What.STATES)
+
+
+def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *whats: What) -> Iterator[Row]:
+    for column in columns(blueprint, flat.index):
+        if column.what in whats:
+            yield _row(
+                column.what,
+                home,
+                column.numel,
+                column.dtype,
+                unit=flat.unit,
+                flat=flat.index,
+                name=prefix + column.name,
+                shares_pages=True,
+            )
 
 
 _OF_GRADIENTS = {
@@ -313,8 +311,11 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
                 longest[column.dtype] = max(longest.get(column.dtype, 0), column.numel)
+    page = blueprint.layout.page_size
     for dtype, numel in longest.items():
-        least = min(chunk_numel(blueprint.layout.page_size), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
+        # Codes of a chunk are less than a page, with the disk block that they begin in.
+        most = page if dtype is torch.uint8 else chunk_numel(page)
+        least = min(most, -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         yield _row(What.SAVES, blueprint.ram, least, dtype, count=BUFFERS, name="values in transit")
 
 
