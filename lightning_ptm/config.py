@@ -75,6 +75,10 @@ class Settings:
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
         parameter_home: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
+        frozen_dtype: In how many bits pages keep frozen matrices (`requires_grad=False`), but for those of the root unit and
+            of embeddings: as they `compute`, or as codes of 8 (`int8`) or 4 bits (`nf4`, that of QLoRA), with a scale for
+            each 64 elements. They come to compute precision when their unit is fetched. What the codes do not hold is lost:
+            checkpoints, and the module after the run, have the rounded values.
         master_home: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
         state_dtype: What optimizer states lie in pages as: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
@@ -154,6 +158,7 @@ class Settings:
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
     parameter_home: Home = "auto"
+    frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
     master_home: Home = "auto"
     state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     recompute: str = "none"
@@ -362,7 +367,15 @@ class Settings:
 
 _WORDS = {
     name: get_args(get_type_hints(Settings)[name])
-    for name in ("state_dict_type", "failed_save", "reduce_gradients", "half_products", "freed_memory", "resume")
+    for name in (
+        "state_dict_type",
+        "failed_save",
+        "reduce_gradients",
+        "half_products",
+        "freed_memory",
+        "resume",
+        "frozen_dtype",
+    )
 }
 """What these settings may be."""
 

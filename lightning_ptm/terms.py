@@ -24,6 +24,27 @@ starts fall on multiples of the vector width (invariant I2 of planning/layout.py
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How frozen weights are kept in fewer bits: blocks of `ALIGN_NUMEL` elements, each its largest absolute value as a
+    float32 and then its codes. Parameters and pieces are whole blocks, so a block is the same on any number of ranks.
+
+    Args:
+        name: as settings have it.
+        block_bytes: of a block; a multiple of 4.
+    """
+
+    name: str
+    block_bytes: int
+
+    def bytes_of(self, numel: int) -> int:
+        """Of so many elements, whole blocks."""
+        return numel // ALIGN_NUMEL * self.block_bytes
+
+
+CODES = {code.name: code for code in (Code("int8", 4 + ALIGN_NUMEL), Code("nf4", 4 + ALIGN_NUMEL // 2))}
+
+
 class Link(enum.Enum):
     """What can be busy besides compute: copies by direction, the collectives, and the update by place."""
 

@@ -94,14 +94,14 @@ def parts_of(
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
         for flat in kind.flats:
             if flat.segments:
-                stays = not changing and isinstance(flat.paged, PagedTensor) and _stays(flat.paged)
+                stays = not changing and isinstance(flat.paged, PagedTensor) and _in_ram(flat.paged)
                 parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays)))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside
 
 
-def _stays(paged: PagedTensor) -> bool:
+def _in_ram(paged: PagedTensor) -> bool:
     return paged.tier.addressable and in_ram(paged.tensor())
 
 

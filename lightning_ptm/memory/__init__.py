@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptm.memory.allocator import Allocator
+from lightning_ptm.memory.codes import CodedTensor
 from lightning_ptm.memory.disk import DiskRegion, FileOps, check_folders, make_folders
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor, PageSpan
@@ -12,6 +13,7 @@ from lightning_ptm.memory.transfer import Transfer
 
 __all__ = [
     "Allocator",
+    "CodedTensor",
     "DiskRegion",
     "FileOps",
     "Link",

@@ -237,14 +237,14 @@ class Allocator:
             started = self._copier.begin(copy_range(source, target, source_start, target_start, numel))
         return self._copier.launch(started)
 
-    def fill(self, source: PagedTensor, target: PagedTensor) -> Transfer:
+    def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
         """As `copy`, from a complete source to an unused device tensor: waits for its pages' last use only."""
         with self._lock:
             self._check_open()
             self._check_usable(source)
             self._check_usable(target)
             behind = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
-            started = self._copier.begin(copy_range(source, target, 0, 0, None), behind=[*behind.values()])
+            started = self._copier.begin(copy_range(source, target, 0, target_start, None), behind=[*behind.values()])
         return self._copier.launch(started)
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:

@@ -20,17 +20,18 @@ Long because what cannot be laid out is refused beside the arithmetic that it wo
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.boxes import Box, Stretch
 from lightning_ptm.planning.owners import choose_owners
-from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, is_page_size
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, Code, is_page_size
+
+Family = tuple[bool, str, int, str]
 
 TAIL_BYTES = 512
 """Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
@@ -60,6 +61,7 @@ class ParameterSpec:
         partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
         updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
         states_bytes: of such a parameter, bytes of all its model states: what its owner has of it.
+        code: in which its home has it; None: in its dtype, as always where it is trained.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ParameterSpec:
     partial: bool = False
     updated_whole: bool = False
     states_bytes: int = 0
+    code: Code | None = None
 
     @property
     def numel(self) -> int:
@@ -137,8 +140,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A unit's parameters of one dtype, all of one optimizer or all frozen, all of the same ranks, laid end to end and cut
-    into stripes.
+    """A unit's parameters of one dtype and code, all of one optimizer or all frozen, all of the same ranks, laid end to end
+    and cut into stripes.
 
     Args:
         unit: index of the unit.
@@ -154,6 +157,7 @@ class FlatLayout:
         gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where they are sums.
         shares: where ranks own whole parameters, the first element of each rank's share, and the end of the last; else empty.
         rank: among those that share the flat, the one whose shard is meant; of no account where `shares` is empty.
+        code: in which homes have it; None: in its dtype.
     """
 
     unit: int
@@ -170,10 +174,27 @@ class FlatLayout:
     gradient_itemsize: int
     shares: tuple[int, ...] = ()
     rank: int = 0
+    code: Code | None = None
 
     def of(self, rank: int) -> FlatLayout:
         """As `rank` has it."""
-        return dataclasses.replace(self, rank=rank) if self.shares else self
+        return replace(self, rank=rank) if self.shares else self
+
+    @property
+    def stored(self) -> FlatLayout:
+        """As it is at home and on its way between ranks: where it has a code, a flat whose elements are bytes of codes."""
+        if self.code is None:
+            return self
+        return replace(
+            self,
+            dtype="uint8",
+            itemsize=1,
+            numel=self.code.bytes_of(round_up(self.numel, ALIGN_NUMEL)),
+            piece_numel=self.code.bytes_of(self.piece_numel),
+            tail_piece_numel=self.code.bytes_of(self.tail_piece_numel),
+            gradient_itemsize=1,
+            code=None,
+        )
 
     @property
     def shared(self) -> bool:
@@ -196,15 +217,15 @@ class FlatLayout:
         return self.trainable and self.slots[0].spec.updated_whole
 
     @property
-    def family(self) -> tuple[bool, str, int]:
+    def family(self) -> Family:
         """What a unit's flats that differ in their parts alone have in common."""
-        first = self.slots[0].spec
-        return first.trainable, first.dtype, first.optimizer if first.trainable else 0
+        return _family(self.slots[0].spec)
 
     @property
     def shard_pages(self) -> int:
-        """Pages of a rank's shard; of the longest one where they differ. One for each stripe, where there are stripes."""
-        return -(-self.longest_shard_numel // self.piece_numel)
+        """Pages of a rank's shard; of the longest one where they differ. One for each stripe, where there are stripes, and
+        fewer of codes."""
+        return -(-self.longest_shard_bytes // (self.piece_numel * self.itemsize))
 
     @property
     def shard_numel(self) -> int:
@@ -237,13 +258,16 @@ class FlatLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the rank's shard in the compute dtype."""
-        return self.shard_numel * self.itemsize
+        """Bytes of the rank's shard, as it is at home."""
+        return self._bytes_at_home(self.shard_numel)
 
     @property
     def longest_shard_bytes(self) -> int:
-        """Bytes of the longest shard of all ranks in the compute dtype."""
-        return self.longest_shard_numel * self.itemsize
+        """Bytes of the longest shard of all ranks, as it is at home."""
+        return self._bytes_at_home(self.longest_shard_numel)
+
+    def _bytes_at_home(self, numel: int) -> int:
+        return numel * self.itemsize if self.code is None else self.code.bytes_of(numel)
 
     @property
     def gradient_bytes(self) -> int:
@@ -290,7 +314,7 @@ class FlatLayout:
         first = self.shard_start
         for place, slot in enumerate(self.slots):
             if not self.shares or first <= slot.start < self.shares[self.rank + 1]:
-                yield place, dataclasses.replace(slot, start=slot.start - first) if first else slot
+                yield place, replace(slot, start=slot.start - first) if first else slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +350,7 @@ class ModelLayout:
 
     def of(self, rank: int) -> ModelLayout:
         """As another rank that holds the same units has it."""
-        return dataclasses.replace(self, flats=tuple(flat.of(rank) for flat in self.flats))
+        return replace(self, flats=tuple(flat.of(rank) for flat in self.flats))
 
     @property
     def owned(self) -> bool:
@@ -342,7 +366,7 @@ class ModelLayout:
         return any(flat.shared for flat in self.flats_of(unit))
 
     def shard_pages(self, unit: int) -> int:
-        """Pages of one rank's shard of a unit's parameters: one per stripe."""
+        """Pages of one rank's shard of a unit's parameters: one per stripe, and fewer of codes."""
         return sum(flat.shard_pages for flat in self.flats_of(unit))
 
     def trainable_pages(self, unit: int) -> int:
@@ -363,9 +387,11 @@ class ModelLayout:
         """Pages that a unit takes where it computes: each flat is a run of whole pages.
 
         Args:
-            in_place: its home is there, so flats that nobody shares are used where they are.
+            in_place: its home is there, so flats that nobody shares are used where they are, unless they have a code.
         """
-        return self._run_pages(flat for flat in self.flats_of(unit) if flat.shared or not in_place)
+        return self._run_pages(
+            flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
+        )
 
     def full_gradient_pages(self, unit: int, *, alone: bool | None = None) -> int:
         """Pages that a unit's gradients take before they are reduced; those of flats that are `alone`, or are not."""
@@ -402,8 +428,8 @@ def build_layout(
     elsewhere: Collection[int] = (),
     rank: int = 0,
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizer, parts, partial) of each unit, trainable first, ordered by
-    group. Flats that differ in the last two alone are neighbours.
+    """Lay out a model: a flat per (dtype, trainable, optimizer, code, parts, partial) of each unit, trainable first, ordered
+    by group. Flats that differ in the last two alone are neighbours.
 
     Args:
         units: the units of the model; the first is the root.
@@ -424,10 +450,11 @@ def build_layout(
     first_flats = [0]
     owners = choose_owners(units, world_size) if world_size > 1 else {}
     for unit, spec in enumerate(units):
-        members: dict[tuple[bool, str, int], dict[tuple[int, bool], list[ParameterSpec]]] = {}
+        members: dict[Family, dict[tuple[int, bool], list[ParameterSpec]]] = {}
         for parameter in spec.parameters:
-            key = (parameter.trainable, parameter.dtype, parameter.optimizer if parameter.trainable else 0)
-            members.setdefault(key, {}).setdefault((parameter.parts, parameter.partial), []).append(parameter)
+            members.setdefault(_family(parameter), {}).setdefault((parameter.parts, parameter.partial), []).append(
+                parameter
+            )
         first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
         # Stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
@@ -491,6 +518,7 @@ def _flat(
         gradient_itemsize=first.gradient_itemsize or itemsize,
         shares=tuple(shares),
         rank=rank if owned else 0,
+        code=first.code,
     )
 
 
@@ -498,6 +526,11 @@ def _begin_share(shares: list[int], end: int) -> int:
     """Add where the next share begins, behind what the one before has up to `end`, and at least a block (I6)."""
     shares.append(round_up(max(end, shares[-1] + 1), BLOCK_BYTES) if shares else 0)
     return shares[-1]
+
+
+def _family(spec: ParameterSpec) -> Family:
+    """What parameters of a unit have in common that lie in one flat, or in several because of their parts."""
+    return spec.trainable, spec.dtype, spec.optimizer if spec.trainable else 0, spec.code.name if spec.code else ""
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:

@@ -157,7 +157,9 @@ class _Replay:
     def _fetch(self, task: Task) -> None:
         whole = not self._layout.gathers(task.unit)
         kind = Kind.FULL if whole else Kind.PARAMETER
-        if task.kind is not kind or self._placement.homes[task.unit].parameter is Tier.DEVICE:
+        at_home = self._placement.homes[task.unit].parameter is Tier.DEVICE
+        # What is at home on the device comes to other pages there where it has a code.
+        if task.kind is not kind or (at_home and not (whole and self._pages(task.unit, kind))):
             raise InternalError(f"{self._words(task)}: there is nothing to fetch for a {task.kind.value} copy")
         self._put(task, kind)
         self._hold(self._pages(task.unit, kind))
@@ -291,7 +293,7 @@ class _Replay:
             away = self._placement.homes[unit].parameter is not Tier.DEVICE
             flats = self._layout.flats_of(unit)
             if kind is Kind.FULL:
-                sizes = [flat.padded_bytes for flat in flats if flat.shared or away]
+                sizes = [flat.padded_bytes for flat in flats if flat.shared or away or flat.code is not None]
             elif kind is Kind.PARAMETER:
                 sizes = [flat.longest_shard_bytes for flat in flats if flat.shared]
             else:

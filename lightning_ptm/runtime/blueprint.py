@@ -44,7 +44,7 @@ from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
 from lightning_ptm.runtime.stock import in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import CODES, Code, Tier
 from lightning_ptm.update import OptimizerTraits, probe
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -617,6 +617,7 @@ def _may_be_outside(request: Request, blueprint: Blueprint) -> bool:
         and not request.mixed
         and request.compute is torch.float32  # nothing is converted
         and request.settings.weights is None
+        and not any(flat.code for flat in blueprint.layout.flats)
         and request.settings.restore_weights
         and _may_be_unpaged(request.settings, wishes)
         and _is_all_in_ram(blueprint.placement)
@@ -719,11 +720,21 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
                     stride=_stride(item),
                     box=request.boxes.get(id(parameter)),
                     partial=id(parameter) in request.partial and parameter.requires_grad and group >= 0,
+                    code=None if unit is units[0] else _code(item, request.settings),
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))
     _check_strides(specs, request)
     return specs
+
+
+def _code(item: UnitParameter, settings: Settings) -> Code | None:
+    """In which a parameter of a unit beside the root has its home. What is the root's is at hand all the time, so codes would
+    be there beside it. Vectors are few bytes, and rows of an embedding are looked up, not multiplied."""
+    parameter, looked_up = item.parameter, (nn.Embedding, nn.EmbeddingBag)
+    if parameter.requires_grad or parameter.dim() < 2 or any(isinstance(each, looked_up) for each, _ in item.places):
+        return None
+    return CODES.get(settings.frozen_dtype)
 
 
 def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:

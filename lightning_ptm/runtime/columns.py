@@ -15,7 +15,7 @@ import torch
 from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
-from lightning_ptm.terms import BLOCK_BYTES, Tier, chunk_numel
+from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
 from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
 from lightning_ptm.update.encoding import VALUES_DTYPE
 
@@ -40,10 +40,15 @@ class Flats(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A tensor beside a flat's others; as long as the shard, but for states of own shapes."""
+    """A tensor beside a flat's others; as long as the shard, but for states of own shapes.
+
+    Attributes:
+        code: in which a frozen flat's parameters are at home.
+    """
 
     what: What
     layout: StateLayout
+    code: Code | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +64,8 @@ class Column:
 
     def chunk(self, numel: int) -> int:
         """What lies in pages of so many elements of a flat that travel together."""
+        if self.code is not None:
+            return self.code.bytes_of(numel) + 2 * BLOCK_BYTES  # with the disk blocks in which they begin and end
         return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
 
 
@@ -73,7 +80,8 @@ def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
     found = [] if master is None else [whole(What.MASTERS, "master", master)]
     if traits is not None:
         found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
-    found.append(whole(What.PARAMETERS, "parameters", flats.dtypes[flat]))
+    dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
+    found.append(Column(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
     if traits is not None:
         found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
     return found

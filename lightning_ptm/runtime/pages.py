@@ -66,6 +66,7 @@ class Pages:
                 self._device,
                 is_copy=blueprint.copies[layout.index]
                 or layout.shared
+                or layout.code is not None
                 or not blueprint.placement.homes[unit].parameter.computes,
                 closes=blueprint.copies[layout.index] or (late and layout.trainable),
             )

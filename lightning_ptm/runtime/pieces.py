@@ -1,7 +1,8 @@
 """Moves elements between paged tensors of any tier and ordinary tensors on the CPU, a page at a time.
 
 Knows pages and stretches of parameters (`Segment`); nothing of names, units or steps. Of a tensor on disk no more than
-`BUFFERS` pages are in memory. The caller sees to it that nothing else writes the pages meanwhile.
+`BUFFERS` pages are in memory, but for one of codes (CodedTensor) that is written, which are there whole. The caller sees to
+it that nothing else writes the pages meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.codes import CodedTensor, encode
+from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
-from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update import Segment
 from lightning_ptm.update.encoding import EncodedTensor, Encoder
 
@@ -30,17 +33,19 @@ BUFFERS = 4
 """Pages that are read, or written, at once."""
 
 
-Elements = PagedTensor | EncodedTensor
+Elements = PagedTensor | EncodedTensor | CodedTensor
 """Of what is encoded, the elements are what it stands for."""
 
 
 def in_pages(tensor: Elements) -> PagedTensor:
     """Where they lie."""
-    return tensor.paged if isinstance(tensor, EncodedTensor) else tensor
+    return tensor if isinstance(tensor, PagedTensor) else tensor.paged
 
 
 def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
     """The `numel` elements of a stretch of which `stored` lies in pages, which it is where nothing is encoded."""
+    if isinstance(tensor, CodedTensor):
+        return tensor.decoded(stored)
     if not isinstance(tensor, EncodedTensor):
         return stored
     values = torch.empty(numel, dtype=tensor.dtype, device=stored.device)
@@ -51,6 +56,8 @@ def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
 def _stretch(tensor: Elements, start: int, numel: int) -> tuple[int, int]:
     """(first element, elements) in pages of at most `numel` elements from `start` on."""
     numel = min(numel, tensor.numel - start)
+    if isinstance(tensor, CodedTensor):
+        return tensor.code.bytes_of(start), tensor.code.bytes_of(numel)
     return tensor.encoding.stretch(start, numel) if isinstance(tensor, EncodedTensor) else (start, numel)
 
 
@@ -66,7 +73,7 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
     return values
 
 
-def write(allocator: Allocator, paged: PagedTensor, values: Tensor, *, seen: Seen = unseen) -> None:
+def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen = unseen) -> None:
     """Replace all elements. `seen` is told how many more bytes were."""
     whole = Segment(0, 0, 0, paged.numel, ragged=False)
     fill(allocator, paged, [whole], [values], seen=seen)
@@ -90,7 +97,7 @@ def chosen(
             yield start, elements_of(paged, part, min(numel, paged.numel - start)).cpu()
         return
     to_read = iter(starts)
-    coming: deque[tuple[int, PagedTensor, Transfer]] = deque()
+    coming: deque[tuple[int, int, PagedTensor, Transfer]] = deque()
     more = True
     try:
         while more or coming:
@@ -102,16 +109,20 @@ def chosen(
                     break
                 start = found
                 first, length = _stretch(paged, start, numel)
-                transfer = allocator.copy(stored, buffer, source_start=first, numel=length)
-                coming.append((start, buffer, transfer))
+                # A disk is read by blocks; only codes begin within one.
+                block = BLOCK_BYTES // stored.dtype.itemsize
+                begin = first // block * block
+                end = min(round_up(first + length, block), stored.numel)
+                transfer = allocator.copy(stored, buffer, source_start=begin, numel=end - begin)
+                coming.append((start, first - begin, buffer, transfer))
             if coming:
-                start, buffer, transfer = coming.popleft()
+                start, lead, buffer, transfer = coming.popleft()
                 transfer.wait()
-                part = buffer.tensor()[: _stretch(paged, start, numel)[1]]
+                part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
                 yield start, elements_of(paged, part, min(numel, paged.numel - start))
                 buffers.give_back(buffer)
     finally:
-        _end(transfer for _, _, transfer in coming)
+        _end(transfer for _, _, _, transfer in coming)
 
 
 def fill(
@@ -149,7 +160,9 @@ def fill(
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
 
-    if isinstance(paged, PagedTensor) and paged.tier.addressable:
+    if isinstance(paged, CodedTensor):
+        _fill_codes(allocator, paged, put, keep=keep)
+    elif isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
     else:
         _change(allocator, paged, put, keep=keep)
@@ -192,6 +205,19 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
     finally:
         _end(transfer for _, transfer in leaving)
         buffers.close()
+
+
+def _fill_codes(allocator: Allocator, coded: CodedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """As `_change`; a chunk's codes seldom begin with a disk block, so all are written at once."""
+    bytes_of, step = coded.code.bytes_of, _step(allocator, coded)
+    codes = read(allocator, coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
+    for start in range(0, coded.numel, step):
+        stop = min(start + step, coded.numel)
+        part = codes[bytes_of(start) : bytes_of(stop)]
+        values = coded.decoded(part) if keep else torch.empty(stop - start, dtype=coded.dtype)
+        put(values, start)
+        encode(values, coded.code, part)
+    write(allocator, coded.paged, codes)
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:

@@ -24,15 +24,14 @@ from lightning_ptm.runtime.interrupts import interrupted_later
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor
-    from lightning_ptm.update.encoding import EncodedTensor
+    from lightning_ptm.runtime.pieces import Elements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A paged tensor, encoded or not, and what to do with its elements: `put(first element, elements on the CPU)` must copy
-    them."""
+    """What lies in pages and what to do with its elements: `put(first element, elements on the CPU)` must copy them."""
 
-    paged: PagedTensor | EncodedTensor
+    paged: Elements
     put: Callable[[int, Tensor], None]
 
 
@@ -102,7 +101,7 @@ class Snapshot:
                 self.fail(error)
                 raise
 
-    def _claim(self, paged: PagedTensor | EncodedTensor, start: int) -> bool:
+    def _claim(self, paged: Elements, start: int) -> bool:
         """Whether the cell is the caller's to take; waits while somebody else takes it."""
         with self._changed:
             self._changed.wait_for(
@@ -130,7 +129,7 @@ class Snapshot:
             self._set(part.paged, start, _State.TAKEN)
             self._changed.notify_all()
 
-    def _claims(self, paged: PagedTensor | EncodedTensor) -> Iterator[int]:
+    def _claims(self, paged: Elements) -> Iterator[int]:
         """Starts of cells that are there, each claimed when it is asked for."""
         for start in range(0, paged.numel, self._cell_numel):
             with self._changed:
@@ -141,8 +140,8 @@ class Snapshot:
                 self._set(paged, start, _State.BEING_TAKEN)
             yield start
 
-    def _state(self, paged: PagedTensor | EncodedTensor, start: int) -> _State:
+    def _state(self, paged: Elements, start: int) -> _State:
         return self._cells[paged.id][start // self._cell_numel]
 
-    def _set(self, paged: PagedTensor | EncodedTensor, start: int, state: _State) -> None:
+    def _set(self, paged: Elements, start: int, state: _State) -> None:
         self._cells[paged.id][start // self._cell_numel] = state

@@ -66,32 +66,29 @@ def taken_dtype(row: Row) -> torch.dtype:
 
 def _parameters(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.layout.flats:
-        yield row_of(
-            What.PARAMETERS,
-            blueprint.placement.homes[flat.unit].parameter,
-            flat.shard_numel,
-            blueprint.dtypes[flat.index],
-            unit=flat.unit,
-            flat=flat.index,
-            name=f"flat {flat.index} parameters",
-            shares_pages=True,
-        )
+        home = blueprint.placement.homes[flat.unit].parameter
+        yield from _homes(blueprint, flat, home, f"flat {flat.index} ", What.PARAMETERS)
 
 
 def _states(blueprint: Blueprint) -> Iterator[Row]:
     for flat in blueprint.trained_flats():
-        for column in columns(blueprint, flat.index):
-            if column.what in (What.MASTERS, What.STATES):
-                yield row_of(
-                    column.what,
-                    blueprint.placement.homes[flat.unit].master,
-                    column.numel,
-                    column.dtype,
-                    unit=flat.unit,
-                    flat=flat.index,
-                    name=f"{flat.unit}/{flat.index}/{column.name}",
-                    shares_pages=True,
-                )
+        home = blueprint.placement.homes[flat.unit].master
+        yield from _homes(blueprint, flat, home, f"{flat.unit}/{flat.index}/", What.MASTERS, What.STATES)
+
+
+def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *whats: What) -> Iterator[Row]:
+    for column in columns(blueprint, flat.index):
+        if column.what in whats:
+            yield row_of(
+                column.what,
+                home,
+                column.numel,
+                column.dtype,
+                unit=flat.unit,
+                flat=flat.index,
+                name=prefix + column.name,
+                shares_pages=True,
+            )
 
 
 _OF_GRADIENTS = {

@@ -7,6 +7,8 @@ The host runs ahead: that a flat is LIVE tells that the compute stream is behind
 I1: parameters are bound exactly while the flat is LIVE. I2: a resident flat (world size 1, home on the device) is its own
 full flat: LIVE for good, zero-copy. I3: the full flat's pages are given back only after the compute stream is done
 with them (`Allocator.release` orders that). I4: who writes to a home waits for what still reads it (`reads`).
+I5: of a flat that has a code, homes, shards and what ranks exchange are codes; these come to the end of the full flat's own
+    pages, and become values in place when compute needs them. It is never resident.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.memory.codes import CodedTensor, decode, room_before_codes, rounded
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class FlatStore:
     Args:
         layout: where the parameters lie.
         binding: the link to the parameters.
-        home: this rank's shard (shard_numel,), on its home tier.
+        home: this rank's shard (shard_numel,), or its codes, on its home tier.
         communicator: of the ranks that share the flat.
     """
 
@@ -68,7 +71,11 @@ class FlatStore:
         self.layout = layout
         self.binding = binding
         self.home = home
-        self.resident = not layout.shared and home.tier.computes
+        in_place = not layout.shared and home.tier.computes
+        self.resident = in_place and layout.code is None
+        self._decodes_home = in_place and not self.resident
+        self._stored = layout.stored
+        self._start = 0 if layout.code is None else room_before_codes(layout.padded_bytes, self._stored.padded_bytes)
         self._allocator = allocator
         self.communicator = communicator
         self.state = FullState.RELEASED
@@ -84,6 +91,12 @@ class FlatStore:
     def full_bytes(self) -> int:
         return 0 if self.resident else self.layout.padded_numel * self.layout.itemsize
 
+    @property
+    def values(self) -> PagedTensor | CodedTensor:
+        """The shard's values (shard_numel,) at home."""
+        code = self.layout.code
+        return self.home if code is None else CodedTensor(self.home, code, self.binding.dtype, self.layout.shard_numel)
+
     def reads(self) -> Sequence[Transfer]:
         """Copies of the home that are still under way (I4)."""
         self._reads = [transfer for transfer in self._reads if not transfer.done()]
@@ -94,8 +107,8 @@ class FlatStore:
         for transfer in self.reads():
             transfer.wait()
 
-    def _copy_home(self, target: PagedTensor) -> Transfer:
-        self._reads = [*self.reads(), self._allocator.fill(self.home, target)]
+    def _copy_home(self, target: PagedTensor, start: int = 0) -> Transfer:
+        self._reads = [*self.reads(), self._allocator.fill(self.home, target, start)]
         return self._reads[-1]
 
     def bind_resident(self) -> None:
@@ -126,7 +139,8 @@ class FlatStore:
         elif self.state is FullState.LIVE:
             full = self.full()
             if changed is not None:
-                full.copy_(changed)
+                code = self.layout.code
+                full.copy_(changed if code is None else rounded(changed.to(full.dtype), code))
             self.binding.bind(full)
         else:
             self.binding.unbind()
@@ -135,19 +149,27 @@ class FlatStore:
         """The bound flat (padded_numel,)."""
         if self.state is not FullState.LIVE:
             raise InternalError(f"flat {self.layout.index} is {self.state.value}, not live")
-        return self.home.tensor() if self.resident else self._taken().tensor()
+        return self.home.tensor() if self.resident else self._values_here()
+
+    def _values_here(self) -> Tensor:
+        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses ever after.
+        with torch.inference_mode(False):
+            return self._taken().tensor().view(self.binding.dtype)
+
+    def _coming(self) -> Tensor:
+        """Where the full flat comes to: all of its pages, or their end (I5)."""
+        return self._taken().tensor()[self._start :][: self._stored.padded_numel]
 
     def fetch_shard(self) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
         if not self.layout.shared or self.home.tier.computes or self._shard is not None:
             return
-        name = f"flat {self.layout.index} shard"
-        self._shard = self._in_a_row(name, self.layout.shard_numel)
+        self._shard = self._in_a_row(f"flat {self.layout.index} shard", self.home.numel)
         self._shard_pending = self._copy_home(self._shard)
 
     def _in_a_row(self, name: str, numel: int) -> PagedTensor:
         """Device pages whose bytes follow each other; raises CapacityError and takes nothing when there are none."""
-        tensor = self._allocator.allocate(name, numel, self.binding.dtype, Tier.DEVICE)
+        tensor = self._allocator.allocate(name, numel, self.home.dtype, Tier.DEVICE)
         if not tensor.is_contiguous:
             pages = len(tensor.pages)
             self._allocator.release(tensor)
@@ -160,8 +182,7 @@ class FlatStore:
     def take(self) -> None:
         """Takes the full flat's pages; raises CapacityError and changes nothing when the device tier has no room."""
         self._expect(FullState.FETCHING)
-        name = f"flat {self.layout.index} full"
-        full = self._in_a_row(name, self.layout.padded_numel)
+        full = self._in_a_row(f"flat {self.layout.index} full", self.layout.padded_bytes // self.home.dtype.itemsize)
         try:
             self.fetch_shard()
         except CapacityError:
@@ -172,17 +193,19 @@ class FlatStore:
 
     def fill(self) -> None:
         """Starts filling the pages taken. With several ranks, the caller has agreed on the all-gather."""
-        if not self.layout.shared:
-            self._pending = partial(self._copy_home(self._taken()).wait, host=False)
-        else:
-            work = self.communicator.all_gather(self._shard_tensor(), self._taken().tensor(), self.layout)
-            self._pending = work.wait
+        if self.layout.shared:
+            self._pending = self.communicator.all_gather(self._shard_tensor(), self._coming(), self._stored).wait
+        elif not self._decodes_home:
+            self._pending = partial(self._copy_home(self._taken(), self._start).wait, host=False)
 
     def finish_fetch(self) -> None:
         """Has the current stream wait for the bytes (and this thread, where they come by I/O), and binds the parameters."""
         self._expect(FullState.LIVE)
         self._order()
-        self.binding.bind(self._taken().tensor())
+        full = self._values_here()
+        if self.layout.code is not None:
+            decode(self.home.tensor() if self._decodes_home else self._coming(), self.layout.code, full)
+        self.binding.bind(full)
         self.state = FullState.LIVE
         if self._evict_when_live:
             self._evict_when_live = False
@@ -235,8 +258,8 @@ class FlatStore:
             shard = self._shard_tensor()
         except CapacityError:
             shard = read(self.home).to(self.binding.device)
-        scratch = torch.empty(self.layout.padded_numel, dtype=self.binding.dtype, device=shard.device)
-        self.communicator.all_gather(shard, scratch, self.layout).wait()
+        scratch = torch.empty(self._stored.padded_numel, dtype=self.home.dtype, device=shard.device)
+        self.communicator.all_gather(shard, scratch, self._stored).wait()
         if not held:
             self.evict_shard()
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.planning.holders import Holders
-    from lightning_ptm.planning.layout import FlatLayout, ParameterSpec
+    from lightning_ptm.planning.layout import Family, FlatLayout, ParameterSpec
     from lightning_ptm.runtime.binding import FlatBinding
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.updates import FlatUpdate
@@ -214,6 +214,7 @@ class Values:
         for flat in store.flats:
             binding = flat.binding
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
+            keep = keep and flat.layout.code is None  # what their codes are for is that nothing else is kept
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
@@ -719,7 +720,7 @@ class Values:
     def _kind(self, store: UnitStore, name: str, parts: Sequence[_Part]) -> ShardedKind:
         tensors, flats = [], []
         places = {item.name: place for place, item in enumerate(store.unit.parameters)}
-        families: dict[tuple[bool, str, int], int] = {}
+        families: dict[Family, int] = {}
         for part in parts:
             flat, paged = part.flat, part.paged
             parameters, segments = self._laid(flat, name)
@@ -774,29 +775,31 @@ class Values:
             if original is not None:
                 self._originals[id(parameter)] = flat.binding.view(whole, slot).to(original.dtype, copy=True)
 
-    def _precise_home(self, flat: FlatStore) -> PagedTensor:
+    def _precise_home(self, flat: FlatStore) -> Elements:
+        return self._master(flat) or flat.values
+
+    def _master(self, flat: FlatStore) -> PagedTensor | None:
         update = self._updates.get(flat.layout.index)
-        master = update.states.master if update is not None else None
-        return flat.home if master is None else master
+        return update.states.master if update is not None else None
 
     def _bytes_of_homes(self, flat: FlatStore) -> int:
-        home = self._precise_home(flat)
-        return flat.home.nbytes + (0 if home is flat.home else home.nbytes)
+        master = self._master(flat)
+        return flat.values.nbytes + (0 if master is None else master.nbytes)
 
     def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
-        home, segments = self._precise_home(flat), self.segments(flat)
+        master, segments = self._master(flat), self.segments(flat)
         given, boxes = flat.binding.as_laid(given), flat.binding.boxes
-        pieces.fill(self._allocator, home, segments, given, boxes, seen=seen)
-        if home is not flat.home:
-            pieces.fill(self._allocator, flat.home, segments, given, boxes, through=home.dtype, seen=seen)
+        if master is not None:
+            pieces.fill(self._allocator, master, segments, given, boxes, seen=seen)
+        through = None if master is None else master.dtype
+        pieces.fill(self._allocator, flat.values, segments, given, boxes, through=through, seen=seen)
 
     def _write_flat(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
         shard = self._shard(flat, whole)
-        home = self._precise_home(flat)
-        if home is not flat.home:
-            pieces.write(self._allocator, home, shard, seen=seen)
-        pieces.write(self._allocator, flat.home, shard, seen=seen)
+        if (master := self._master(flat)) is not None:
+            pieces.write(self._allocator, master, shard, seen=seen)
+        pieces.write(self._allocator, flat.values, shard, seen=seen)
 
     def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
         if not flat.layout.shared:

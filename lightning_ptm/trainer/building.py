@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_ptm.checkpoints import optimizer_states, weights
@@ -30,7 +30,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.blueprint import Request, draw
+from lightning_ptm.runtime.blueprint import Blueprint, Request, draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.inspection import states_in_words
@@ -103,6 +103,8 @@ class BuildingStrategy(CheckpointingStrategy):
             request = dataclasses.replace(request, rearranges=True)
         make_folders(settings.disk_paths)
         blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
+        if fitting and not anew and settings.frozen_dtype != "compute":
+            _warn_without_codes(blueprint, settings.frozen_dtype)
         self._engine = Engine(
             self._module,
             blueprint,
@@ -272,3 +274,12 @@ class BuildingStrategy(CheckpointingStrategy):
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
             )
+
+
+def _warn_without_codes(blueprint: Blueprint, name: str) -> None:
+    if not any(flat.code for flat in blueprint.layout.everywhere()):
+        rank_zero_warn(
+            f"frozen_dtype={name!r} changes nothing in this run: no matrix of a unit beside the root is frozen; freeze the "
+            f"model (model.requires_grad_(False)) before its adapters are made, name the units (units=['Block']), or leave "
+            f"frozen_dtype out"
+        )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from decisions import Listens, on_paper
 from plain_loop import TrainModule, fit, vectors
 from test_micro_batches import IN_FLIGHT, Staged
@@ -62,6 +63,17 @@ class Changing(Tower):
         return value.sin()
 
 
+class Frozen(Tower):
+    """Two blocks that codes may have, and two that may be views of their homes where these are in RAM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1:3].requires_grad_(False)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, fused=True)
+
+
 class InFlight(Staged):
     width = 128
 
@@ -82,6 +94,10 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
     "another order": (Changing, NARROW),
     "another order, narrower": (Changing, {"device_memory": "1088KiB", **HOST}),
     "another order, clipped": (Changing, {"device_memory": "1088KiB", **HOST, "gradient_clip_val": 1.0}),
+    "frozen in codes": (Frozen, {"frozen_dtype": "nf4"}),
+    "frozen in codes, narrower": (Frozen, {"frozen_dtype": "nf4", "host_memory": "3MiB"}),
+    "frozen in codes, narrow": (Frozen, {**NARROW, "frozen_dtype": "int8"}),
+    "frozen in codes on disk": (Frozen, {"frozen_dtype": "nf4", "parameter_home": "disk"}),
     "in flight": (InFlight, {"device_memory": "2MiB", **HOST}),
     "masters on disk": (Tower, {**NARROW, "master_home": "disk"}),
     "all on disk": (Tower, {**NARROW, "parameter_home": "disk", "master_home": "disk"}),

@@ -1,0 +1,76 @@
+"""Frozen weights in codes on several ranks: gathered as codes, with the values that one rank has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import run_ranks
+from rank_models import SkipsABlock
+from rank_tensor_models import Run, assert_same_learning, train
+from rank_training import TIERS, Training, fit_in_all_tiers, plain
+from torch import nn
+
+from lightning_ptm.memory.codes import rounded
+from lightning_ptm.terms import ALIGN_NUMEL, CODES
+
+CODE = CODES["nf4"]
+
+
+class Frozen(SkipsABlock):
+    """Matrices of blocks are frozen; one rank leaves a block out at some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.matrices():
+            parameter.requires_grad_(False)
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [each for block in self.blocks for each in (block.up.weight, block.down.weight)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, fused=True)
+
+
+class RoundedBefore(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.matrices():
+            assert parameter.numel() % ALIGN_NUMEL == 0
+            parameter.data = rounded(parameter.data.flatten(), CODE).view(parameter.shape)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)  # the loop goes through all
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("tiers", [["ram", "all_on_disk"], ["three_tiers", "lock_free"]])
+def test_any_number_of_ranks_has_the_numbers_of_weights_that_were_rounded_before(
+    world_size: int, tiers: list[str], disk: Path
+) -> None:
+    assert set(tiers) < set(TIERS)
+    theirs = plain(Training(RoundedBefore), world_size)
+    settings: dict[str, Any] = {"frozen_dtype": CODE.name}
+    ours = run_ranks(fit_in_all_tiers, world_size, Training(Frozen), world_size, disk, settings, tiers)
+    for rank, by_tier in enumerate(ours):
+        for outcome in by_tier.values():
+            outcome.assert_equal(theirs[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["ram", "all_on_disk"])
+def test_divided_layers_learn_what_one_rank_learns_with_the_same_codes(tier: str, disk: Path) -> None:
+    """Rows of each part are multiples of a block."""
+    pytest.importorskip("peft", reason="trains adapters of theirs")
+    sizes = {"lora": True, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    how = Run("llama", 2, 2, tier, settings={"frozen_dtype": CODE.name}, sizes=sizes)
+    (whole,) = run_ranks(train, 1, how.on_one(), disk)
+    outcomes = run_ranks(train, 2, how, disk, limit_s=240)
+    assert_same_learning(outcomes, whole)
+    for mine in outcomes:
+        assert all(
+            torch.equal(mine.weights[name], whole.weights[name]) for name in mine.weights if "base_layer" in name
+        )
