@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.terms import ALIGN_NUMEL
 
 BLOCK_NUMEL = ALIGN_NUMEL
@@ -118,4 +119,4 @@ def _blocks(part: slice) -> slice:
 
 def _any(signed: Tensor) -> bool:
     """Whether signs are worth looking for: a device is not waited for to know."""
-    return signed.device.type != "cpu" or bool(signed.any())
+    return not in_ram(signed) or bool(signed.any())
