@@ -35,7 +35,8 @@ def read(allocator: Allocator, paged: PagedTensor) -> Tensor:
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step = _step(allocator, paged)
     with contextlib.closing(Buffers.for_now(allocator, [(paged.dtype, paged.numel)])) as buffers:
-        for start, part in chosen(allocator, paged, range(0, paged.numel, step), step, buffers):
+        stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
+        for start, part in chosen(allocator, paged, stretches, buffers):
             values[start : start + part.numel()].copy_(part)
     return values
 
@@ -47,22 +48,23 @@ def write(allocator: Allocator, paged: PagedTensor, values: Tensor, *, seen: See
 
 
 def chosen(
-    allocator: Allocator, paged: PagedTensor, starts: Iterable[int], numel: int, buffers: Buffers
+    allocator: Allocator, paged: PagedTensor, stretches: Iterable[tuple[int, int]], buffers: Buffers
 ) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of the stretches of `numel` elements at `starts`, which is asked for one when that one is
-    about to be read; each is good until the next is asked for.
+    """(first element, elements) of stretches, which are asked for one when that one is about to be read; each is good until
+    the next is asked for.
 
     Args:
-        numel: a multiple of 4096, at most what the buffers hold.
+        stretches: (first element, number of elements), each a multiple of 4096, but for the end of the last; of no more
+            elements than the buffers hold.
         buffers: where stretches on disk are read to.
     """
     if paged.tier.addressable:
         values = paged.tensor()
-        for start in starts:
+        for start, numel in stretches:
             yield start, values[start : start + numel].cpu()
         return
-    to_read = iter(starts)
-    coming: deque[tuple[int, PagedTensor, Transfer]] = deque()
+    to_read = iter(stretches)
+    coming: deque[tuple[tuple[int, int], PagedTensor, Transfer]] = deque()
     more = True
     try:
         while more or coming:
@@ -72,13 +74,12 @@ def chosen(
                     more = False
                     buffers.give_back(buffer)
                     break
-                start = found
-                transfer = allocator.copy(paged, buffer, source_start=start, numel=min(numel, paged.numel - start))
-                coming.append((start, buffer, transfer))
+                transfer = allocator.copy(paged, buffer, source_start=found[0], numel=found[1])
+                coming.append((found, buffer, transfer))
             if coming:
-                start, buffer, transfer = coming.popleft()
+                (start, numel), buffer, transfer = coming.popleft()
                 transfer.wait()
-                yield start, buffer.tensor()[: min(numel, paged.numel - start)]
+                yield start, buffer.tensor()[:numel]
                 buffers.give_back(buffer)
     finally:
         _end(transfer for _, _, transfer in coming)
