@@ -95,7 +95,7 @@ def parts_of(
         for flat in kind.flats:
             if flat.segments:
                 stays = not changing and isinstance(flat.paged, PagedTensor) and _in_ram(flat.paged)
-                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays)))
+                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays), flat.cells))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside

@@ -798,7 +798,7 @@ def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpe
     """With what optimizers update whole parameters.
 
     Raises:
-        ConfigError: they do, and ranks divide these; or they are saved while they are updated.
+        ConfigError: they do, and ranks divide these.
     """
 
     def followed(parameter: ParameterSpec) -> ParameterSpec:
@@ -816,11 +816,6 @@ def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpe
                 f"{traits.name} updates each parameter as a whole ({traits.whole}), and ranks {how} among them, so that "
                 f"nobody has all of it; train without {setting}, or use an optimizer that treats each element on its own, "
                 f"such as torch.optim.AdamW"
-            )
-        if request.settings.async_save:
-            raise ConfigError(
-                f"{traits.name} updates each parameter as a whole ({traits.whole}), and async_save=True copies states page "
-                f"by page before they change; use async_save=False"
             )
         sizes = (
             parameter.itemsize,

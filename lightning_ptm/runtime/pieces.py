@@ -68,7 +68,8 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step, stored = _step(allocator, paged), in_pages(paged)
     with contextlib.closing(Buffers.for_now(allocator, [(stored.dtype, stored.numel)])) as buffers:
-        for start, part in chosen(allocator, paged, range(0, paged.numel, step), step, buffers):
+        stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
+        for start, part in chosen(allocator, paged, stretches, buffers):
             values[start : start + part.numel()].copy_(part)
     return values
 
@@ -80,24 +81,24 @@ def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen =
 
 
 def chosen(
-    allocator: Allocator, paged: Elements, starts: Iterable[int], numel: int, buffers: Buffers
+    allocator: Allocator, paged: Elements, stretches: Iterable[tuple[int, int]], buffers: Buffers
 ) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of the stretches of `numel` elements at `starts`, which is asked for one when that one is
-    about to be read; each is good until the next is asked for.
+    """(first element, elements) of stretches, which are asked for one when that one is about to be read; each is good until
+    the next is asked for.
 
     Args:
-        numel: a multiple of 4096, at most what the buffers hold; those of a chunk of what is encoded.
+        stretches: (first element, number of elements), each a multiple of 4096, but for the end of the last; of no more
+            elements than the buffers hold, and chunks of what is encoded.
         buffers: where stretches on disk are read to.
     """
     stored = in_pages(paged)
     if stored.tier.addressable:
         whole = stored.tensor()
-        for start in starts:
-            part = whole.narrow(0, *_stretch(paged, start, numel))
-            yield start, elements_of(paged, part, min(numel, paged.numel - start)).cpu()
+        for start, numel in stretches:
+            yield start, elements_of(paged, whole.narrow(0, *_stretch(paged, start, numel)), numel).cpu()
         return
-    to_read = iter(starts)
-    coming: deque[tuple[int, int, PagedTensor, Transfer]] = deque()
+    to_read = iter(stretches)
+    coming: deque[tuple[tuple[int, int], int, PagedTensor, Transfer]] = deque()
     more = True
     try:
         while more or coming:
@@ -107,19 +108,18 @@ def chosen(
                     more = False
                     buffers.give_back(buffer)
                     break
-                start = found
-                first, length = _stretch(paged, start, numel)
+                first, length = _stretch(paged, *found)
                 # A disk is read by blocks; only codes begin within one.
                 block = BLOCK_BYTES // stored.dtype.itemsize
                 begin = first // block * block
                 end = min(round_up(first + length, block), stored.numel)
                 transfer = allocator.copy(stored, buffer, source_start=begin, numel=end - begin)
-                coming.append((start, first - begin, buffer, transfer))
+                coming.append((found, first - begin, buffer, transfer))
             if coming:
-                start, lead, buffer, transfer = coming.popleft()
+                (start, numel), lead, buffer, transfer = coming.popleft()
                 transfer.wait()
                 part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
-                yield start, elements_of(paged, part, min(numel, paged.numel - start))
+                yield start, elements_of(paged, part, numel)
                 buffers.give_back(buffer)
     finally:
         _end(transfer for _, _, _, transfer in coming)

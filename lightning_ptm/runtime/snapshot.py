@@ -1,6 +1,6 @@
 """The states of one moment, taken while training goes on: what an update is about to change is copied first.
 
-Owns which cells (stretches of equal length) of which paged tensors have been taken. Two threads take cells: the one that
+Owns which cells (stretches that change at once) of which paged tensors have been taken. Two threads take cells: the one that
 calls `take_all`, in order, and the updater's, by `before_write`. What taking means is the caller's: `put` copies.
 I1: a cell is taken once, and nothing changes it before or while it is.
 I2: `put` is called by one thread at a time.
@@ -11,6 +11,7 @@ I4: Ctrl-C comes before or after a cell is taken by the updater, never while it 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import threading
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What lies in pages and what to do with its elements: `put(first element, elements on the CPU)` must copy them."""
+    """What lies in pages and what to do with its elements: `put(first element, elements on the CPU)` must copy them.
+
+    Attributes:
+        cells: where its cells begin; None: they are of equal length.
+    """
 
     paged: Elements
     put: Callable[[int, Tensor], None]
+    cells: Sequence[int] | None = None
 
 
 class _State(enum.Enum):
@@ -46,7 +52,8 @@ class Snapshot:
 
     Args:
         parts: what to take, in this order.
-        cell_numel: elements of a cell; stretches that are announced are cells.
+        cell_numel: elements of a cell, but for parts that have cells of their own; as many are read at once. Stretches that
+            are announced are cells.
         buffers: for parts on disk.
     """
 
@@ -58,17 +65,17 @@ class Snapshot:
         # State, under the condition's lock; a part's cells by the number of its paged tensor.
         self._changed = threading.Condition()
         self._parts = {part.paged.id: part for part in parts}
-        self._cells = {part.paged.id: [_State.THERE] * -(-part.paged.numel // cell_numel) for part in parts}
+        self._starts = {part.paged.id: part.cells or range(0, part.paged.numel, cell_numel) for part in parts}
+        """Where cells begin."""
+        self._cells = {key: [_State.THERE] * len(starts) for key, starts in self._starts.items()}
         self._failure: BaseException | None = None
         self._putting = threading.Lock()
 
     def take_all(self) -> None:
         """Take every cell that nobody has taken; returns when all are. Raises what a `put` raised, in either thread."""
         for part in self._parts.values():
-            cells = pieces.chosen(
-                self._allocator, part.paged, self._claims(part.paged), self._cell_numel, self._buffers
-            )
-            for start, values in cells:
+            claims = self._claims(part.paged)
+            for start, values in pieces.chosen(self._allocator, part.paged, claims, self._buffers):
                 self._put(part, start, values)
         with self._changed:
             # The last ones may be in the updater's hands.
@@ -88,7 +95,7 @@ class Snapshot:
             KeyboardInterrupt: it has been taken, or given up, all the same (I4).
         """
         part = self._parts.get(paged.id)
-        if part is None:
+        if part is None or not values.numel():
             return
         with interrupted_later():
             try:
@@ -125,23 +132,37 @@ class Snapshot:
         except BaseException as error:
             self.fail(error)
             raise
+        if start + values.numel() < self._end(part.paged, start):
+            return  # the rest of the cell comes next
         with self._changed:
             self._set(part.paged, start, _State.TAKEN)
             self._changed.notify_all()
 
-    def _claims(self, paged: Elements) -> Iterator[int]:
-        """Starts of cells that are there, each claimed when it is asked for."""
-        for start in range(0, paged.numel, self._cell_numel):
+    def _claims(self, paged: Elements) -> Iterator[tuple[int, int]]:
+        """Cells that are there, a stretch (first element, elements) for each reading of one; a cell is claimed when its first
+        is asked for."""
+        for first in self._starts[paged.id]:
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
-                if self._state(paged, start) is not _State.THERE:
+                if self._state(paged, first) is not _State.THERE:
                     continue
-                self._set(paged, start, _State.BEING_TAKEN)
-            yield start
+                self._set(paged, first, _State.BEING_TAKEN)
+            end = self._end(paged, first)
+            for start in range(first, end, self._cell_numel):
+                yield start, min(self._cell_numel, end - start)
+
+    def _place(self, paged: Elements, start: int) -> int:
+        """Of the cell that has an element."""
+        return bisect.bisect_right(self._starts[paged.id], start) - 1
+
+    def _end(self, paged: Elements, start: int) -> int:
+        """Of the cell that has an element."""
+        starts, place = self._starts[paged.id], self._place(paged, start)
+        return starts[place + 1] if place + 1 < len(starts) else paged.numel
 
     def _state(self, paged: Elements, start: int) -> _State:
-        return self._cells[paged.id][start // self._cell_numel]
+        return self._cells[paged.id][self._place(paged, start)]
 
     def _set(self, paged: Elements, start: int, state: _State) -> None:
-        self._cells[paged.id][start // self._cell_numel] = state
+        self._cells[paged.id][self._place(paged, start)] = state

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -33,6 +34,7 @@ from lightning_ptm.runtime.parts import cut, put_together
 from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.storage.index import PARAMETERS
+from lightning_ptm.terms import chunk_numel
 from lightning_ptm.update import Segment, shard_segments
 
 if TYPE_CHECKING:
@@ -53,12 +55,14 @@ class ShardedFlat:
         parameters: the flat's, by their index.
         segments: stretches of parameters in `paged`.
         outside: (parameter, first element, elements) of stretches that no page holds.
+        cells: where stretches of `paged` begin that an update changes at once; None where these are equally long.
     """
 
     paged: Elements
     parameters: Sequence[ParameterSpec]
     segments: Sequence[Segment]
     outside: Sequence[tuple[ParameterSpec, int, Tensor]]
+    cells: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -741,7 +745,7 @@ class Values:
                     values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
                     outside.append((parameters[segment.parameter], segment.parameter_start, values))
             if paged is not None:
-                flats.append(ShardedFlat(paged, parameters, paged_segments, outside))
+                flats.append(ShardedFlat(paged, parameters, paged_segments, outside, self._cells(flat, name)))
         tensors.sort(key=itemgetter(0))
         return ShardedKind(store.unit.name, name, [tensor for _, tensor in tensors], flats)
 
@@ -754,6 +758,17 @@ class Values:
         shapes = [update.states.own_shape(kind, slot) for slot in range(len(specs))]
         own = [dataclasses.replace(spec, shape=shape or spec.shape) for spec, shape in zip(specs, shapes, strict=True)]
         return own, update.states.state_segments(kind)
+
+    def _cells(self, flat: FlatStore, kind: str) -> Sequence[int] | None:
+        update = self._updates.get(flat.layout.index)
+        if update is None or not update.states.traits.whole:
+            return None
+        cuts = cuts_of(flat.layout, chunk_numel(self._allocator.page_size))
+        if kind == PARAMETERS:
+            return cuts.starts
+        layout = update.states.layouts[kind]
+        stretches = [layout.stretch(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+        return [start for start, numel in stretches if numel]
 
     def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
         return self._originals.get(id(flat.binding.parameters[slot])) if kind == PARAMETERS else None

@@ -168,9 +168,21 @@ def test_sharded_checkpoints_hold_states_of_their_own_shapes(
     assert_alike(resumed(tmp_path / "ours", lambda home: strategy_at(home, state_dict_type="sharded")), plain)
 
 
-def test_async_save_is_refused_with_the_remedy(strategy_at: MakeStrategy) -> None:
-    with pytest.raises(ConfigError, match=r"Adafactor updates each parameter as a whole .* use async_save=False"):
-        run(WithAdafactor, strategy_at("masters_on_disk", state_dict_type="sharded", async_save=True))
+@pytest.mark.parametrize("tier", ONE_RANK)
+def test_saves_behind_training_are_of_one_moment(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
+    settings = {"max_staleness": 0} if tier == "lock_free" else {}
+    found = []
+    for behind in (False, True):
+        keep = ModelCheckpoint(tmp_path / str(behind), filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        strategy = strategy_at(tier, state_dict_type="sharded", async_save=behind, **settings)
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep], "limit_train_batches": 6}
+        run(WithHybrid, strategy, precision="bf16-mixed", **options)
+        paths = sorted((tmp_path / str(behind)).glob("*.ckpt"))
+        found.append([{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in paths])
+    assert len(found[0]) == len(found[1]) == 3
+    for at_once, later in zip(*found, strict=True):
+        assert at_once.keys() == later.keys()
+        assert not [name for name, content in at_once.items() if later[name] != content]
 
 
 class AcrossStrides(WithAdafactor):

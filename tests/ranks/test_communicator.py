@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,42 @@ def gather_and_reduce() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gather_and_reduce(world_size: int) -> None:
     assert run_ranks(gather_and_reduce, world_size) == [[]] * world_size
+
+
+class Another(CpuBackend):
+    """Its collectives are taken for those of another library than gloo."""
+
+    collectives = "another"
+
+
+def reduce_to_owners() -> list[str]:
+    """Dtypes in which owners got something else than the mean, where a library reduces."""
+    communicator = connect()
+    communicator._backend = Another()
+    reduce, world_size, rank = dist.reduce, communicator.world_size, communicator.rank
+
+    def averaged(tensor: Tensor, *, op: dist.ReduceOp, **given: Any) -> Any:
+        assert op == dist.ReduceOp.AVG  # which gloo lacks
+        return reduce(tensor.div_(world_size), op=dist.ReduceOp.SUM, **given)
+
+    dist.reduce = averaged
+    wrong = []
+    for dtype in (torch.float32, torch.float64):
+        flat = flat_of(OWNED["owned"], dtype, world_size, rank, owned=True)
+        fulls = [values(flat.padded_numel, dtype, seed) for seed in range(world_size)]
+        for losses in (world_size, 2 * world_size):
+            shard = torch.full((flat.shard_numel,), torch.nan, dtype=dtype)
+            communicator.reduce_scatter(fulls[rank].clone(), shard, flat, losses).wait()
+            mean = shard_of(torch.stack(fulls).sum(0) / losses, flat, rank)
+            if not torch.allclose(shard, mean, rtol=1e-5, atol=1e-6):
+                wrong.append(f"{dtype} over {losses}")
+    communicator.close()
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_library_reduces_to_owners() -> None:
+    assert run_ranks(reduce_to_owners, 3) == [[]] * 3
 
 
 def small_talk() -> None:

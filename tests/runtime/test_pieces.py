@@ -65,15 +65,15 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
     wanted = [3, 20, 0, 7, 8, 9, 2, 1]
     asked: list[int] = []
 
-    def starts() -> Iterator[int]:
+    def stretches() -> Iterator[tuple[int, int]]:
         for cell in wanted:
             asked.append(cell)
-            yield cell * CELL
+            yield cell * CELL, min(CELL, tensor.numel - cell * CELL)
 
     buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
     ahead = BUFFERS if tier is Tier.DISK else 1
     found = []
-    for start, values in pieces.chosen(allocator, tensor, starts(), CELL, buffers):
+    for start, values in pieces.chosen(allocator, tensor, stretches(), buffers):
         found.append(start // CELL)
         assert torch.equal(values, counted(tensor.numel)[start : start + CELL])
         assert len(asked) == min(len(wanted), len(found) - 1 + ahead)
@@ -86,7 +86,7 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
 def test_who_stops_in_the_middle_can_release_everything(allocator: Allocator, tier: Tier) -> None:
     tensor = paged(allocator, tier, 8 * CELL)
     buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
-    reading = pieces.chosen(allocator, tensor, range(0, 8 * CELL, CELL), CELL, buffers)
+    reading = pieces.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(8)), buffers)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
     buffers.close()

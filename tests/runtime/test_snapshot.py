@@ -177,3 +177,27 @@ def test_a_failure_is_told_where_all_are_taken(allocator: Allocator, by_updater:
         taking.snapshot.take_all()
     taking.update(1, 1)
     assert taking.taken == ([(0, 1)] if by_updater else [(0, 0), (0, 1)])
+
+
+def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Allocator) -> None:
+    """Longer ones, too, than are read at once."""
+    values = torch.arange(6 * CELL, dtype=torch.float32)
+    tensors = [allocator.allocate("states", values.numel(), torch.float32, Tier.DEVICE) for _ in range(2)]
+    starts, taken = [0, 3 * CELL, 4 * CELL], [torch.full_like(values, torch.nan) for _ in tensors]
+    parts = []
+    for paged, into in zip(tensors, taken, strict=True):
+        paged.tensor().copy_(values)
+
+        def put(start: int, given: Tensor, into: Tensor = into) -> None:
+            assert given.numel() and torch.isnan(into[start : start + given.numel()]).all(), "each once"
+            into[start : start + given.numel()] = given
+
+        parts.append(Part(paged, put, starts))
+    snapshot = Snapshot(allocator, parts, CELL, Buffers(allocator, []))
+    for start, end in ((0, 3 * CELL), (4 * CELL, 4 * CELL), (4 * CELL, 6 * CELL)):
+        changing = tensors[0].tensor()[start:end]
+        snapshot.before_write(tensors[0], start, changing)
+        changing.fill_(torch.nan)
+    snapshot.take_all()
+    tensors[1].tensor()[: 3 * CELL].fill_(torch.nan)
+    assert all(torch.equal(into, values) for into in taken)
