@@ -32,7 +32,7 @@ _TOP = {False: 0xFF, True: 0x7F}
 _EXPONENT_BITS = 23
 _PER_EXPONENT = 1 << (_EXPONENT_BITS - _LOW_BITS)
 _SIGN = 0x80
-_STRIP_NUMEL = 1 << 17
+_STRIP_NUMEL = 1 << 18
 """Elements that are worked on together: what is in between stays in a core's cache."""
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VALUES_DTYPE = torch.float32
 """Of what is encoded."""
-_STRIP_NUMEL = 1 << 17
+_STRIP_NUMEL = 1 << 18
 """Elements that are encoded together: their noise, and what is in between, stay in a core's cache."""
 _TILE_NUMEL = 1 << 18
 """Elements whose noise is a stretch of one table, from a place on that is drawn anew for each tile."""
