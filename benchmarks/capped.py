@@ -19,15 +19,18 @@ REMOVAL_TRIES = 50
 
 
 @contextlib.contextmanager
-def memory_cap(cap_bytes: int) -> Iterator[str]:
+def memory_cap(cap_bytes: int, name: str = "") -> Iterator[str]:
     """Yields the folder of a group whose processes, together, get `cap_bytes` of memory (page cache included) and no
     swap; a process enters by writing its id to `cgroup.procs` there. All of them must have ended when the block does.
+
+    Args:
+        name: tells the groups of one benchmark apart.
 
     Raises:
         SkipBenchmark: there is no memory controller, or no right to make a group.
     """
     version, parent = _own_group()
-    group = parent / f"lightning_ptm_benchmark_{os.getpid()}"
+    group = parent / f"lightning_ptm_benchmark_{os.getpid()}{name}"
     try:
         group.mkdir()
     except OSError as error:

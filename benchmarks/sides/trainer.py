@@ -3,7 +3,8 @@
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
 initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step of each turn;
-what was resident before anything was built is one of a turn's extra numbers.
+`disk_bytes_per_s` a speed that the disk is slowed down to; what was resident before anything was built is one of a turn's
+extra numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gpt import GPT, GPTShape, batches, build, init_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from race import Baton, current_rss_bytes
+from slow_disk import SlowDisks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -154,6 +156,8 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
     strategy = make_strategy(options.get("settings"))
+    if "disk_bytes_per_s" in options:
+        strategy.file_ops = SlowDisks(options["disk_bytes_per_s"])  # type: ignore[union-attr]
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
     module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))

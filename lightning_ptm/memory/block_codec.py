@@ -33,7 +33,7 @@ _TOP = {False: 0xFF, True: 0x7F}
 _EXPONENT_BITS = 23
 _PER_EXPONENT = 1 << (_EXPONENT_BITS - _LOW_BITS)
 _SIGN = 0x80
-_STRIP_NUMEL = 1 << 17
+_STRIP_NUMEL = 1 << 18
 """Elements that are worked on together: what is in between stays in a core's cache."""
 
 
@@ -52,28 +52,33 @@ class BlockCodec:
             noise: (n,), int32, uniform in [0, NOISE): rounding is stochastic; None: to the nearest.
         """
         for part in _strips(values.numel()):
-            magnitudes, rounded = self._room(values.device, part.stop - part.start)
+            other, rounded = self._room(values.device, part.stop - part.start)
             bits = values[part].view(torch.int32).view(-1, BLOCK_NUMEL)
-            torch.bitwise_and(bits, 0x7FFFFFFF, out=magnitudes)
-            signed = bits.amin(1) < 0
+            lowest = bits.amin(1)
+            least, most = _range(lowest)
+            if least < 0:
+                torch.bitwise_and(bits, 0x7FFFFFFF, out=other)
+            magnitudes = other if least < 0 else bits
+            signed = lowest < 0
             # Rounded up, so that the largest code is not exceeded.
-            exponents = (magnitudes.amax(1) + (NOISE - 1)) >> _EXPONENT_BITS
-            tops = torch.where(signed, _TOP[True], _TOP[False])
-            offsets = ((exponents + 1) * _PER_EXPONENT - 1 - tops).clamp_(min=0).to(torch.int32)
-            scales[_blocks(part)].copy_(torch.where(signed, ~offsets, offsets))
-            if noise is None:
-                torch.add(magnitudes, _NEAREST, out=rounded)
-            else:
-                torch.add(magnitudes, noise[part].view(-1, BLOCK_NUMEL), out=rounded)
+            offsets = (magnitudes.amax(1) + (NOISE - 1)) >> _EXPONENT_BITS
+            offsets.mul_(_PER_EXPONENT).add_(_PER_EXPONENT - 1 - _TOP[False])
+            if least < 0:
+                offsets.add_(signed, alpha=_TOP[False] - _TOP[True])
+            offsets.clamp_(min=0)
+            scales[_blocks(part)].copy_(torch.where(signed, ~offsets, offsets) if least < 0 else offsets)
+            added = _NEAREST if noise is None else noise[part].view(-1, BLOCK_NUMEL)
+            torch.add(magnitudes, added, out=rounded)
             rounded >>= _LOW_BITS
             rounded -= offsets.unsqueeze(1)
-            # The least code of an element that is not 0 (I2); and none is less than 0.
-            torch.minimum(magnitudes, (~signed).to(torch.int32).unsqueeze(1), out=magnitudes)
-            torch.maximum(rounded, magnitudes, out=rounded)
-            if _any(signed):
-                torch.bitwise_right_shift(bits, 24, out=magnitudes)
-                magnitudes &= _SIGN
-                rounded |= magnitudes
+            if most < 0 or least > 0:
+                rounded.clamp_(min=0 if most < 0 else 1)  # I2
+            else:
+                torch.minimum(magnitudes, (~signed).to(torch.int32).unsqueeze(1), out=other)
+                torch.maximum(rounded, other, out=rounded)
+            if least < 0:
+                torch.bitwise_right_shift(bits, 31, out=other)
+                rounded.add_(other, alpha=-_SIGN)
             codes[part].view(-1, BLOCK_NUMEL).copy_(rounded)
 
     def decode(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
@@ -82,19 +87,27 @@ class BlockCodec:
             signs, moved = self._room(values.device, part.stop - part.start)
             bits = values[part].view(torch.int32).view(-1, BLOCK_NUMEL)
             bits.copy_(codes[part].view(-1, BLOCK_NUMEL))
-            known = scales[_blocks(part)].to(torch.int32)
-            signed = known < 0
-            any_signed = _any(signed)
-            if any_signed:
-                torch.bitwise_and(bits, torch.where(signed, _SIGN, 0).to(torch.int32).unsqueeze(1), out=signs)
+            offsets = scales[_blocks(part)].to(torch.int32)
+            least, _ = _range(offsets)
+            if least < 0:
+                signed = offsets < 0
+                torch.bitwise_and(bits, (signed * _SIGN).to(torch.int32).unsqueeze(1), out=signs)
                 bits ^= signs
-            torch.clamp(bits, max=1, out=moved)  # a code of 0 is no number but 0
-            moved *= torch.where(signed, ~known, known).unsqueeze(1)
-            bits += moved
+                offsets = torch.where(signed, ~offsets, offsets)
+            if least >= 0 and _range(codes[part])[0] > 0:
+                bits += offsets.unsqueeze(1)
+            else:
+                torch.clamp(bits, max=1, out=moved)  # a code of 0 is no number but 0
+                moved *= offsets.unsqueeze(1)
+                bits += moved
             bits <<= _LOW_BITS
-            if any_signed:
+            if least < 0:
                 signs <<= 24
                 bits |= signs
+
+    def scratch(self, device: torch.device, numel: int) -> Tensor:
+        """(numel,), int32, with undefined contents, good until the next call of any method; at most a strip."""
+        return self._room(device, numel)[0].view(-1)
 
     def _room(self, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
         """Two tensors (blocks, BLOCK_NUMEL), int32, with undefined contents."""
@@ -117,6 +130,8 @@ def _blocks(part: slice) -> slice:
     return slice(part.start // BLOCK_NUMEL, part.stop // BLOCK_NUMEL)
 
 
-def _any(signed: Tensor) -> bool:
-    """Whether signs are worth looking for: a device is not waited for to know."""
-    return not in_ram(signed) or bool(signed.any())
+def _range(numbers: Tensor) -> tuple[int, int]:
+    """(least, greatest); what is true of any on a device, which is not waited for to know."""
+    if not in_ram(numbers):
+        return -1, 0
+    return int(numbers.min()), int(numbers.max())

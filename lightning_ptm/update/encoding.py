@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 VALUES_DTYPE = torch.float32
 """Of what is encoded."""
-_STRIP_NUMEL = 1 << 17
+_STRIP_NUMEL = 1 << 18
 """Elements that are encoded together: their noise, and what is in between, stay in a core's cache."""
-_TILE_NUMEL = 1 << 16
-"""Elements whose noise is one table, changed by a number of its own for each tile."""
+_TILE_NUMEL = 1 << 18
+"""Elements whose noise is a stretch of one table, from a place on that is drawn anew for each tile."""
 _SHORT_NOISE = 1 << 16
 
 
@@ -72,7 +72,7 @@ class Encoding(abc.ABC):
 
         Args:
             values: (n,), fp32, the chunk's; stored: what lies in pages of it.
-            noise: (stop - start,), int32, scratch afterwards; None: to the nearest.
+            noise: (stop - start,), int32; None: to the nearest.
         """
 
     @abc.abstractmethod
@@ -101,9 +101,9 @@ class Bf16(Encoding):
             stored[start:stop].copy_(values[start:stop])
             return
         # What the noise carries over into the upper half is the rounding.
-        noise += values[start:stop].view(torch.int32)
-        noise >>= 16
-        stored[start:stop].view(torch.int16).copy_(noise)
+        rounded = torch.add(values[start:stop].view(torch.int32), noise, out=codec.scratch(values.device, stop - start))
+        rounded >>= 16
+        stored[start:stop].view(torch.int16).copy_(rounded)
 
     def decode(self, stored: Tensor, values: Tensor, codec: BlockCodec) -> None:
         values.copy_(stored)
@@ -215,12 +215,9 @@ class Encoder:
         self, below: int, device: torch.device, states: FlatStates, slot: str, start: int, stop: int, step: int
     ) -> Tensor:
         """(stop - start,), int32, of elements [start, stop) of the shard; good until the next is asked for."""
-        if device not in self._noise:
-            self._noise[device] = torch.zeros(_STRIP_NUMEL, dtype=torch.int32, device=device)
         if (device, below) not in self._tables:
             self._tables[device, below] = _table(below).to(device)
-        noise, table = self._noise[device].narrow(0, 0, stop - start), self._tables[device, below]
-        known = 0
+        table, found, known = self._tables[device, below], None, 0
         for segment in states.segments_within(start, stop):
             spec = states.flat.slots[segment.parameter].spec
             at, end = segment.parameter_start, segment.parameter_start + segment.numel
@@ -229,13 +226,22 @@ class Encoder:
                 tile, begin = divmod(at, _TILE_NUMEL)
                 numel = min(_TILE_NUMEL - begin, end - at)
                 named = f"{spec.name} {0 if spec.box is None else spec.box.index} {slot} {step} {tile}"
-                noise[known:place].zero_()  # padding is 0, and stays so
-                known = place + numel
-                changed = _random(named) % below
-                torch.bitwise_xor(table.narrow(0, begin, numel), changed, out=noise.narrow(0, place, numel))
+                drawn = table.narrow(0, _random(named) % _TILE_NUMEL + begin, numel)
+                if numel == stop - start:
+                    return drawn
+                found = self._room(device).narrow(0, 0, stop - start) if found is None else found
+                found[known:place].zero_()  # padding is 0, and stays so
+                found.narrow(0, place, numel).copy_(drawn)
                 at, place = at + numel, place + numel
-        noise[known:].zero_()
-        return noise
+                known = place
+        found = self._room(device).narrow(0, 0, stop - start) if found is None else found
+        found[known:].zero_()
+        return found
+
+    def _room(self, device: torch.device) -> Tensor:
+        if device not in self._noise:
+            self._noise[device] = torch.empty(_STRIP_NUMEL, dtype=torch.int32, device=device)
+        return self._noise[device]
 
 
 def _random(named: str) -> int:
@@ -244,6 +250,9 @@ def _random(named: str) -> int:
 
 
 def _table(below: int) -> Tensor:
-    """(_TILE_NUMEL,), int32, uniform in [0, below), the same for ever."""
-    drawn = bytearray(hashlib.shake_128(b"lightning_ptm rounding").digest(4 * _TILE_NUMEL))
-    return torch.frombuffer(drawn, dtype=torch.int32).bitwise_and(below - 1)
+    """(2 * _TILE_NUMEL,), int32, the same for ever: numbers below `below`, evenly spaced and shuffled, twice; so an element
+    whose place is drawn has no bias at all."""
+    keys = bytearray(hashlib.shake_128(b"lightning_ptm rounding").digest(8 * _TILE_NUMEL))
+    order = torch.frombuffer(keys, dtype=torch.int64).argsort(stable=True)
+    numbers = (order * (below // 64) // (_TILE_NUMEL // 64)).to(torch.int32)
+    return torch.cat([numbers, numbers])
