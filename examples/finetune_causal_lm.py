@@ -3,11 +3,13 @@
     python -m pip install -e ".[hf]"    # in a checkout
     python examples/finetune_causal_lm.py path/to/model --data path/to/texts
     python examples/finetune_causal_lm.py path/to/model --lora-rank 8 --output path/to/adapters
+    python examples/finetune_causal_lm.py path/to/model --lora-rank 8 --frozen-dtype nf4    # QLoRA
 
 `path/to/model` is a local folder with config.json and safetensors files; nothing is downloaded. The model is built on the
 meta device, where it takes no memory, and its weights go from the files straight into pages, so it may be larger than RAM
 (give `--disk`). With LoRA the base model is frozen: it has pages of compute parameters (2 bytes a parameter in
-bf16-mixed) and no gradients, no fp32 copy and no optimizer states.
+bf16-mixed; with `--frozen-dtype int8` or `nf4` 1.06 or 0.56 for the matrices of its blocks) and no gradients, no fp32
+copy and no optimizer states.
 
 The text is read as bytes, which every vocabulary of 256 or more tokens has room for, so that the example needs no
 tokenizer; for a model that is used afterwards, put a data module with its own tokenizer in the place of TextBytes.
@@ -100,6 +102,7 @@ def make_strategy(options: argparse.Namespace) -> AngelPTMStrategy:
         # A name of the module that the files lack is an error, unless it is said to be new.
         weights_new=["*.lora_*"] if options.lora_rank else [],
         disk_path=options.disk,
+        frozen_dtype=options.frozen_dtype,
         page_size=options.page_size,
     )
 
@@ -110,6 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", help="folder with config.json and safetensors files")
     parser.add_argument("--data", help="text file or folder of text files (default: Python's own source)")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; 0: all weights")
+    parser.add_argument("--frozen-dtype", default="compute", help="int8, nf4: what is frozen is kept in 8 or 4 bits")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=4)

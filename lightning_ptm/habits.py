@@ -50,6 +50,11 @@ HABITS = (
         "DeepSpeed's and Accelerate's",
         "give disk_path='/my/disk', and master_home='disk' to keep fp32 parameters and moments there",
     ),
+    Habit(
+        ("load_in_4bit", "load_in_8bit", "quantization_config", "bnb_4bit_quant_type", "quantize"),
+        "Transformers' and bitsandbytes'",
+        "give frozen_dtype='nf4' or 'int8' for frozen weights in 4 or 8 bits, and load the model in full precision",
+    ),
     Habit(("stage", "zero_stage", "zero_optimization", "zero3_init_flag"), "DeepSpeed's and Accelerate's", _SHARDED),
     Habit(
         (

@@ -720,7 +720,7 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
                     stride=_stride(item),
                     box=request.boxes.get(id(parameter)),
                     partial=id(parameter) in request.partial and parameter.requires_grad and group >= 0,
-                    code=None if unit is units[0] else _code(item, request.settings),
+                    code=None if unit is units[0] or id(parameter) in keep_fp32 else _code(item, request.settings),
                 )
             )
         specs.append(UnitSpec(unit.name, tuple(parameters)))
@@ -729,7 +729,7 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
 
 
 def _code(item: UnitParameter, settings: Settings) -> Code | None:
-    """In which a parameter of a unit beside the root has its home. What is the root's is at hand all the time, so codes would
+    """In which a parameter has its home, of a unit beside the root: what is the root's is at hand all the time, so codes would
     be there beside it. Vectors are few bytes, and rows of an embedding are looked up, not multiplied."""
     parameter, looked_up = item.parameter, (nn.Embedding, nn.EmbeddingBag)
     if parameter.requires_grad or parameter.dim() < 2 or any(isinstance(each, looked_up) for each, _ in item.places):

@@ -120,6 +120,7 @@ ASKED = {
     "find_unused_parameters": "leave it out",
     "gradient_clipping": "gradient_clip_val",
     "gradient_accumulation_steps": "accumulate_grad_batches",
+    "load_in_4bit": "frozen_dtype='nf4' or 'int8'",
     "pipeline_parallel_size": "tensor_parallel_size",
     "config": "help",
 }

@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_ptm import ConfigError
+from lightning_ptm.memory.codes import rounded
+from lightning_ptm.terms import CODES
 from lightning_ptm.trainer.half_products import SLOW, _slowdown_here
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_causal_lm.py"
@@ -121,6 +123,9 @@ def plainly(example: Any, arguments: list[str]) -> tuple[Watching, dict[str, Ten
             if self.model is None:
                 model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).train()
                 self.model = example.with_adapters(model, self.lora_rank) if self.lora_rank else model
+                for name, value in self.model.named_parameters():
+                    if given.frozen_dtype in CODES and not value.requires_grad and value.dim() > 1 and in_a_block(name):
+                        value.data = rounded(value.data.flatten(), CODES[given.frozen_dtype]).view(value.shape)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.trained(), lr=self.learning_rate, fused=True)
@@ -142,6 +147,22 @@ def plainly(example: Any, arguments: list[str]) -> tuple[Watching, dict[str, Ten
     )
     trainer.fit(module, data)
     return watching, {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def in_a_block(name: str) -> bool:
+    return ".h." in name or ".layers." in name
+
+
+def test_frozen_weights_in_four_bits_are_as_if_rounded_before(example: Any, folder: Path) -> None:
+    arguments = options(folder, 4, "32-true", "--frozen-dtype", "nf4")
+    ours = Watching()
+    trainer = example.main(arguments, [ours])
+    theirs, trained = plainly(example, arguments)
+    assert len(ours.losses) == STEPS and all(map(torch.equal, ours.losses, theirs.losses)), (ours.losses, theirs.losses)
+    weights = dict(trainer.lightning_module.named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in trained.items())
+    numel = sum(value.numel() for name, value in weights.items() if "lora_" not in name and in_a_block(name))
+    assert ours.compute_bytes < 0.6 * numel + 4 * (sum(value.numel() for value in weights.values()) - numel) + 16384
 
 
 @pytest.mark.parametrize("rank", [0, 4])

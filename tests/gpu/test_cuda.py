@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import backend_here
-from lightning_ptm.terms import Tier
+from lightning_ptm.memory.codes import rounded
+from lightning_ptm.terms import CODES, Tier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,6 +102,41 @@ def test_homes_of_parameters_do_not_change_numbers(precision: str, clip: float |
     ):
         losses, after = train(precision, clip, **settings)
         assert torch.equal(host, losses), settings
+        assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True)), settings
+
+
+class Frozen(Model):
+    """Blocks with frozen matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.blocks.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-3)
+
+
+class RoundedBefore(Frozen):
+    """By the CPU, to the codes of bf16 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.blocks.parameters():
+            if not parameter.requires_grad:
+                flat = rounded(parameter.data.flatten().bfloat16(), CODES["nf4"])
+                parameter.data = flat.float().view(parameter.shape)
+
+
+def test_frozen_weights_in_codes_are_decoded_on_the_device_as_on_a_cpu(tmp_path: Path) -> None:
+    before, weights = train(model=RoundedBefore, master_home="host")
+    for settings in (
+        {"master_home": "host"},
+        {"parameter_home": "host", "master_home": "host", **SMALL},
+        {"parameter_home": "disk", "master_home": "host", "disk_path": str(tmp_path), **SMALL},
+    ):
+        losses, after = train(model=Frozen, frozen_dtype="nf4", **settings)
+        assert torch.equal(before, losses), settings
         assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True)), settings
 
 

@@ -12,7 +12,7 @@ from checkpoint_runs import HALF
 from checkpoint_runs import fit as run
 from plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
 from safetensors.torch import save_file
-from tiny_models import WIDTH, Stack
+from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -110,12 +110,25 @@ class Kept(L.Callback):
         }
 
 
+class Precise(nn.Linear):
+    keep_in_fp32 = True
+
+
+class WithExceptions(Adapted):
+    """Frozen matrices in a unit, too, that are looked up, or whose class says that they are precise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].table = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+        self.blocks[0].router = Precise(WIDTH, WIDTH).requires_grad_(False)
+
+
 @pytest.mark.parametrize(("code", "per_element"), [("int8", 68 / 64), ("nf4", 36 / 64)])
 def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_codes(
     strategy_at, code: str, per_element: float
 ) -> None:
     kept = Kept()
-    fit(Adapted, BATCHES, strategy_at("ram", frozen_dtype=code), "32-true", callbacks=[kept])
+    fit(WithExceptions, BATCHES, strategy_at("ram", frozen_dtype=code), "32-true", callbacks=[kept])
     assert {name for name, size in kept.homes.items() if size == per_element} == set(filter(coded, kept.homes))
     assert {size for name, size in kept.homes.items() if not coded(name)} == {4.0}
 
