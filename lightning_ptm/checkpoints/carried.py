@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
+from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given, Read
 from lightning_ptm.sharded import check
@@ -140,6 +142,17 @@ class Carried:
 def _let_go_of_removed(engine: Engine, optimizer: Optimizer) -> None:
     """Parameters that are in no group of an optimizer any more have no states of it."""
     left = {id(parameter) for parameter in parameters_of(optimizer)}
+    removed: list[str] = []
     for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
-        known = zip(flat.store.binding.parameters, flat.states.groups, strict=True)
+        known = list(zip(flat.store.binding.parameters, flat.states.groups, strict=True))
         flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])
+        removed += [
+            slot.spec.name
+            for slot, (parameter, group) in zip(flat.store.binding.layout.slots, known, strict=True)
+            if group is not None and id(parameter) not in left
+        ]
+    if removed:
+        rank_zero_warn(
+            f"{some(removed, 3)} {'is' if len(removed) == 1 else 'are'} in no group of {type(optimizer).__name__} any more, "
+            f"and the states there end; added again, it begins with none, where a plain Trainer goes on with the old ones"
+        )

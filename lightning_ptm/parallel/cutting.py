@@ -67,6 +67,7 @@ class CutModule:
             self._sequence = SequenceParallel(blocks, group, self.places)
             if not of_block:
                 self._sequence.refuse_idle()
+            self._sequence.refuse_elsewhere(root)
             self.places += self._sequence.uncut
         layers = [layer(place, self._between(place)) for place in self.places]
         self._by_parameter = self._agreed(layers)

@@ -208,6 +208,7 @@ class RankGroup(TensorGroup):
     # -- random numbers -----------------------------------------------------------------------------------------------
 
     @override
+    @torch.compiler.disable
     def begin_divided(self) -> None:
         if self._outside is None:
             outside = self._random_states()
@@ -218,6 +219,7 @@ class RankGroup(TensorGroup):
             self._set_random_states(began)
 
     @override
+    @torch.compiler.disable
     def end_divided(self) -> None:
         if self._outside is None:
             return

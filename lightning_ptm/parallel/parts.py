@@ -6,7 +6,7 @@ reduce-scatter, and what autograd keeps between regions is divided. What the fir
 gradients is the part; it is gathered again in the backward pass.
 
 I1: a block whose input *is* what the block before gave takes the part that this was gathered from, and the backward pass
-    exchanges nothing there.
+    exchanges nothing there. Where somebody else hears of the gradient of the whole, it is exchanged.
 I2: a recomputed forward exchanges nothing but what the backward pass would otherwise: the inputs of divided regions.
 """
 
@@ -28,6 +28,7 @@ from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
+from lightning_ptm.runtime.hooks import others_hear_of
 
 
 class Parts:
@@ -110,7 +111,7 @@ class Parts:
                 x = self._checked(_hidden((args, kwargs)), name)
                 length = self.length(name)
                 self.group.end_divided()
-                whole, _ = Join.apply(x, self.group, length, True)
+                whole = self._whole_of(x, length)
                 given = _exchanged((args, kwargs), x, whole)
                 out = own(*given[0], **given[1])
                 if module.training:
@@ -142,18 +143,19 @@ class Parts:
             raise _refused(name, f"takes something else than the {each} tokens that each rank has in its block")
         return x
 
+    @torch.compiler.disable
     def _part_of(self, x: Tensor) -> Tensor:
         known = self._joined.get(id(x))
-        if known is not None and known.whole() is x and known.version == x._version:
-            return known.part  # I1
-        return self._split(x)
+        return known.part if known is not None and known.stands_for(x) else self._split(x)  # I1
 
+    @torch.compiler.disable
     def _split(self, x: Tensor) -> Tensor:
         each = of_each(x.shape[-2], self.group.size)
         self.group.sends_back(x.nbytes // max(1, x.shape[-2]) * each * (self.group.size - 1))
         out: Tensor = Split.apply(x, self.group)
         return out
 
+    @torch.compiler.disable
     def _join(self, part: Tensor, length: int) -> Tensor:
         whole: Tensor
         # Not kept for a recomputed forward: that ends before, where the last tensor that is kept has been computed.
@@ -162,8 +164,17 @@ class Parts:
             key = id(whole)
             gone = weakref.ref(whole, lambda _: self._joined.pop(key, None))
             self._joined[key] = _Joined(gone, whole._version, same)
+            if whole.grad_fn is not None:
+                whole.grad_fn.whole = gone  # type: ignore[attr-defined]
         return whole
 
+    @torch.compiler.disable
+    def _whole_of(self, part: Tensor, length: int) -> Tensor:
+        whole: Tensor
+        whole, _ = Join.apply(part, self.group, length, True)
+        return whole
+
+    @torch.compiler.disable
     def _gather(self, part: Tensor) -> _Gathered:
         group = self.group
         group.sends_back(part.nbytes * (group.size - 1))  # the reduce-scatter of its gradient
@@ -171,6 +182,7 @@ class Parts:
         whole: Tensor = Gather.apply(part, again)
         return _Gathered(part, _version(part), whole, _version(whole), again)
 
+    @torch.compiler.disable
     def _entered(self, value: Tensor) -> Tensor:
         entered = self.group.enter(value)
         self.group.leave_entered()
@@ -218,6 +230,12 @@ class _Joined:
     whole: weakref.ref[Tensor]
     version: int
     part: Tensor
+
+    def stands_for(self, x: Tensor) -> bool:
+        """Whether who takes the part in the place of `x` computes the same, and so does autograd."""
+        # A checkpoint gives the same tensor a node of its own.
+        same = self.whole() is x and self.version == x._version and self.part.grad_fn is x.grad_fn
+        return same and self.part.requires_grad == x.requires_grad and not others_hear_of(x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,9 +28,13 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
+from lightning_ptm.runtime.recompute import none_kept
 
 _TOLERANCE = 1e-3
 """Of the largest element: fp32 rounds to 1e-6 of it, wrong plans are off by 1e-2 and more."""
+_SMALL_GRADIENT = 1e-2
+"""Of the largest gradient of a block's parameters: what is smaller is compared with so much of it. Some are nothing but what
+fp32 rounds (a bias of keys, which a softmax takes away again)."""
 
 Divided = Callable[[nn.Module, Mapping[str, Rule]], Any]
 """Cuts a module by a plan whose names are those inside of it; what comes back tells boxes and partial ones (`CutModule`)."""
@@ -114,7 +118,7 @@ class Proof:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32):
+        with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32), none_kept():
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
             try:
@@ -176,12 +180,14 @@ class Proof:
         of_inputs = zip(whole.inputs, divided.inputs, strict=True)
         yield from ((_difference(ours, theirs), "the gradients of its inputs") for theirs, ours in of_inputs)
         boxes: dict[str, Box] = known.boxes()
+        sizes = (float(each.abs().max()) for each in whole.parameters.values() if each is not None and each.numel())
+        least = _SMALL_GRADIENT * max(sizes, default=0.0)
         for name, parameter in module.named_parameters():
             found, expected = divided.parameters[name], whole.parameters[name]
             if id(parameter) in known.partial:
                 found = self._group.sum(torch.zeros_like(parameter) if found is None else found)
             expected = None if expected is None else cut(expected, boxes.get(name))
-            yield _difference(found, expected), f"the gradient of {block.name}.{name}"
+            yield _difference(found, expected, least), f"the gradient of {block.name}.{name}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,8 +199,12 @@ class _Computed:
     parameters: dict[str, Tensor | None]
 
 
-def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The largest difference, as a part of the largest element."""
+def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:
+    """The largest difference, as a part of the largest element.
+
+    Args:
+        least: what that counts as if it is smaller.
+    """
     if ours is None or theirs is None:
         known = ours if theirs is None else theirs
         return 0.0 if known is None or not bool(known.any()) else 1.0
@@ -202,7 +212,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
         return float("inf")
     if not ours.numel():
         return 0.0
-    size = float(theirs.abs().max())
+    size = max(float(theirs.abs().max()), least)
     return float((ours - theirs).abs().max()) / size if size else float(ours.abs().max())
 
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptm.errors import UsageError
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.runtime.hooks import others_hear_of
 from lightning_ptm.runtime.saved import inside_checkpoint
 
 
@@ -60,7 +62,8 @@ class Split(torch.autograd.Function):
 class Join(torch.autograd.Function):
     """Parts -> whole, whose gradient is whole; and the part, for who needs no more.
 
-    Both are of one node: who waits for the gradient of the whole hears when that of the part has come.
+    Both are of one node: who waits for the gradient of the whole hears when that of the part has come. What the node has of
+    the `whole`, a weak reference, is for who asks for its gradient when the part has been taken.
     """
 
     @staticmethod
@@ -69,12 +72,19 @@ class Join(torch.autograd.Function):
             return _together(group.gather(part), length)
 
         ctx.group = group
+        ctx.whole = None
         ctx.set_materialize_grads(False)
         return (group.kept(gather) if kept else gather()), part.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_whole: Tensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        whole = None if ctx.whole is None else ctx.whole()
+        if of_part is not None and whole is not None and others_hear_of(whole):
+            raise UsageError(
+                "sequence_parallel=True, and the gradient of what a block gave was asked for (register_hook, retain_grad) "
+                "when the next block had taken it, so that no rank has all of it; ask before the next block is called"
+            )
         own = None if of_whole is None else _own(of_whole, ctx.group, torch.zeros_like).contiguous()
         return (own if of_part is None else of_part if own is None else own + of_part), None, None, None
 

@@ -52,6 +52,26 @@ class SequenceParallel:
                 "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
             )
 
+    def refuse_elsewhere(self, root: nn.Module) -> None:
+        """What blocks have in common with code around them, where its gradients are whole.
+
+        Raises:
+            ConfigError: a parameter would have parts of gradients and whole ones.
+        """
+        of_parts = {
+            id(parameter): place.name
+            for place in self.uncut
+            for parameter in place.module._parameters.values()
+            if parameter is not None
+        }
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            if id(parameter) in of_parts and not self.between(name.rpartition(".")[0]).partial:
+                raise ConfigError(
+                    f"sequence_parallel=True and {name} is a parameter of {of_parts[id(parameter)]}, too: one has gradients "
+                    f"of the whole sequence, the other of each rank's part; give each a parameter of its own, or use "
+                    f"sequence_parallel=False"
+                )
+
     def between(self, name: str) -> Between:
         """What is around a layer."""
         for each in self._blocks:

@@ -97,6 +97,20 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         yield from tensors_in(item, seen)
 
 
+class _Ours(partial[Any]):
+    """A hook of ours on a tensor."""
+
+
+def others_hear_of(tensor: Tensor) -> bool:
+    """Whether somebody else is to get a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, ours
+    among them, change no gradient and do not count."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return tensor.retains_grad or any(
+        not isinstance(each, _Ours) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
+        for each in hooks
+    )
+
+
 def _refuse_elsewhere(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
         f"{name} ({type(module).__name__}) was called on a rank that does not hold it, so there are no weights to compute "
@@ -397,7 +411,7 @@ class Hooks:
         if torch.is_grad_enabled():
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for tensor in outputs:
-                tensor.register_hook(partial(self._output_gradient, index))
+                tensor.register_hook(_Ours(self._output_gradient, index))
             self._watch_ways_out(index, call, outputs)
             if call is not None and outputs:
                 # Besides those of the inputs, which calls of several micro-batches may share, so that nobody waits for a call

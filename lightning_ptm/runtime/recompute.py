@@ -152,6 +152,16 @@ def once(compute: Callable[[], Tensor]) -> Tensor:
     return compute() if kept is None else kept.result(compute)
 
 
+@contextmanager
+def none_kept() -> Iterator[None]:
+    """Inside, `once` exchanges for something else than the unit's forward, which does not come again with it."""
+    before, _of_thread.kept = getattr(_of_thread, "kept", None), None
+    try:
+        yield
+    finally:
+        _of_thread.kept = before
+
+
 class Recompute:
     """Makes calls that are computed again in the backward pass.
 

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.carried import Carried
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given
@@ -43,6 +44,7 @@ class RearrangingStrategy(EndingStrategy):
         self._tell_where_states_are()
 
     def _lay_out_anew(self, engine: Engine) -> None:
+        self._refuse_unknown(engine)
         waiting = engine.waiting_gradients()
         if waiting:
             raise UsageError(
@@ -61,6 +63,21 @@ class RearrangingStrategy(EndingStrategy):
             self._build(trainer, anew=True, given=carried.given())
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read
+
+    def _refuse_unknown(self, engine: Engine) -> None:
+        known = {id(parameter) for _, parameter in engine.values.names()}
+        new = [name for name, parameter in self._module.named_parameters() if id(parameter) not in known]
+        named = {id(parameter) for parameter in self._module.parameters()}
+        for optimizer in self._paged_optimizers():
+            plain = plain_optimizer(optimizer)
+            if any(id(parameter) not in named | known for parameter in parameters_of(plain)):
+                new.append(f"one of {type(plain).__name__} that is not of the module")
+        if new:
+            raise UsageError(
+                f"parameters were added or replaced ({some(new, 3)}) when their module's pages had been laid out, which have "
+                f"none for them; make them before fit, in __init__ or configure_model, frozen until they are to train "
+                f"(requires_grad_(False)), or end this fit and start another one"
+            )
 
     def _room(self, trainer: Trainer) -> Path:
         """The folder in which states are carried over; all ranks see it."""

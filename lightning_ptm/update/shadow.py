@@ -75,7 +75,8 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
     if len(optimizer.param_groups) != len(traits.groups):
         raise ConfigError(
             f"{traits.name} has {len(optimizer.param_groups)} parameter groups, {len(traits.groups)} when its pages were "
-            "laid out; the new group has no pages. Add parameter groups before the fit starts, or restart the fit"
+            "laid out, and none of them were between two batches; add and remove parameter groups there "
+            "(on_train_epoch_start, on_train_batch_start)"
         )
     groups = []
     for group, known in zip(optimizer.param_groups, traits.groups, strict=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run
+from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
@@ -164,6 +166,18 @@ class Edited(Adding):
                 each.mul_(0.9)
 
 
+class Toggled(Two):
+    """Optimizers by turns, as a GAN's, one of which gets what is unfrozen."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
 class StepByStep(Adding):
     """One block more in each step."""
 
@@ -182,7 +196,7 @@ class StepByStep(Adding):
             self.optimizers().add_param_group({"params": list(frozen[-1].parameters())})
 
 
-BUILDS = [Momentum, Factored, Two, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
+BUILDS = [Momentum, Factored, Two, Toggled, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
 
 
 @pytest.mark.covering(1)
@@ -257,6 +271,47 @@ def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrat
     judge(Early, strategy_at("masters_on_disk"), accumulate_grad_batches=2)  # they are in .grad, and stay there
     with pytest.raises(UsageError, match=r"while gradients wait for their step .*zero_grad\(\) behind the step"):
         run(Early, strategy_at("all_on_disk"), accumulate_grad_batches=2)
+
+
+def replaced(module: Judged) -> None:
+    module.head.weight = nn.Parameter(torch.ones(4, WIDTH))
+
+
+def given_more(module: Judged) -> None:
+    module.extra = nn.Parameter(torch.ones(4))
+
+
+def of_nobody(module: Judged) -> None:
+    module.optimizers().add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(replaced, r"\(head.weight\)"), (given_more, r"\(extra\)"), (of_nobody, "one of AdamW that is not of the module")],
+)
+def test_parameters_that_were_not_there_when_pages_were_laid_out_are_refused(
+    strategy_at: MakeStrategy, change: Callable[[Judged], None], name: str
+) -> None:
+    class Changing(Adding):
+        def unfreeze(self) -> None:
+            super().unfreeze()
+            change(self)
+
+    with pytest.raises(UsageError, match=rf"added or replaced .*{name}.*; make them before fit, .*frozen until"):
+        run(Changing, strategy_at("masters_on_disk"), max_epochs=2)
+
+
+def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> None:
+    said: list[str] = []
+
+    class Taking(Momentum):
+        def on_train_epoch_end(self) -> None:
+            warnings.showwarning = lambda message, *_: said.append(str(message))  # type: ignore[assignment]
+            warnings.simplefilter("always")
+
+    run(Taking, strategy_at("masters_on_disk"), max_epochs=2)
+    (told,) = [each for each in said if "in no group of SGD any more" in each]
+    assert told.startswith("head.weight, head.bias are") and "begins with none" in told
 
 
 def test_a_disk_without_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:

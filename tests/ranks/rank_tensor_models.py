@@ -54,6 +54,15 @@ class PreciseGPT(Losses, GPT):
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+class CompiledGPT(PreciseGPT):
+    """Its blocks are compiled, operators as they are."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
 _T5 = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "buckets": 8, "max_distance": 16}
 
 
@@ -143,6 +152,7 @@ class Held(Losses, L.LightningModule):
 
 MODELS: dict[str, Callable[..., L.LightningModule]] = {
     "gpt": PreciseGPT,
+    "compiled gpt": CompiledGPT,
     "t5": PreciseT5,
     "t5_moe": PreciseT5MoE,
     "undecided": UndecidedT5MoE,

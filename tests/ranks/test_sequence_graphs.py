@@ -27,11 +27,12 @@ PLAN: dict[str, Rule] = {
 }
 
 
-def hooked(block: nn.Module, x: Tensor) -> Tensor:
-    out = block(x)
-    if out.requires_grad:
-        out.retain_grad()
-    return out
+def evaluated_to_a_leaf(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        leaf = block(x)
+    out = block(leaf.requires_grad_())
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf, retain_graph=True)
+    return x * gradient + out
 
 
 def evaluated_first(block: nn.Module, x: Tensor) -> Tensor:
@@ -42,30 +43,42 @@ def evaluated_first(block: nn.Module, x: Tensor) -> Tensor:
     return block(x) + 0.1 * block(seen)
 
 
+def with_a_changed_gradient(block: nn.Module, x: Tensor) -> Tensor:
+    out = block(x)
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient * 0.5)
+    return out
+
+
 WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "one after the other": lambda block, x: block(x),
     "in a checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "in a reentrant checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "in a reentrant checkpoint, and behind it": lambda block, x: block(checkpoint(block, x, use_reentrant=True)),
+    "its gradient is changed": with_a_changed_gradient,
     "twice": lambda block, x: block(block(x)),
     "its output is written to": lambda block, x: block(x).mul_(1.5),
     "its output is kept beside another's": lambda block, x: x + 0.5 * block(x),
     "without a gradient first": lambda block, x: block(x.detach()) + block(x),
     "evaluated first": evaluated_first,
-    "with its gradient kept": hooked,
+    "evaluated to a leaf": evaluated_to_a_leaf,
     "by halves of the batch": lambda block, x: torch.cat([block(half) for half in x.chunk(2)]),
 }
 
 
 def computed(blocks: nn.ModuleList, way: Callable[[nn.Module, Tensor], Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-    """The output, and the gradient of the input."""
+    """The output, and the gradients of the input and of what lies between blocks, which is asked for behind the first."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     out = x
     for block in blocks:
         out = way(block, out)
+        if block is blocks[0]:
+            between = out
+            between.retain_grad()
     out.backward(torch.randn(shape, generator=generator, dtype=torch.float64))
-    assert x.grad is not None
-    return [out.detach(), x.grad]
+    assert x.grad is not None and between.grad is not None
+    return [out.detach(), x.grad, between.grad]
 
 
 def largest_differences(shape: tuple[int, ...]) -> dict[str, float]:

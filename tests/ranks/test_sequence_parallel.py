@@ -28,6 +28,8 @@ RUNS = {
     "gpt, lock-free": Run("gpt", 2, 2, "lock_free", settings=ON),
     "gpt, a tied head": Run("gpt", 2, 2, settings=ON, sizes={"tie_head": True, "vocab_size": 65}),
     "gpt, a length that does not divide": Run("gpt", 4, 4, settings=ON, sizes={"sequence_length": LENGTH}),
+    "gpt, compiled": Run("compiled gpt", 2, 2, settings=ON),
+    "gpt, compiled and recomputed": Run("compiled gpt", 2, 2, settings={"recompute": "all", **ON}),
     "t5": Run("t5", 2, 2, settings=ON),
     "t5 with data, accumulated": Run(
         "t5", 4, 2, "masters_on_disk", settings=ON, trainer={"accumulate_grad_batches": 2, "max_steps": 6}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.parallel.cutting import CutModule
@@ -62,6 +63,30 @@ REGIONS: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(), "blocks.*
 SPLIT: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(gather=True)}
 
 
+def sharing(name: str) -> Callable[[], Model]:
+    """A model whose last norm has something in common with one that is inside of a block."""
+
+    def build() -> Model:
+        model = Model(Normed(Tokens()), Normed(Tokens()))
+        inside = model.blocks[0].norm
+        if name == "module":
+            model.norm = inside
+        else:
+            model.norm = Tokens()
+            model.norm.weight = inside.weight
+        return model
+
+    return build
+
+
+class Tokens(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
 def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
     return CutModule(model, plan, CountedGroup(2), strict=True, sequence_parallel=True, proven=False)
 
@@ -76,6 +101,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
         lambda: Model(Normed(nn.Identity())),
         SPLIT,
         ["no block", "Columns()", "sequence_parallel=False"],
+    ),
+    "a norm inside of a block is also outside": (
+        sharing("module"),
+        REGIONS,
+        ["norm.weight is a parameter of blocks.0.norm, too", "of its own", "sequence_parallel=False"],
+    ),
+    "a norm's weight inside of a block is also outside": (
+        sharing("weight"),
+        REGIONS,
+        ["norm.weight is a parameter of blocks.0.norm, too", "of its own", "sequence_parallel=False"],
     ),
     "an embedding and a head alone": (
         lambda: Model(),
@@ -128,6 +163,18 @@ def test_a_call_is_refused(case: str) -> None:
     with pytest.raises(ConfigError) as refused:
         call(model, torch.randn(2, 6, WIDTH))
     assert [word for word in words if word not in str(refused.value)] == [], refused.value
+
+
+@pytest.mark.parametrize("ask", [Tensor.retain_grad, lambda out: out.register_hook(torch.neg)])
+def test_a_gradient_that_is_asked_for_too_late_is_refused(ask: Callable[[Tensor], Any]) -> None:
+    model = Model(Normed(nn.Identity()), Normed(nn.Identity()))
+    cut(model, REGIONS)
+    first, second = model.blocks
+    between = first(torch.randn(2, 6, WIDTH, requires_grad=True))
+    loss = second(between).sum() + between.sum()
+    ask(between)
+    with pytest.raises(UsageError, match=r"asked for .* when the next block had taken it.*ask before the next block"):
+        loss.backward()
 
 
 def test_blocks_without_such_pairs_stay_whole_beside_others_and_are_proven() -> None:
