@@ -93,6 +93,8 @@ def forecast(
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
         return question.final(goal, record)
 
+    asked: list[int] = []
+
     def ask(value: int) -> _Question:
         try:
             run = PlannedRun(with_argument(document, largest, value, config_file), config_file, settings, node)
@@ -101,13 +103,14 @@ def forecast(
                 f"largest is {largest!r}, and the model cannot have {value}: {error}; name an argument that may be any whole "
                 f"number, such as layers"
             ) from error
+        asked.append(value)
         return _Question(run, config_file, node, nodes, wanted)
 
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
     value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
-    question = ask(max(value, 1))
-    found, blueprint = question.final(goal, record)
-    return dataclasses.replace(found, chosen={largest: max(value, 1)} | found.chosen), blueprint
+    value = value or min(asked)
+    found, blueprint = ask(value).final(goal, record)
+    return dataclasses.replace(found, chosen={largest: value} | found.chosen), blueprint
 
 
 class _Question:

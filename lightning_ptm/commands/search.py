@@ -5,6 +5,7 @@ Owns the search alone; whether a value fits is told by the caller.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ from lightning_ptm.errors import ConfigError
 
 _MOST = 1 << 24
 """Times the first value: nothing that takes memory fits so often."""
+_MOST_REFUSED = 256
+"""Values in a row that a model cannot have, until the search is given up."""
 
 
 def largest_value(first: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 up that fits, where every smaller one fits too; 0 where not even 1 does.
+    """The largest number from 1 up that fits, where every smaller one fits too; 0 where none does.
 
     Args:
         first: a guess; the nearer, the fewer questions.
+        fits: may raise a ConfigError for a number that cannot be, such as one that ranks cannot divide: it is stepped over,
+            unless it is the guess or a double of it.
 
     Raises:
-        ConfigError: nothing is too large.
+        ConfigError: nothing is too large, or hardly any number can be.
     """
     low, high = 0, first
     while fits(high):
@@ -31,12 +36,24 @@ def largest_value(first: int, fits: Callable[[int], bool]) -> int:
             raise ConfigError(f"no value up to {low} is too large: it changes no memory; name another argument")
     # From here on `low` fits (or is 0) and `high` does not. From above, by halves: sizes are right within a factor.
     while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+        nearest = _nearest(low, high, fits)
+        if nearest is None:
+            return low
+        value, it_fits = nearest
+        low, high = (value, high) if it_fits else (low, value)
     return low
+
+
+def _nearest(low: int, high: int, fits: Callable[[int], bool]) -> tuple[int, bool] | None:
+    """Of the numbers between, one near the middle that can be, and whether it fits; None: none can be."""
+    middle = (low + high) // 2
+    for refused, value in enumerate(itertools.chain(range(middle, low, -1), range(middle + 1, high))):
+        try:
+            return value, fits(value)
+        except ConfigError:
+            if refused >= _MOST_REFUSED:
+                raise
+    return None
 
 
 def with_argument(document: Mapping[str, Any], name: str, value: int | None, path: str | Path) -> dict[str, Any]:

@@ -145,6 +145,10 @@ _of_thread = threading.local()
 def once(compute: Callable[[], Tensor]) -> Tensor:
     """What an exchange with other ranks results in; inside of a unit that is recomputed, that of its first forward (I4).
 
+    Source: Oases ("Automated Tensor Model Parallelism with Overlapped Communication for Efficient Foundation Model
+    Training"), section 3.2, which has each recomputation begin behind an exchange and so keeps what was exchanged. Here a
+    unit is recomputed from its input, and what was exchanged within is put in its place.
+
     Args:
         compute: exchanges; the result is without a graph.
     """

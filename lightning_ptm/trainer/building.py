@@ -263,13 +263,16 @@ class BuildingStrategy(CheckpointingStrategy):
             rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
 
     def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
-        """As DDP: before anybody knows the modules.
+        """As DDP: before anybody knows the modules. Over the ranks with different batches, so that each counts once.
 
         Raises:
             ConfigError: there are some, on a CPU.
         """
         layer_sync.apply(module)
-        if not self._backend.apart and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
+        for norm in norms:
+            norm.process_group = self._counted(norm.process_group)
+        if norms and not self._backend.apart:
             raise ConfigError(
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
@@ -38,6 +38,7 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.device_mesh import MeshOfOne, mesh_of
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.same_batches import SameBatches
@@ -123,10 +124,10 @@ class ConnectedStrategy(ParallelStrategy):
         `LightningModule.device_mesh` is the same, from `configure_model` on.
 
         Raises:
-            UsageError: there is none, since `tensor_parallel_size` is 1 or no run is being set up.
+            UsageError: there is none, of one rank or before any run was set up.
         """
         if self._device_mesh is None:
-            raise UsageError("there is a device mesh in runs with a tensor_parallel_size above 1, from their set-up on")
+            raise UsageError("there is a device mesh in runs of several ranks, from their set-up on")
         return self._device_mesh
 
     @property
@@ -220,6 +221,8 @@ class ConnectedStrategy(ParallelStrategy):
                 f"multiple of {size} ranks"
             )
         if not self._has_ranks:
+            if self.lightning_module is not None:
+                self.lightning_module._device_mesh = MeshOfOne()  # type: ignore[assignment]
             return  # a single device leaves the random numbers and the cluster as they are
         reset_seed()  # as DDP
         assert self.cluster_environment is not None
@@ -233,16 +236,15 @@ class ConnectedStrategy(ParallelStrategy):
     def _make_mesh(self) -> None:
         """Process groups of the ranks that differ along one axis; collective."""
         size = self.settings.tensor_parallel_size
+        if self._device_mesh is None:  # groups are not made anew for each run
+            self._device_mesh = mesh_of(self.world_size, size, self.root_device.type)
+        self._module._device_mesh = self._device_mesh
         if size == 1:
             return
-        if self._device_mesh is None:  # groups are not made anew for each run
-            shape, names = (self.world_size // size, size), ("data_parallel", "tensor_parallel")
-            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         group = self._device_mesh["tensor_parallel"].get_group()
         self._tensor_group = RankGroup(group, self._backend)
         self._data_group = self._device_mesh["data_parallel"].get_group()
         self._same_batches = SameBatches(group, self._backend)
-        self._module._device_mesh = self._device_mesh
         # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
         box = [randomness.sent(randomness.states(self._backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)

@@ -10,7 +10,8 @@ import pytest
 from test_plan_experts import EXPERTS, INNER, WIDTH, moved, planned
 
 from lightning_ptm.commands.report import render
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.commands.search import largest_value
+from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning import Link
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.terms import Operation
@@ -82,3 +83,47 @@ def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
     assert layers > SIZES["layers"] and planned(tmp_path, settings, model=SIZES | {"layers": layers}, **dense)[0].fits
     with pytest.raises(CapacityError):
         planned(tmp_path, settings, model=SIZES | {"layers": layers + 1}, **dense)
+
+
+@pytest.mark.parametrize("memory", ["48MiB", "1MiB"])
+def test_sizes_that_ranks_cannot_cut_are_stepped_over(tmp_path: Path, memory: str) -> None:
+    """Where not even the smallest fits, that one is told of."""
+    machine = {"host_memory": memory, "device_memory": "4MiB"}
+    settings = {"expert_parallel_size": 1, "tensor_parallel_size": 4, "units": ["Block"]}
+    dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
+    model = SIZES | {"heads": 4}
+    if memory == "1MiB":
+        with pytest.raises(CapacityError):
+            planned(tmp_path, settings, model=model, largest="feed_forward_width", **dense)
+        return
+    found, _ = planned(tmp_path, settings, model=model, largest="feed_forward_width", **dense)
+    width = found.chosen["feed_forward_width"]
+    assert found.fits and width > INNER and width % 4 == 0
+    assert planned(tmp_path, settings, model=model | {"feed_forward_width": width}, **dense)[0].fits
+    with pytest.raises(CapacityError):
+        planned(tmp_path, settings, model=model | {"feed_forward_width": width + 4}, **dense)
+
+
+@pytest.mark.parametrize("step", [2, 3, 8, 12])
+def test_the_search_finds_the_largest_of_those_that_can_be(step: int) -> None:
+    for most in range(100):
+        asked: list[int] = []
+
+        def fits(value: int, most: int = most, asked: list[int] = asked) -> bool:
+            asked.append(value)
+            if value % step:
+                raise ConfigError(f"{value} does not divide")
+            return value <= most
+
+        assert largest_value(step, fits) == most // step * step
+        assert len(asked) == len(set(asked)) <= 14 + 4 * step
+
+
+def test_a_model_that_can_have_few_values_is_not_asked_for_ever() -> None:
+    def fits(value: int) -> bool:
+        if value & (value - 1):
+            raise ConfigError(f"{value} is no power of two")
+        return value < 1 << 20
+
+    with pytest.raises(ConfigError, match="is no power of two"):
+        largest_value(1, fits)

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from rank_harness import run_ranks
 from rank_training import make_strategy
+from tensor_blocks import loader, module_of, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptm.errors import ConfigError
 
 
 class Normed(L.LightningModule):
@@ -54,3 +59,31 @@ def test_it_is_refused_as_under_ddp(tmp_path: Path) -> None:
         assert ours[0].startswith("ConfigError: sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only")
         assert ours[1] != "SyncBatchNorm"
         assert ours[2]
+
+
+class Groups(L.Callback):
+    """The ranks among which a norm that is there when a run begins would be synchronised."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        # A CPU has to refuse what it has made of them.
+        norms, strategy = nn.Sequential(nn.BatchNorm1d(8)), trainer.strategy
+        with pytest.raises(ConfigError, match="works on GPUs only"):
+            strategy._synchronize_batch_norms(norms, TorchSyncBatchNorm())  # type: ignore[attr-defined]
+        norm = next(each for each in norms.modules() if isinstance(each, nn.SyncBatchNorm))
+        self.found = torch.distributed.get_process_group_ranks(norm.process_group)
+
+
+def groups(ranks: int, tensor: int) -> list[int]:
+    callback = Groups()
+    trainer_of(ranks, tensor, callbacks=[callback], max_steps=1).fit(module_of(), loader(2 * ranks))
+    return callback.found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"), [(2, [[0, 2], [1, 3], [0, 2], [1, 3]]), pytest.param(1, 4 * [[0, 1, 2, 3]], id="whole")]
+)
+def test_ranks_that_compute_the_same_batch_count_once(tensor: int, expected: list[list[int]]) -> None:
+    assert run_ranks(groups, 4, 4, tensor, limit_s=120.0) == expected
