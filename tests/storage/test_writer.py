@@ -17,7 +17,8 @@ import xxhash
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.storage import writer as writing
-from lightning_ptm.storage.writer import RangeWriter, SaveOps, read_ranges
+from lightning_ptm.storage.ranges import read_ranges
+from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 
 @pytest.fixture(params=[4096, 16384])
