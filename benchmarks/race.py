@@ -59,13 +59,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a side did in one turn. The peak is since the process began; the bytes are those of this turn.
+    """What a side did in one turn. The peak is since the process began; the bytes and the CPU time are those of this turn.
 
-    Of several ranks: the slowest one's seconds, the largest peak, the sum of the bytes, rank 0's loss.
+    Of several ranks: the slowest one's seconds, the largest peak, the sums of CPU time and bytes, rank 0's loss.
     """
 
     steps: int
     seconds: float
+    cpu_s: float
     loss: float
     peak_rss_bytes: int
     read_bytes: int
@@ -148,7 +149,7 @@ class Baton:
         self._before = 0
         """Steps of the turn that still do not count."""
         self._in_the_middle = False
-        self._started_s = 0.0
+        self._started_s = self._started_cpu_s = 0.0
         self._started_bytes = (0, 0)
         self._stepped_s = 0.0
         self._stepped_bytes = (0, 0)
@@ -173,13 +174,13 @@ class Baton:
 
     def _start_clock(self) -> None:
         self._started_bytes = disk_bytes()
-        self._started_s = time.perf_counter()
+        self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
 
     def report(self, loss: float, extra: Mapping[str, float] | None = None) -> None:
         """End the turn (I2) and send what it took. `extra` holds numbers that only this side has."""
         if self._before:
             raise RuntimeError("this side does not say when its steps end, so none can be left out; call Baton.stepped")
-        ended_s, bytes_now = time.perf_counter(), disk_bytes()
+        ended_s, bytes_now, cpu_s = time.perf_counter(), disk_bytes(), time.process_time() - self._started_cpu_s
         while time.perf_counter() - ended_s < QUIET_S:
             time.sleep(QUIET_S / 10)
             if (later := disk_bytes()) != bytes_now:
@@ -189,6 +190,7 @@ class Baton:
         turn = Turn(
             steps=self._steps,
             seconds=ended_s - self._started_s,
+            cpu_s=cpu_s,
             loss=loss,
             peak_rss_bytes=peak_rss_bytes(),
             read_bytes=bytes_now[0] - self._started_bytes[0],
@@ -358,6 +360,7 @@ class Race:
         return replace(
             turns[0],
             seconds=max(turn.seconds for turn in turns),
+            cpu_s=sum(turn.cpu_s for turn in turns),
             peak_rss_bytes=max(turn.peak_rss_bytes for turn in turns),
             read_bytes=sum(turn.read_bytes for turn in turns),
             written_bytes=sum(turn.written_bytes for turn in turns),

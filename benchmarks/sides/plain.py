@@ -10,10 +10,11 @@ drops each gradient when it is complete; `recompute` true recomputes each block 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpt import SHAPES, GPTShape, batches, build
+from gpt import GPT, SHAPES, GPTShape, batches, build
 from race import Baton, current_rss_bytes, take_turns
 
 LEARNING_RATE = 3e-4
@@ -25,25 +26,25 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     shape = GPTShape(**options["shape"])
     model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=options.get("recompute", False))
     data = batches(shape, batch=options["batch"], seed=options["seed"])
-    parameters: list[torch.Tensor] = list(model.parameters())
-
-    def compute() -> torch.Tensor:
-        model.zero_grad(set_to_none=True)
-        loss: torch.Tensor = model(*next(data))
-        loss.backward()
-        return loss
 
     if not options.get("keep_gradients", True):
-        for parameter in parameters:
+        for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_drop)
 
     if not options.get("update", True):
         # Libraries keep memory of their own after a first step, which is nobody's activation: let them take it now.
         small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0)
         small(*next(batches(SHAPES["tiny"], batch=1, seed=0))).backward()
-        take_turns(baton, lambda: compute().item(), {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()})
+        idle = {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()}
+        take_turns(baton, lambda: _computed(model, data).item(), idle)
         return
 
+    take_turns(baton, updating(model, data))
+
+
+def updating(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], float]:
+    """A step on the next batch: forward, backward, update of fp32 masters; returns the loss."""
+    parameters: list[torch.Tensor] = list(model.parameters())
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
     gradients = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):
@@ -51,14 +52,21 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
-        loss = compute()
+        loss = _computed(model, data)
         with torch.no_grad():
             torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters if parameter.grad is not None])
             optimizer.step()
             torch._foreach_copy_(parameters, masters)
         return loss.item()
 
-    take_turns(baton, step)
+    return step
+
+
+def _computed(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss: torch.Tensor = model(*next(data))
+    loss.backward()
+    return loss
 
 
 def _drop(parameter: torch.Tensor) -> None:

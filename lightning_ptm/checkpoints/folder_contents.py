@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
-from lightning_ptm.checkpoints.rows import RowExchange, not_exchanged
+from lightning_ptm.checkpoints.rows import RowExchange, Table, not_exchanged
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.layout import ParameterSpec
@@ -27,10 +27,10 @@ from lightning_ptm.runtime.snapshot import Part
 from lightning_ptm.runtime.values import ShardedFlat, ShardedKind
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
-from lightning_ptm.storage.writer import RangeWriter, SaveOps
+from lightning_ptm.storage.writer import RangeWriter, SaveOps, Source
 
-_Put = Callable[[str, int, Tensor, bool], None]
-"""Writes to a file, from an offset on, the bytes of a tensor, which may stay as they are until all is written."""
+_Put = Callable[[str, int, Tensor | Source, bool], None]
+"""Writes to a file, from an offset on, bytes, which may stay as they are until all is written."""
 
 
 class KindOfStates(Protocol):
@@ -116,8 +116,11 @@ def _put(
     values: Tensor,
 ) -> None:
     if exchange is not None:
-        for parameter, first, rows in exchange.rows_of(flat, start, values):
-            put(name, starts[parameter] + first * rows.dtype.itemsize, rows, False)
+
+        def write(parameter: str, first: int, rows: Table) -> None:
+            put(name, starts[parameter] + first * values.dtype.itemsize, rows, False)
+
+        exchange.begin(flat, start, values, write, stays=stays)
     for segment in within(flat.segments, start, start + values.numel()):
         spec, first = flat.parameters[segment.parameter], segment.parameter_start
         part = values[segment.start - start : segment.stop - start]

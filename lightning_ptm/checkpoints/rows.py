@@ -4,16 +4,18 @@ A part's rows are short stretches of the file, hundreds or thousands in a page, 
 ranks of a tensor group own the same elements of their parts, so a page of each together is whole rows of the file, of which
 each rank writes an equal share. What a page has of a row that begins or ends elsewhere is written from where it is.
 
+A page is on its way while what came before is written, since ranks that waited for each other would leave the disk idle.
+
 I1: ranks of a group have the same exchanges, in the same order; they compare how many before the first.
 I2: every message says whether its sender has failed. Whoever fails still sends the next one, so all of a group stop after the
-    same exchange, and none waits for ever.
-I3: no more than a page of each rank is held at once. Exchanges are the caller's thread's only.
+    same exchange, and none waits for ever. So none is begun before the one before has been heard.
+I3: no more than two pages of each rank are held at once. Exchanges are the caller's thread's only.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator
+from lightning_ptm.comm.communicator import Work
 from lightning_ptm.errors import CheckpointError, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
@@ -41,6 +44,7 @@ class _Rows:
     box: Box
     start: int
     rows: range
+    itemsize: int
 
     def of(self, part: int) -> range:
         """Those that the rank with this part writes."""
@@ -51,10 +55,71 @@ class _Rows:
         """What each rank sends to the one with this part."""
         return len(self.of(part)) * self.box.run_numel
 
+    def nbytes(self, part: int) -> int:
+        """The same in bytes."""
+        return self.numel(part) * self.itemsize
+
     def sent_to(self, part: int, page: Tensor) -> Tensor:
-        """That, of this rank's page."""
+        """That, of this rank's page, as bytes."""
         start = self.start + (self.of(part).start - self.rows.start) * self.box.run_numel
-        return page.narrow(0, start, self.numel(part))
+        return page.narrow(0, start, self.numel(part)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of the whole, of which each part has a column.
+
+    Args:
+        columns: (rows, bytes of a run) of each part, in the order of the parts.
+    """
+
+    columns: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all columns."""
+        return sum(column.numel() for column in self.columns)
+
+    def fill(self, into: Tensor, first: int) -> None:
+        """Bytes [first, first + into.numel()) of the rows, one after the other, into a uint8 tensor."""
+        run_bytes = self.columns[0].shape[1]
+        row_bytes = run_bytes * len(self.columns)
+        row, offset = divmod(first, row_bytes)
+        if offset:
+            rest = self._row(row)[offset : offset + into.numel()]
+            into[: rest.numel()].copy_(rest)
+            into, row = into[rest.numel() :], row + 1
+        rows = into.numel() // row_bytes
+        table = into[: rows * row_bytes].view(rows, len(self.columns), run_bytes)
+        for part, column in enumerate(self.columns):
+            table[:, part].copy_(column[row : row + rows])
+        last = into[rows * row_bytes :]
+        if last.numel():
+            last.copy_(self._row(row + rows)[: last.numel()])
+
+    def _row(self, row: int) -> Tensor:
+        return torch.cat([column[row] for column in self.columns])
+
+
+Write = Callable[[str, int, Table], None]
+"""Writes to the whole parameter of this name, from this element on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """An exchange that has begun.
+
+    Args:
+        own: what this rank keeps of its own page, of each of `rows`.
+        coming: bytes from each part; of this rank none.
+    """
+
+    rows: Sequence[_Rows]
+    own: Sequence[Tensor]
+    coming: Sequence[int]
+    received: Tensor
+    work: Work
+    write: Write
 
 
 def exchanged(box: Box | None) -> TypeGuard[Box]:
@@ -81,7 +146,7 @@ class RowExchange:
     Args:
         group: the ranks with the other parts, in the order of the parts.
         flats: all that this rank writes, in this order.
-        page_numel: elements of a flat that are given to `rows_of` at once.
+        page_numel: elements of a flat that are given to `begin` at once.
 
     Raises:
         InternalError: on all ranks of the group, if they would exchange other rows (I1).
@@ -90,76 +155,109 @@ class RowExchange:
     def __init__(self, group: Communicator, flats: Iterable[ShardedFlat], page_numel: int) -> None:
         self._group = group
         pages = [
-            (flat.paged.dtype, rows)
+            rows
             for flat in flats
             if not group.alone
             for start in range(0, flat.paged.numel, page_numel)
             if (rows := self._rows_in(flat, start, min(flat.paged.numel, start + page_numel)))
         ]
-        counts = group.exchange((len(pages), sum(each.numel(0) for _, rows in pages for each in rows), 0))
+        counts = group.exchange((len(pages), sum(each.numel(0) for rows in pages for each in rows), 0))
         if len(set(counts)) > 1:
             raise InternalError(
                 f"the ranks of a tensor group would exchange other rows of a checkpoint: {counts}; save with "
                 f"state_dict_type='full' and report this"
             )
 
-        # State: the exchanges that are to come, the next one last; none once one has failed, or told of a failure.
+        # State: the exchanges that are to come, the next one last, none once one has failed or told of a failure; and the one
+        # that has begun.
         self._left = pages[::-1]
+        self._under_way: _UnderWay | None = None
 
-    def rows_of(self, flat: ShardedFlat, start: int, page: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Exchange what of a page of a flat is whole rows. Yields (parameter, first element in the whole, elements) of this
-        rank's share of them.
+    def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
+        """Exchange what of a page of a flat is whole rows. This rank's share of the rows is written when they have come, in
+        the next call or in `finish`; what came before is written now.
+
+        Args:
+            stays: nobody changes or frees the page until then.
 
         Raises:
             CheckpointError: another rank of the group has failed.
         """
         if not self._rows_in(flat, start, start + page.numel()):
             return
-        _, rows = self._left[-1]
-        received = self._exchange(page)
-        mine, place = self._group.rank, 1
-        for each in rows:
-            numel, box = each.numel(mine), each.box
-            whole = page.new_empty(len(each.of(mine)), box.parts, box.run_numel)
-            for part, message in enumerate(received):
-                column = each.sent_to(mine, page) if part == mine else message[place : place + numel]
-                whole[:, part].copy_(column.view(-1, box.run_numel))
-            yield each.parameter, each.of(mine).start * box.parts * box.run_numel, whole.view(-1)
-            place += numel
+        before = self._heard()
+        self._under_way = self._begun(page, write, stays=stays)
+        self._write(before)
+
+    def finish(self) -> None:
+        """Write what has not been written. Raises as `begin`."""
+        self._write(self._heard())
 
     def give_up(self) -> None:
         """This rank has failed: the others of its group are told in the next exchange, if there is one."""
-        if self._left:
-            with contextlib.suppress(CheckpointError):
-                self._exchange(None)
+        with contextlib.suppress(CheckpointError):
+            self._heard()
+            if self._left:
+                self._under_way = self._begun(None, lambda name, first, rows: None, stays=True)
+                self._left = []
+                self._heard()
 
-    def _exchange(self, page: Tensor | None) -> Sequence[Tensor]:
-        """The next one: (1 + elements,) of each rank, what it has sent to this one behind an element for I2; nothing of this
-        rank itself.
+    def _begun(self, page: Tensor | None, write: Write, *, stays: bool) -> _UnderWay:
+        """The next one: of each rank what it sends to this one and a byte for I2; nothing of this rank itself.
 
         Args:
             page: this rank's; None if it has failed.
         """
         left, self._left = self._left, []
-        dtype, rows = left.pop()
-        mine, parts = self._group.rank, range(self._group.world_size)
-        sizes = [dtype.itemsize * (1 + sum(each.numel(part) for each in rows)) for part in parts]
-        others = [part for part in parts if part != mine]
+        rows, mine = left.pop(), self._group.rank
+        parts = range(self._group.world_size)
+        sizes = [1 + sum(each.nbytes(part) for each in rows) for part in parts]
+        own: list[Tensor] = []
         if page is None:
-            sent = torch.ones(sum(sizes[part] for part in others), dtype=torch.uint8)
+            sent = torch.ones(sum(sizes) - sizes[mine], dtype=torch.uint8)
         else:
-            well = page.new_zeros(1)
-            pieces = [piece for part in others for piece in (well, *(each.sent_to(part, page) for each in rows))]
-            sent = torch.cat(pieces).view(torch.uint8)
+            well = torch.zeros(1, dtype=torch.uint8)
+            others = [part for part in parts if part != mine]
+            sent = torch.cat(
+                [piece for part in others for piece in (*(each.sent_to(part, page) for each in rows), well)]
+            )
+            own = [each.sent_to(mine, page) for each in rows]
+            own = own if stays else [piece.clone() for piece in own]
         outgoing = [0 if part == mine else sizes[part] for part in parts]
         coming = [0 if part == mine else sizes[mine] for part in parts]
-        received = self._group.all_to_all(sent, outgoing, coming).split(coming)
-        failed = [part for part in others if received[part][0]]
+        received, work = self._group.start_all_to_all(sent, outgoing, coming)
+        self._left = left
+        return _UnderWay(rows, own, coming, received, work, write)
+
+    def _heard(self) -> _UnderWay | None:
+        """The one that had begun, if any: it has come."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        left, self._left = self._left, []
+        under_way.work.wait()
+        messages = under_way.received.split(under_way.coming)
+        failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
         if failed:
             raise CheckpointError(f"the rank with part {failed[0]} of parameters could not write its own")
-        if page is not None:
-            self._left = left
-        return [message.view(dtype) for message in received]
+        self._left = left
+        return under_way
+
+    def _write(self, exchanged: _UnderWay | None) -> None:
+        if exchanged is None:
+            return
+        messages = exchanged.received.split(exchanged.coming)
+        mine, place = self._group.rank, 0
+        for each, own in zip(exchanged.rows, exchanged.own, strict=True):
+            size_bytes = each.nbytes(mine)
+            came = (
+                own if part == mine else message[place : place + size_bytes] for part, message in enumerate(messages)
+            )
+            share, box = each.of(mine), each.box
+            if share:
+                table = Table([column.view(len(share), -1) for column in came])
+                exchanged.write(each.parameter, share.start * box.parts * box.run_numel, table)
+            place += size_bytes
 
     @staticmethod
     def _rows_in(flat: ShardedFlat, start: int, stop: int) -> list[_Rows]:
@@ -171,5 +269,7 @@ class RowExchange:
                 rows = spec.box.full_rows(segment.parameter_start, segment.numel)
                 first = rows.start * spec.box.run_numel - segment.parameter_start
                 if rows:
-                    found.append(_Rows(spec.name, spec.box, segment.start - start + first, rows))
+                    found.append(
+                        _Rows(spec.name, spec.box, segment.start - start + first, rows, flat.paged.dtype.itemsize)
+                    )
         return found

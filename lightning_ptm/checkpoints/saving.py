@@ -30,7 +30,7 @@ from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.values import ShardedKind
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
-from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, failure
+from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, Source, failure
 from lightning_ptm.update.threads import one_core, use_cores
 
 _COPIES_SHARE = 8
@@ -237,6 +237,8 @@ class Saving:
         assert self._writer is not None
         try:
             self._snapshot.take_all()
+            if self._exchange is not None:
+                self._exchange.finish()
             for write in self._outside:  # now that nobody else puts anything
                 write()
             write_ranges(self._folder, self._engine.communicator.rank, self._writer.finish(), self._ops)
@@ -254,7 +256,7 @@ class Saving:
                     return
             self._commit()
 
-    def _put(self, name: str, start: int, values: Tensor, stays: bool) -> None:
+    def _put(self, name: str, start: int, values: Tensor | Source, stays: bool) -> None:
         """Called by one thread at a time: see `Snapshot`."""
         assert self._writer is not None
         self._writer.put(name, start, values, stays=stays)

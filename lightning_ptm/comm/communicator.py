@@ -115,6 +115,9 @@ class Communicator(Protocol):
         """The first `sent[0]` of `rows` (n, ...) to rank 0, and so on; returns the rows of rank 0, rank 1..., of which
         `received` says how many there are. Waits for them."""
 
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
+        """The same; the rows are there when the work has been waited for."""
+
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         """Sum (or maximum) over ranks of a small tensor, in place; returns it."""
 
@@ -167,6 +170,9 @@ class SoloCommunicator:
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return rows
+
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
+        return rows, Work()
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         return values
@@ -393,6 +399,11 @@ class ProcessGroupCommunicator:
         return done
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        out, work = self.start_all_to_all(rows, sent, received)
+        work.wait()
+        return out
+
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
         group = self._data if self._backend.holds(rows) else self._control
         out = rows.new_empty(sum(received), *rows.shape[1:])
         rows = rows.contiguous()
@@ -403,8 +414,7 @@ class ProcessGroupCommunicator:
         told = self._told("all_to_all", rows)
         with self._on_stream():
             handle = self._issue(start)
-        Work([handle], [rows, out], self._join, self._guard, told).wait()
-        return out
+        return out, Work([handle], [rows, out], self._join, self._guard, told)
 
     def issue(self, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
         """A collective of these ranks, behind what the current stream has queued, and before what it queues next. They have

@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
-from lightning_ptm.parallel.forwards import stand_in
 from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.forwards import stand_in
 from lightning_ptm.runtime.recompute import replace
 from lightning_ptm.runtime.units import Unit
 

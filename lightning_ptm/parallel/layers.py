@@ -20,11 +20,11 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.logits import logits_of
 from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.forwards import Around, Forward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from typing_extensions import override
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.forwards import Around, Forward
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
+from lightning_ptm.runtime.forwards import Around, Forward
 from lightning_ptm.runtime.hooks import others_hear_of
 
 

@@ -14,10 +14,10 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.blocks import Block
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.forwards import Forward
 from lightning_ptm.parallel.parts import InBlock, InRegion, Parts
 from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block
 from lightning_ptm.parallel.rules import Place
+from lightning_ptm.runtime.forwards import Forward
 
 
 class SequenceParallel:

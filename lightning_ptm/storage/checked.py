@@ -32,9 +32,9 @@ from lightning_ptm.storage.index import (
     check_seal,
     read_index,
 )
+from lightning_ptm.storage.ranges import Range, read_range, read_ranges
 from lightning_ptm.storage.reading import short
 from lightning_ptm.storage.tensors import Stored, read_layout
-from lightning_ptm.storage.writer import Range, read_range, read_ranges
 
 
 class CheckedFolder:

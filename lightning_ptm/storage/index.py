@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.ranges import Range, checksum_of
 from lightning_ptm.storage.reading import (
     contents,
     entries,
@@ -31,7 +32,7 @@ from lightning_ptm.storage.reading import (
     text,
     unread,
 )
-from lightning_ptm.storage.writer import Range, SaveOps, checksum_of, failure
+from lightning_ptm.storage.writer import SaveOps, failure
 
 FORMAT = "lightning_ptm sharded checkpoint"
 VERSION = 3

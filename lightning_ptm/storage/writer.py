@@ -3,7 +3,8 @@
 Owns a few aligned buffers and the threads that write them. Knows files and bytes; no tensors' meaning, no ranks.
 I1: bytes of a file are copied into a buffer at their offset modulo a block, so that whole blocks go directly to the disk
     and only the ragged ends of a range through the page cache. Long stretches that stay as they are until `finish`, and
-    lie in memory as they will in the file, are written from where they are.
+    lie in memory as they will in the file, are written from where they are. A few MiB of ragged ends are kept for the end:
+    a write to the page cache waits for all direct ones of its file, and those that follow wait for it.
 I2: every write is checked for its length; a short one is continued, a failed one raises in `finish`, or before it.
 I3: what `finish` returns is durable: files are synced first.
 """
@@ -14,18 +15,18 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-import xxhash
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.region import HostRegion
-from lightning_ptm.storage.reading import unread
+from lightning_ptm.storage.ranges import Range, checksum_of
 from lightning_ptm.terms import BLOCK_BYTES
 
 BUFFER_BYTES = 4 << 20
@@ -36,8 +37,10 @@ _IN_PLACE = 4 * _THREADS
 """Pieces that may wait to be written from where they are: `put` is not far ahead of the disk."""
 _LONG_BYTES = 512 << 10
 """Shorter stretches are worth a copy, because that makes one write of many."""
-checksum_of: Callable[[memoryview], int] = xxhash.xxh3_64_intdigest
-"""Takes a tenth of a CRC's time, which would be a third of what two cores need for a whole checkpoint."""
+_SECTOR_BYTES = 512
+"""Where memory has to begin that most disks write from; others want whole blocks."""
+_KEPT_BYTES = BUFFER_BYTES
+"""Ragged ends beyond are written at once."""
 _SYNCS = 8
 """Files that are synced at once: a journal writes what all of them wait for together."""
 
@@ -49,15 +52,15 @@ class SaveOps(FileOps):
         os.fsync(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes [start, stop) of a file and what `digest` made of them."""
+class Source(Protocol):
+    """Bytes for a file that lie elsewhere in another order: they are put in the file's where they leave from."""
 
-    file: str
-    start: int
-    stop: int
-    checksum: int
-    digest: Callable[[memoryview], int] = checksum_of
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def fill(self, into: torch.Tensor, first: int) -> None:
+        """Bytes [first, first + into.numel()), into a uint8 tensor."""
 
 
 @dataclass(slots=True)
@@ -101,6 +104,8 @@ class RangeWriter:
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         for index in reversed(range(buffers)):
             self._free.put(index)
+        self._memory_bytes = _SECTOR_BYTES
+        """What addresses of memory have to be a multiple of; any of the threads finds that it is more."""
         self._in_place = threading.Semaphore(_IN_PLACE)
         self._jobs: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._files: dict[str, _File] = {}
@@ -108,6 +113,8 @@ class RangeWriter:
         self._current: _Write | None = None
         self._lock = threading.Lock()
         self._ranges: list[Range] = []
+        self._ends: list[tuple[_File, int, bytes]] = []
+        self._ends_bytes = 0
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._work, name=f"save {i}", daemon=True) for i in range(_THREADS)]
         for thread in self._threads:
@@ -134,21 +141,24 @@ class RangeWriter:
             raise failure(path, error) from error
         self._created.append(name)  # synced with all others, in `finish`
 
-    def put(self, name: str, start: int, values: torch.Tensor, *, stays: bool = False) -> None:
-        """Write `values` (1-D, contiguous, on the CPU) to a file from byte `start` on.
+    def put(self, name: str, start: int, values: torch.Tensor | Source, *, stays: bool = False) -> None:
+        """Write `values` (1-D, contiguous, on the CPU, if they are a tensor) to a file from byte `start` on.
 
         Args:
             stays: nobody changes or frees them before `finish` or `abort` returns. Otherwise they are copied at once.
         """
-        source = values.view(torch.uint8)
         file = self._open(name)
+        if not isinstance(values, torch.Tensor):
+            self._copy(file, start, values.nbytes, values.fill)
+            return
+        source = values.view(torch.uint8)
         done, total = 0, source.numel()
         if stays and total >= _LONG_BYTES and file.direct is not None:
-            # Whole blocks, if they are aligned in memory too.
+            # Whole blocks of the file, if a disk takes them from there.
             first = -start % BLOCK_BYTES
-            if (source.data_ptr() + first) % BLOCK_BYTES == 0:
+            if (source.data_ptr() + first) % self._memory_bytes == 0:
                 last = total - (start + total) % BLOCK_BYTES
-                self._copy(file, start, source[:first])
+                self._copy_tensor(file, start, source[:first])
                 self._send()
                 view = source.numpy().data
                 for begin in range(first, last, BUFFER_BYTES):
@@ -157,10 +167,16 @@ class RangeWriter:
                     stop = min(last, begin + BUFFER_BYTES)
                     self._jobs.put(_Write(file, start + begin, None, stop - begin, view[begin:stop]))
                 done = last
-        self._copy(file, start + done, source[done:])
+        self._copy_tensor(file, start + done, source[done:])
 
-    def _copy(self, file: _File, start: int, source: torch.Tensor) -> None:
-        done, total = 0, source.numel()
+    def _copy_tensor(self, file: _File, start: int, source: torch.Tensor) -> None:
+        def fill(into: torch.Tensor, first: int) -> None:
+            into.copy_(source[first : first + into.numel()])
+
+        self._copy(file, start, source.numel(), fill)
+
+    def _copy(self, file: _File, start: int, total: int, fill: Callable[[torch.Tensor, int], None]) -> None:
+        done = 0
         while done < total:
             self._check()
             piece = self._current
@@ -173,7 +189,7 @@ class RangeWriter:
             count = min(room, total - done)
             assert piece.buffer is not None
             begin = piece.buffer * self._room + piece.start % BLOCK_BYTES + piece.filled
-            self._region.tensor[begin : begin + count].copy_(source[done : done + count])
+            fill(self._region.tensor[begin : begin + count], done)
             piece.filled += count
             done += count
             if count == room:
@@ -189,6 +205,7 @@ class RangeWriter:
         self._end()
         try:
             self._check()
+            self._write_ends()
             for name in self._created:
                 self._open(name)
             with ThreadPoolExecutor(_SYNCS, thread_name_prefix="save sync") as pool:
@@ -286,15 +303,37 @@ class RangeWriter:
         first = min(stop, -(-piece.start // BLOCK_BYTES) * BLOCK_BYTES)
         last = max(first, stop // BLOCK_BYTES * BLOCK_BYTES)
         file = piece.file
-        for fd, left, right in (
-            (file.cached, piece.start, first),
-            (file.cached if file.direct is None else file.direct, first, last),
-            (file.cached, last, stop),
-        ):
-            if left < right:
-                self._write_all(file, fd, view[left - piece.start : right - piece.start], left)
+        for left, right in ((piece.start, first), (last, stop)):
+            end = view[left - piece.start : right - piece.start]
+            if left < right and not self._kept(file, left, end):
+                self._write_all(file, file.cached, end, left)
+        if first < last:
+            fd = file.cached if file.direct is None else file.direct
+            self._write_all(file, fd, view[first - piece.start : last - piece.start], first)
         with self._lock:
             self._ranges.append(Range(file.name, piece.start, stop, checksum))
+
+    def _kept(self, file: _File, start: int, end: memoryview) -> bool:
+        """Whether there was room to keep a ragged end for `finish`."""
+        with self._lock:
+            if self._ends_bytes + len(end) > _KEPT_BYTES:
+                return False
+            self._ends_bytes += len(end)
+            self._ends.append((file, start, bytes(end)))
+            return True
+
+    def _write_ends(self) -> None:
+        """All that were kept; those that follow each other at once."""
+        ends, self._ends = sorted(self._ends, key=lambda end: (end[0].name, end[1])), []
+        at = 0
+        while at < len(ends):
+            file, start, content = ends[at]
+            joined = bytearray(content)
+            at += 1
+            while at < len(ends) and ends[at][0] is file and ends[at][1] == start + len(joined):
+                joined += ends[at][2]
+                at += 1
+            self._write_all(file, file.cached, memoryview(joined), start)
 
     def _write_all(self, file: _File, fd: int, view: memoryview, offset: int) -> None:
         done = 0
@@ -305,7 +344,8 @@ class RangeWriter:
                 continue
             except OSError as error:
                 if error.errno == errno.EINVAL and fd == file.direct:
-                    fd = file.cached  # opens with O_DIRECT and does not write so
+                    fd = file.cached  # opens with O_DIRECT and does not write so, or not from there
+                    self._memory_bytes = BLOCK_BYTES
                     continue
                 raise failure(file.path, error) from error
             if moved <= 0:
@@ -313,53 +353,6 @@ class RangeWriter:
             if moved % BLOCK_BYTES and fd == file.direct:
                 fd = file.cached
             done += moved
-
-
-def read_ranges(path: Path, ranges: Sequence[Range], seen: Callable[[int], None] = lambda count: None) -> Range | None:
-    """Read these ranges of one file; returns the first whose bytes are others than those that were written.
-
-    `seen` is told how many more bytes were read.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is too short.
-    """
-    buffer = memoryview(bytearray(max((each.stop - each.start for each in ranges), default=0)))
-    try:
-        with path.open("rb", buffering=0) as file:
-            for each in ranges:
-                if not read_range(file.fileno(), path, each, buffer[: each.stop - each.start]):
-                    return each
-                seen(each.stop - each.start)
-    except OSError as error:
-        raise unread(path, error) from error
-    return None
-
-
-def read_range(descriptor: int, path: Path, wanted: Range, view: memoryview) -> bool:
-    """Read one range into `view`; returns whether its bytes are those that were written.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is too short.
-    """
-    read_fully(descriptor, path, view, wanted.start)
-    return wanted.digest(view) == wanted.checksum
-
-
-def read_fully(descriptor: int, path: Path, view: memoryview, start: int) -> None:
-    """Fill `view` from byte `start` of a file on.
-
-    Raises:
-        CheckpointError: the file cannot be read, or ends too early.
-    """
-    done = 0
-    try:
-        while done < len(view):
-            moved = os.preadv(descriptor, [view[done:]], start + done)
-            if moved == 0:
-                raise CheckpointError(f"{path} ends at {start + done} of {start + len(view)} bytes: it was cut short")
-            done += moved
-    except OSError as error:
-        raise unread(path, error) from error
 
 
 def failure(path: Path, error: OSError) -> CheckpointError:

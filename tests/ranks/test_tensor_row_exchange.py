@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints.rows import RowExchange
+from lightning_ptm.checkpoints.rows import RowExchange, Table
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CheckpointError, InternalError
 from lightning_ptm.planning.boxes import Box
@@ -143,6 +143,18 @@ def flat_of(part: int, dtype: torch.dtype, first: int = 0) -> ShardedFlat:
     return ShardedFlat(Paged(64 + numel, dtype), specs, segments, [])  # type: ignore[arg-type]
 
 
+class Found:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, int, Tensor]] = []
+
+    def __call__(self, name: str, first: int, rows: Table) -> None:
+        elements = torch.empty(rows.nbytes, dtype=torch.uint8)
+        rows.fill(elements, 0)
+        self.written.append((name, first, elements))
+
+
 def exchange_all() -> list[str]:
     """What was wrong, of pages that begin in the middle of rows, and of several dtypes."""
     group, wrong = connect(), []
@@ -152,15 +164,23 @@ def exchange_all() -> list[str]:
             flat = flat_of(group.rank, dtype, first)
             part = whole[:, group.rank].reshape(-1)[first:]
             shard = torch.cat([torch.zeros(64, dtype=dtype), part])
-            exchange, count = RowExchange(group, [flat], PAGE_NUMEL), 0
-            for start in range(0, shard.numel(), PAGE_NUMEL):
-                for name, at, elements in exchange.rows_of(flat, start, shard[start : start + PAGE_NUMEL]):
-                    count += elements.numel()
-                    if name != "cut" or not torch.equal(whole.view(-1)[at : at + elements.numel()], elements):
-                        wrong.append(f"{dtype} from {first}, page at {start}")
-            counts = group.all_reduce(torch.tensor([count]))
-            if counts.item() < 0.8 * (whole.numel() - PARTS * first):
-                wrong.append(f"{dtype} from {first}: only {counts.item()} were exchanged")
+            for stays in (True, False):
+                found = Found()
+                exchange = RowExchange(group, [flat], PAGE_NUMEL)
+                for start in range(0, shard.numel(), PAGE_NUMEL):
+                    page = shard[start : start + PAGE_NUMEL].clone()
+                    exchange.begin(flat, start, page, found, stays=stays)
+                    if not stays:
+                        page.zero_()
+                exchange.finish()
+                for name, at, elements in found.written:
+                    mine = elements.view(dtype)
+                    if name != "cut" or not torch.equal(whole.view(-1)[at : at + mine.numel()], mine):
+                        wrong.append(f"{dtype} from {first}, elements from {at} on")
+                count = sum(elements.numel() for _, _, elements in found.written) // dtype.itemsize
+                counts = group.all_reduce(torch.tensor([count]))
+                if counts.item() < 0.8 * (whole.numel() - PARTS * first):
+                    wrong.append(f"{dtype} from {first}: only {counts.item()} were exchanged")
     return wrong
 
 
@@ -187,17 +207,51 @@ def write_until(pages: int, group: Communicator) -> str:
             exchange.give_up()  # tells once
             return "gave up"
         try:
-            list(exchange.rows_of(flat, start, shard[start : start + PAGE_NUMEL]))
+            exchange.begin(flat, start, shard[start : start + PAGE_NUMEL], Found(), stays=True)
         except CheckpointError as error:
             exchange.give_up()  # everybody knows: nothing to tell
             return f"page {page}: {error}"
+    try:
+        exchange.finish()
+    except CheckpointError as error:
+        return f"at the end: {error}"
     return f"{len(starts)} pages"
 
 
-@pytest.mark.parametrize("pages", [0, 2])
-def test_who_fails_is_heard_of_in_the_next_exchange(pages: int) -> None:
+@pytest.mark.parametrize(("pages", "heard"), [(0, "page 1"), (2, "page 3"), (3, "at the end")])
+def test_who_fails_is_heard_of_behind_the_next_exchange(pages: int, heard: str) -> None:
     seen = run_ranks(fail_after, 2, pages)
-    assert seen == [f"page {pages}: the rank with part 1 of parameters could not write its own", "gave up"]
+    assert seen == [f"{heard}: the rank with part 1 of parameters could not write its own", "gave up"]
+
+
+def begin_before_the_other() -> int:
+    """Rank 1 begins to exchange when rank 0 has gone on."""
+    group = connect()
+    others = group.part([[0, 1]])
+    flat, found = flat_of(group.rank, torch.float32), Found()
+    exchange = RowExchange(group, [flat], flat.paged.numel)
+    if group.rank == 1:
+        others.all_reduce(torch.zeros(1))
+    exchange.begin(flat, 0, torch.zeros(flat.paged.numel), found, stays=True)
+    if group.rank == 0:
+        others.all_reduce(torch.zeros(1))
+    exchange.finish()
+    return len(found.written)
+
+
+def test_a_rank_goes_on_while_its_page_is_on_its_way() -> None:
+    assert run_ranks(begin_before_the_other, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("first", range(0, 24, 3))
+def test_a_table_fills_from_any_byte_to_any_other(first: int) -> None:
+    whole = torch.arange(24, dtype=torch.uint8).view(3, 2, 4)
+    table = Table([whole[:, 0], whole[:, 1]])
+    assert table.nbytes == 24
+    for stop in range(first, 25):
+        into = torch.full((stop - first,), 99, dtype=torch.uint8)
+        table.fill(into, first)
+        assert torch.equal(into, whole.view(-1)[first:stop])
 
 
 def differ() -> str:

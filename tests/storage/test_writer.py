@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
@@ -17,7 +18,8 @@ import xxhash
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.storage import writer as writing
-from lightning_ptm.storage.writer import RangeWriter, SaveOps, read_ranges
+from lightning_ptm.storage.ranges import read_ranges
+from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 
 @pytest.fixture(params=[4096, 16384])
@@ -82,6 +84,71 @@ def test_long_stretches_that_stay_are_written_from_where_they_are(
     assert written[length - 7 : length + 100] == bytes([3] * 107)
     assert read_ranges(tmp_path / "a", ranges) is None
     assert sum(count for _, count in addresses) == (length - 7) // 4096 * 4096 - 4096
+    stretch.close()
+
+
+def test_ragged_ends_are_written_when_all_whole_blocks_are_and_neighbours_at_once(
+    tmp_path: Path, small_buffers: int
+) -> None:
+    direct: set[int] = set()
+    calls: list[tuple[bool, int]] = []
+
+    class Watching(SaveOps):
+        def open(self, path: str, flags: int, mode: int) -> int:
+            fd = super().open(path, flags, mode)
+            if flags & os.O_DIRECT:
+                direct.add(fd)
+            return fd
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            calls.append((fd in direct, offset))
+            return super().pwritev(fd, buffers, offset)
+
+    whole = torch.randint(0, 256, (400_000,), dtype=torch.uint8)
+    writer = RangeWriter(tmp_path, Watching())
+    writer.create("a", b"", whole.numel())
+    borders = [0, 100_000, 200_000, 300_000, 400_000]
+    for start, stop in sorted(itertools.pairwise(borders), key=lambda pair: pair[0] % 200_000):  # no two neighbours
+        writer.put("a", start, whole[start:stop])
+    writer.finish()
+    assert (tmp_path / "a").read_bytes() == bytes(whole.tolist())
+    short = [offset for is_direct, offset in calls if not is_direct]
+    assert [is_direct for is_direct, _ in calls].index(False) == len(calls) - len(short)
+    assert len(short) == 4  # three borders, and the end
+
+
+@pytest.mark.parametrize("disk_wants", [512, 4096])
+def test_a_disk_that_takes_whole_blocks_of_memory_only_gets_copies_of_others(
+    tmp_path: Path, small_buffers: int, disk_wants: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_LONG_BYTES", 10_000)
+    stretch = HostRegion(100 * writing.BUFFER_BYTES)
+    values = stretch.tensor[512:]
+    values.copy_(torch.randint(0, 256, values.shape, dtype=torch.uint8))
+    begin, stop = values.data_ptr(), values.data_ptr() + values.numel()
+    in_place: list[bool] = []
+    refused: list[int] = []
+
+    class Picky(SaveOps):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            address = torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr()
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                if address % disk_wants:
+                    refused.append(offset)
+                    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                in_place.append(begin <= address < stop)
+            return super().pwritev(fd, buffers, offset)
+
+    writer = RangeWriter(tmp_path, Picky())
+    writer.create("a", b"", values.numel())
+    half = 50 * writing.BUFFER_BYTES
+    for start, part in ((0, values[:half]), (half, values[half:])):
+        writer.put("a", start, part, stays=True)
+    writer.finish()
+    assert (tmp_path / "a").read_bytes() == bytes(values.tolist())
+    assert any(in_place) is (disk_wants == 512)
+    assert bool(refused) is (disk_wants == 4096)
+    assert max(refused, default=0) < half  # it has learnt
     stretch.close()
 
 
