@@ -2,7 +2,7 @@
 
 Sides, in turns:
   ours            AngelPTMStrategy, masters on disk, compute parameters in RAM
-  deepspeed       ZeRO-3, optimizer on NVMe, one sub-group, as DeepSpeed comes (sides/deepspeed_nvme.py)
+  deepspeed       ZeRO-3, optimizer on NVMe, one sub-group, as DeepSpeed comes (sides/deepspeed_zero3.py)
   deepspeed-pipe  the same in sub-groups of 20M parameters, reads, update and writes overlapped
   plain           the plain PyTorch loop with everything in RAM, for scale
 Ratio: step time of the faster DeepSpeed over that of ours.
@@ -93,7 +93,7 @@ def sides(size: str, args: argparse.Namespace, python: str, folder: Path) -> lis
         subfolder = folder / name
         subfolder.mkdir()
         theirs = {**options, "folder": str(subfolder), "pipeline": name == "deepspeed-pipe"}
-        racing.append(Side(name, "deepspeed_nvme", theirs, 1, args.threads, python, own_environment))
+        racing.append(Side(name, "deepspeed_zero3", theirs, 1, args.threads, python, own_environment))
     return [*racing, Side("plain", "plain", options, threads=args.threads, environment=environment)]
 
 
