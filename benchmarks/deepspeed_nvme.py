@@ -44,8 +44,11 @@ DEEPSPEED_SIDES = ("deepspeed", "deepspeed-pipe")
 COMPILES = "#include <libaio.h>\nint main() { return io_setup(0, nullptr); }\n"
 
 
-def deepspeed_python(folder: Path, version: str) -> str:
+def deepspeed_python(folder: Path, version: str, *, on_disk: bool = True) -> str:
     """The interpreter of DeepSpeed's environment in `folder`, made if it is not there yet.
+
+    Args:
+        on_disk: its operators for disks are needed, too.
 
     Raises:
         SkipBenchmark: a compiler, libaio or a package is not to be had.
@@ -54,7 +57,7 @@ def deepspeed_python(folder: Path, version: str) -> str:
     if compiler is None:
         raise SkipBenchmark("DeepSpeed compiles its operators and there is no g++ here")
     attempt = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
-    if subprocess.run(attempt, input=COMPILES, text=True, capture_output=True, check=False).returncode:
+    if on_disk and subprocess.run(attempt, input=COMPILES, text=True, capture_output=True, check=False).returncode:
         raise SkipBenchmark("DeepSpeed's NVMe offload needs libaio's headers: apt-get install libaio-dev")
     python = folder / "bin" / "python"
     if not (python.exists() and _imports(python, "deepspeed")):

@@ -5,7 +5,8 @@ cast and copied by the foreach functions, into memory that is taken once.
 
 Options: `shape`, `batch`, `seed`; `update` false leaves the optimizer and its states away (compute alone, and the
 turn's extra numbers are what was resident before anything was built and before the first step); `keep_gradients` false
-drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass.
+drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass; `device` "cpu" or
+"cuda".
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from gpt import SHAPES, GPTShape, batches, build
 from race import Baton, current_rss_bytes, take_turns
 
+from sides.devices import own_device, peaks
+
 LEARNING_RATE = 3e-4
 
 
@@ -23,8 +26,11 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
-    model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=options.get("recompute", False))
-    data = batches(shape, batch=options["batch"], seed=options["seed"])
+    kind = options.get("device", "cpu")
+    device = own_device(kind)
+    recompute = options.get("recompute", False)
+    model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=recompute, device=device)
+    data = batches(shape, batch=options["batch"], seed=options["seed"], device=device)
     parameters: list[torch.Tensor] = list(model.parameters())
 
     def compute() -> torch.Tensor:
@@ -39,9 +45,10 @@ def run(options: dict[str, Any], baton: Baton) -> None:
 
     if not options.get("update", True):
         # Libraries keep memory of their own after a first step, which is nobody's activation: let them take it now.
-        small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0)
-        small(*next(batches(SHAPES["tiny"], batch=1, seed=0))).backward()
-        take_turns(baton, lambda: compute().item(), {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()})
+        small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0, device=device)
+        small(*next(batches(SHAPES["tiny"], batch=1, seed=0, device=device))).backward()
+        resident = {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()}
+        take_turns(baton, lambda: compute().item(), lambda: resident | peaks(kind))
         return
 
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
@@ -58,7 +65,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
             torch._foreach_copy_(parameters, masters)
         return loss.item()
 
-    take_turns(baton, step)
+    take_turns(baton, step, lambda: peaks(kind))
 
 
 def _drop(parameter: torch.Tensor) -> None:
