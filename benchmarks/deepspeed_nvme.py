@@ -2,7 +2,7 @@
 
 Sides, in turns:
   ours            AngelPTMStrategy, masters on disk, compute parameters in RAM
-  deepspeed       ZeRO-3, optimizer on NVMe, one sub-group, as DeepSpeed comes (sides/deepspeed_nvme.py)
+  deepspeed       ZeRO-3, optimizer on NVMe, one sub-group, as DeepSpeed comes (sides/deepspeed_zero3.py)
   deepspeed-pipe  the same in sub-groups of 20M parameters, reads, update and writes overlapped
   plain           the plain PyTorch loop with everything in RAM, for scale
 Ratio: step time of the faster DeepSpeed over that of ours.
@@ -44,8 +44,11 @@ DEEPSPEED_SIDES = ("deepspeed", "deepspeed-pipe")
 COMPILES = "#include <libaio.h>\nint main() { return io_setup(0, nullptr); }\n"
 
 
-def deepspeed_python(folder: Path, version: str) -> str:
+def deepspeed_python(folder: Path, version: str, *, on_disk: bool = True) -> str:
     """The interpreter of DeepSpeed's environment in `folder`, made if it is not there yet.
+
+    Args:
+        on_disk: its operators for disks are needed, too.
 
     Raises:
         SkipBenchmark: a compiler, libaio or a package is not to be had.
@@ -54,7 +57,7 @@ def deepspeed_python(folder: Path, version: str) -> str:
     if compiler is None:
         raise SkipBenchmark("DeepSpeed compiles its operators and there is no g++ here")
     attempt = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
-    if subprocess.run(attempt, input=COMPILES, text=True, capture_output=True, check=False).returncode:
+    if on_disk and subprocess.run(attempt, input=COMPILES, text=True, capture_output=True, check=False).returncode:
         raise SkipBenchmark("DeepSpeed's NVMe offload needs libaio's headers: apt-get install libaio-dev")
     python = folder / "bin" / "python"
     if not (python.exists() and _imports(python, "deepspeed")):
@@ -93,7 +96,7 @@ def sides(size: str, args: argparse.Namespace, python: str, folder: Path) -> lis
         subfolder = folder / name
         subfolder.mkdir()
         theirs = {**options, "folder": str(subfolder), "pipeline": name == "deepspeed-pipe"}
-        racing.append(Side(name, "deepspeed_nvme", theirs, 1, args.threads, python, own_environment))
+        racing.append(Side(name, "deepspeed_zero3", theirs, 1, args.threads, python, own_environment))
     return [*racing, Side("plain", "plain", options, threads=args.threads, environment=environment)]
 
 

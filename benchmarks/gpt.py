@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02
 DISTINCT_BATCHES = 8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +134,27 @@ def init_weights(module: nn.Module) -> None:
         module.bias.zero_()
 
 
-def build(shape: GPTShape, *, dtype: torch.dtype, seed: int, recompute: bool = False) -> GPT:
-    """A GPT with initial weights in `dtype`, without ever holding it in another dtype."""
+def build(
+    shape: GPTShape, *, dtype: torch.dtype, seed: int, recompute: bool = False, device: torch.device = CPU
+) -> GPT:
+    """A GPT with initial weights in `dtype`, without ever holding it in another dtype, made in RAM and moved to `device`."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = GPT(shape, recompute=recompute)
     model.to(dtype).to_empty(device="cpu")
     model.tie()  # to_empty made one parameter for each of the two names
     model.apply(init_weights)
+    model.to(device)
+    model.tie()
     return model
 
 
-def batches(shape: GPTShape, *, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(shape: GPTShape, *, batch: int, seed: int, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (tokens, targets) pairs, each (batch, sequence) of int64; a few distinct ones in turn, so that making
     data costs no side anything."""
     generator = torch.Generator().manual_seed(seed)
     size = (DISTINCT_BATCHES, batch, shape.sequence + 1)
-    tokens = torch.randint(shape.vocabulary, size, generator=generator)
+    tokens = torch.randint(shape.vocabulary, size, generator=generator).to(device)
     while True:
         for rows in tokens:
             yield rows[:, :-1], rows[:, 1:]

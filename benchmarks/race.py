@@ -212,15 +212,15 @@ class Baton:
         self._reports.flush()
 
 
-def take_turns(baton: Baton, step: Callable[[], float], extra: Mapping[str, float] | None = None) -> None:
-    """Run `step`, which returns the loss, as often as the baton says, until the race is over. Reports `extra` too."""
+def take_turns(baton: Baton, step: Callable[[], float], extra: Callable[[], Mapping[str, float]] = dict) -> None:
+    """Run `step`, which returns the loss, as often as the baton says, until the race is over. Reports `extra()` too."""
     baton.ready()
     while steps := baton.wait():
         loss = 0.0
         for _ in range(steps):
             loss = step()
             baton.stepped()
-        baton.report(loss, extra)
+        baton.report(loss, extra())
 
 
 # --- The race's end -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """This project's own GPT on its own text, with this project's strategy: what a config file of `fit` describes.
 
 Options: `model`, `data` and `settings` are the arguments of `lightning_ptm.models.GPT`, `lightning_ptm.data.TextBytes` and
-AngelPTMStrategy; `precision`.
+AngelPTMStrategy; `precision`; `device` "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     strategy = make_strategy(options["settings"])
     empty = current_rss_bytes()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=options.get("device", "cpu"),
         devices=1,
         strategy=strategy,
         precision=options["precision"],

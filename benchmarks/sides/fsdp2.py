@@ -1,9 +1,9 @@
-"""FSDP2: `fully_shard` on each block and on the root, the bf16 policy, fused AdamW on the fp32 shards, gloo.
+"""FSDP2: `fully_shard` on each block and on the root, the bf16 policy, fused AdamW on the fp32 shards, gloo or NCCL.
 
-Options: `shape`, `batch` (of each rank), `seed`; `reshard_after_forward` false keeps the gathered parameters until the
-backward pass has used them; `reduce_dtype` is the dtype of the reduce-scatter, by name. With `tensor` above 1 blocks are cut
-by torch's `parallelize_module` over groups of so many ranks, and sharded over the others: packed queries, keys and values in
-one piece, which computes something else than the whole model, as fast.
+Options: `shape`, `batch` (of each rank), `seed`, `device` ("cpu" or "cuda"); `reshard_after_forward` false keeps the
+gathered parameters until the backward pass has used them; `reduce_dtype` is the dtype of the reduce-scatter, by name. With
+`tensor` above 1 blocks are cut by torch's `parallelize_module` over groups of so many ranks, and sharded over the others:
+packed queries, keys and values in one piece, which computes something else than the whole model, as fast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from sides.devices import own_device, peaks, start_processes
 from sides.plain import LEARNING_RATE
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
-    dist.init_process_group("gloo")
+    start_processes(options.get("device", "cpu"))
     try:
         _race(options, baton)
     finally:
@@ -46,9 +47,12 @@ def _cut(model: Any, mesh: DeviceMesh) -> None:
 def _race(options: dict[str, Any], baton: Baton) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     shape = GPTShape(**options["shape"])
-    model = build(shape, dtype=torch.float32, seed=options["seed"])
+    kind = options.get("device", "cpu")
+    device = own_device(kind)
+    recompute = options.get("recompute", False)
+    model = build(shape, dtype=torch.float32, seed=options["seed"], recompute=recompute, device=device)
     tensor = options.get("tensor", 1)
-    both = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    both = init_device_mesh(kind, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     mesh = both["data"]
     if tensor > 1:
         _cut(model, both["tensor"])
@@ -57,7 +61,7 @@ def _race(options: dict[str, Any], baton: Baton) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=options["reshard_after_forward"])
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=options["reshard_after_forward"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    data = batches(shape, batch=options["batch"], seed=options["seed"] + dist.get_rank() // tensor)
+    data = batches(shape, batch=options["batch"], seed=options["seed"] + dist.get_rank() // tensor, device=device)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -66,4 +70,4 @@ def _race(options: dict[str, Any], baton: Baton) -> None:
         optimizer.step()
         return float(loss.item())
 
-    take_turns(baton, step)
+    take_turns(baton, step, lambda: peaks(kind))

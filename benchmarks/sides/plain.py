@@ -5,7 +5,8 @@ cast and copied by the foreach functions, into memory that is taken once.
 
 Options: `shape`, `batch`, `seed`; `update` false leaves the optimizer and its states away (compute alone, and the
 turn's extra numbers are what was resident before anything was built and before the first step); `keep_gradients` false
-drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass.
+drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass; `device` "cpu" or
+"cuda".
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from gpt import GPT, SHAPES, GPTShape, batches, build
 from race import Baton, current_rss_bytes, take_turns
 
+from sides.devices import own_device, peaks
+
 LEARNING_RATE = 3e-4
 
 
@@ -24,8 +27,11 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
-    model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=options.get("recompute", False))
-    data = batches(shape, batch=options["batch"], seed=options["seed"])
+    kind = options.get("device", "cpu")
+    device = own_device(kind)
+    recompute = options.get("recompute", False)
+    model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=recompute, device=device)
+    data = batches(shape, batch=options["batch"], seed=options["seed"], device=device)
 
     if not options.get("keep_gradients", True):
         for parameter in model.parameters():
@@ -33,13 +39,13 @@ def run(options: dict[str, Any], baton: Baton) -> None:
 
     if not options.get("update", True):
         # Libraries keep memory of their own after a first step, which is nobody's activation: let them take it now.
-        small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0)
-        small(*next(batches(SHAPES["tiny"], batch=1, seed=0))).backward()
+        small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0, device=device)
+        small(*next(batches(SHAPES["tiny"], batch=1, seed=0, device=device))).backward()
         idle = {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()}
-        take_turns(baton, lambda: _computed(model, data).item(), idle)
+        take_turns(baton, lambda: _computed(model, data).item(), lambda: idle | peaks(kind))
         return
 
-    take_turns(baton, updating(model, data))
+    take_turns(baton, updating(model, data), lambda: peaks(kind))
 
 
 def updating(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], float]:

@@ -1,10 +1,10 @@
 """Lightning's Trainer, with its own single-device strategy or with this project's, on one LightningModule.
 
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
-Lightning's own strategy; `devices`; `meta` true builds the model on the meta device in `configure_model`, to be
-initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step of each turn;
-`disk_bytes_per_s` a speed that the disk is slowed down to; what was resident before anything was built is one of a turn's
-extra numbers.
+Lightning's own strategy; `devices`; `device` "cpu" or "cuda"; `meta` true builds the model on the meta device in
+`configure_model`, to be initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step
+of each turn; `disk_bytes_per_s` a speed that the disk is slowed down to; what was resident before anything was built is one
+of a turn's extra numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slow_disk import SlowDisks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from sides.devices import peaks
 from sides.plain import LEARNING_RATE
 
 
@@ -98,7 +99,8 @@ class Pacer(Callback):
                 spent["mean_staleness"] = spent["total_staleness"] / spent["reads"]
                 spent["max_staleness"] = now["max_staleness"]  # of the whole run
             spent["empty_rss_bytes"] = float(self.empty_rss_bytes)
-            self.baton.report(float(outputs["loss"]), spent)
+            loss = float(outputs["loss"])  # what the device has still to do belongs to the turn
+            self.baton.report(loss, spent | peaks(trainer.strategy.root_device.type))
             self.before = now
             self._wait(trainer)
 
@@ -164,7 +166,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
     data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=options.get("device", "cpu"),
         devices=options.get("devices", 1),
         strategy=strategy,
         precision=options["precision"],

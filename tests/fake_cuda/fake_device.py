@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,20 @@ for _module, _names in ((torch.cuda, _CUDA), (torch.cuda.memory, _MEMORY), (torc
     for _name, _value in _names.items():
         if _module is torch.cuda or hasattr(_module, _name):
             setattr(_module, _name, _value)
+
+
+def _of_any_device(clone: Callable[..., Any]) -> Callable[..., Any]:
+    """Storages are copied, for copy.deepcopy, to a device by its name, and a build for the CPU has no such storages."""
+
+    def of(storage: Any) -> Any:
+        if storage.device.type == "cpu":
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    return of
+
+
+torch.storage._StorageBase.clone = _of_any_device(torch.storage._StorageBase.clone)
 torch._C._cuda_getDeviceCount = lib.fc_devices
 torch._C._cuda_getCurrentRawStream = lambda index: torch._C._accelerator_getStream(index).stream_id
 torch.backends.cuda.is_built = lambda: True
