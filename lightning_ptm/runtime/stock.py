@@ -21,7 +21,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier, chunk_numel
-from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
+from lightning_ptm.update import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
@@ -104,13 +104,13 @@ def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
 
 def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
     """By flat, bytes of each rank's tensors of states that have shapes of their own."""
-
-    def of(flat: int, rank: int) -> tuple[int, ...]:
-        states = (column for column in columns(flats, flat, rank) if column.what is What.STATES)
-        return tuple(column.numel * column.dtype.itemsize for column in states)
-
-    whole = (flat for flat in flats.layout.flats if flat.updated_whole)
-    return {flat.index: tuple(of(flat.index, rank) for rank in flat.owning_ranks) for flat in whole}
+    found = {}
+    for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
+        if flat.updated_whole and traits is not None:
+            sizes = [layout.bytes_by_rank for layout in states_of_all_ranks(flat, traits, layout_groups(flat))]
+            ranks = range(flat.world_size if flat.shares else 1)
+            found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in ranks)
+    return found
 
 
 def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
