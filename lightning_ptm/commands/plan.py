@@ -29,6 +29,7 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
 from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.inspection import optimizers_in_pages
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
@@ -214,6 +215,7 @@ class _Question:
                 homes=homes_of(blueprint),
                 tiers=tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
                 pages=pages_by_use(blueprint),
+                optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
                 tokens=token_count(batch),
                 accumulate=run.accumulate,
