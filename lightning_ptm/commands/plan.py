@@ -192,7 +192,6 @@ class _Question:
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
         fits = samples > 0 and peak <= room and offloaded <= ram_room
-        batch = resized(run.batch, max(samples, 1))
         short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
@@ -217,7 +216,7 @@ class _Question:
                 pages=pages_by_use(blueprint),
                 optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
-                tokens=token_count(batch),
+                tokens=token_count(resized(run.batch, max(samples, 1))),
                 accumulate=run.accumulate,
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,
