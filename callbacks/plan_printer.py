@@ -66,9 +66,12 @@ class PlanPrinter(Callback):
 
 
 def _states(strategy: AngelPTMStrategy) -> str:
-    """Two tables: kinds of states by tier, and tiers."""
+    """Tables: kinds of states by tier, optimizers, and tiers."""
     rows = [("model states", "tier", "MB", "units")]
     rows += [(row.states, row.tier, f"{row.bytes / 1e6:.1f}", str(row.units)) for row in strategy.states_at_home()]
+    if optimizers := strategy.optimizers_in_pages():
+        rows += [("", "", "", ""), ("optimizer", "updates", "MB", "")]
+        rows += [(each.optimizer, each.kind, f"{each.bytes / 1e6:.1f}", "") for each in optimizers]
     rows += [("", "", "", ""), ("tier", "", "MB in use", "MB in all")]
     rows += [
         (room.tier, "", f"{room.used_bytes / 1e6:.1f}", f"{room.bytes / 1e6:.1f}") for room in strategy.tier_rooms()

@@ -29,6 +29,7 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
 from lightning_ptm.runtime.blueprint import Blueprint, decide
 from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.runtime.inspection import optimizers_in_pages
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
@@ -194,7 +195,6 @@ class _Question:
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)
         fits = samples > 0 and peak <= room and offloaded <= ram_room
-        batch = resized(run.batch, max(samples, 1))
         short = Tier.DEVICE if peak > room or offloaded <= ram_room else Tier.HOST
         step = StepTime(None, 0.0, f"memory for activations on the {short.name.lower()} tier")
         if fits:
@@ -217,8 +217,9 @@ class _Question:
                 homes=homes_of(blueprint),
                 tiers=tiers_of(blueprint, takes, node, {Tier.DEVICE: peak, Tier.HOST: offloaded}),
                 pages=pages_by_use(blueprint),
+                optimizers=optimizers_in_pages(blueprint),
                 batch_size=samples,
-                tokens=token_count(batch),
+                tokens=token_count(resized(run.batch, max(samples, 1))),
                 accumulate=run.accumulate,
                 flops=3 * sum(work.flops for work in works) * run.accumulate,
                 timing=step.timing,

@@ -31,6 +31,7 @@ def as_json(found: Prediction) -> str:
             "homes_bytes_per_rank": found.homes,
             "offloaded_bytes_per_micro_batch": found.offloaded_bytes,
             "pages_bytes_per_rank": found.pages,
+            "optimizers": [dataclasses.asdict(each) for each in found.optimizers],
             "tiers_bytes_per_rank": {name: dataclasses.asdict(tier) for name, tier in found.tiers.items()},
             "seconds_per_step": found.seconds if found.fits else None,
             "compute_s": None if timing is None else timing.compute_s,
@@ -75,6 +76,9 @@ def render(found: Prediction) -> str:
     for purpose in dict.fromkeys(each for there in found.pages.values() for each in there):
         sizes = [there.get(purpose, 0) for there in found.pages.values()]
         lines.append(f"{purpose:<24}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in sizes))
+    if found.optimizers:
+        lines += ["", f"{'optimizer':<40}{'updates':<20}{'states':>12}"]
+        lines += [f"{each.optimizer:<40}{each.kind:<20}{format_bytes(each.bytes):>12}" for each in found.optimizers]
     if found.timing is None:
         return "\n".join(lines)
     timing = found.timing

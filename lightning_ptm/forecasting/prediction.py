@@ -9,6 +9,7 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Timing
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.inspection import OptimizerBytes
 from lightning_ptm.runtime.occupied import Occupied
 from lightning_ptm.terms import Kind, Tier
 
@@ -43,6 +44,7 @@ class Prediction:
             have none.
         tiers: what is in them at the worst moment.
         pages: by tier, bytes of the pages that are asked for at the start, by what they are for.
+        optimizers: what each keeps on a rank.
         batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
         flops: of a step; matrix_flops_per_s: what the hardware file has for the dtype.
         timing: of an optimizer step; None where it does not fit.
@@ -81,6 +83,7 @@ class Prediction:
     plan: Plan
     page_ticks: tuple[int, ...]
     activation_ticks: tuple[int, ...]
+    optimizers: tuple[OptimizerBytes, ...] = ()
     offloaded_bytes: int = 0
     largest_batch: int | None = None
     deepens: str = ""

@@ -94,7 +94,7 @@ class Placement:
         homes: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
         own_state_bytes: by flat, bytes of each rank's tensors of states that have shapes of their own, which no element
-            counts; the ranks as in `FlatLayout.owning_ranks`.
+            counts; of one rank that stands for all, where nobody owns parameters.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
         sums_gradients: whether those of several backward passes may add up (accumulation).
         at_home_bytes: of homes, by tier; of the rank that has most.

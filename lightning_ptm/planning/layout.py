@@ -235,9 +235,9 @@ class FlatLayout:
         return self.stripes * self.piece_numel + self.tail_piece_numel
 
     @property
-    def owning_ranks(self) -> range:
-        """The ranks whose shards differ, where they own whole parameters; else one that stands for all."""
-        return range(self.world_size if self.shares else 1)
+    def owning_ranks(self) -> Sequence[int]:
+        """The ranks that own parameters, in order; one that stands for all, where shards do not differ."""
+        return sorted({self.owner(slot.start) for slot in self.slots}) if self.shares else (0,)
 
     @property
     def shard_start(self) -> int:

@@ -16,7 +16,7 @@ from lightning_ptm.planning.chunks import cuts_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
-from lightning_ptm.update import StateLayout, lay_out_states, layout_groups
+from lightning_ptm.update import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.encoding import VALUES_DTYPE
 
 if TYPE_CHECKING:
@@ -89,15 +89,18 @@ def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
 
 def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
     """By flat, bytes of each rank's tensors of states that have shapes of their own, or are encoded."""
-
-    def of(flat: FlatLayout, rank: int) -> tuple[int, ...]:
-        return tuple(
-            column.numel * column.dtype.itemsize
-            for column in columns(flats, flat.index, rank)
-            if column.what is What.STATES and (flat.updated_whole or column.layout.encoding is not None)
-        )
-
-    return {flat.index: tuple(of(flat, rank) for rank in flat.owning_ranks) for flat in flats.layout.flats}
+    found = {}
+    for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
+        if traits is None:
+            continue
+        layouts = states_of_all_ranks(flat, traits, layout_groups(flat))
+        if flat.updated_whole:
+            sizes = [layout.bytes_by_rank for layout in layouts]
+            found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in flat.owning_ranks)
+        else:
+            encoded = (layout for layout in layouts if layout.encoding is not None)
+            found[flat.index] = (tuple(layout.numel * layout.dtype.itemsize for layout in encoded),)
+    return found
 
 
 def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.memory import PagedTensor
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
+    from lightning_ptm.runtime.blueprint import Blueprint
     from lightning_ptm.runtime.engine import Engine
 
 
@@ -33,6 +35,20 @@ class StateBytes:
     tier: str
     bytes: int
     units: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """What an optimizer keeps in pages of this rank, master parameters not counted.
+
+    Attributes:
+        optimizer: its class.
+        kind: "element-wise", or "whole parameters": what it updates at once.
+    """
+
+    optimizer: str
+    kind: str
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,6 +113,20 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
         StateBytes(states, tier.name.lower(), bytes_of[states, tier], len(units_of[states, tier]))
         for states, tier in keys
     )
+
+
+def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
+    """Those whose states are in pages, in the order of `configure_optimizers`."""
+    found: dict[int, OptimizerBytes] = {}
+    rows = blueprint.inventory.of_flats(What.STATES)
+    for flat in blueprint.trained_flats():
+        traits, number = blueprint.traits[flat.index], flat.slots[0].spec.optimizer
+        if traits is not None:
+            kind = "whole parameters" if traits.whole else "element-wise"
+            size = sum(row.count * row.numel * row.item_bytes for row in rows.get(flat.index, ()))
+            before = found[number].bytes if number in found else 0
+            found[number] = OptimizerBytes(traits.name, kind, before + size)
+    return tuple(found[number] for number in sorted(found))
 
 
 def states_in_words(engine: Engine) -> str:

@@ -22,12 +22,14 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import (
+    OptimizerBytes,
     PageUse,
     PlannedBytes,
     StateBytes,
     TierRoom,
     flat_names,
     inventory,
+    optimizers_in_pages,
     planned_bytes,
     rooms,
     states_at_home,
@@ -121,6 +123,10 @@ class RunningStrategy(ConnectedStrategy):
     def states_at_home(self) -> tuple[StateBytes, ...]:
         """What kind of model states lives in which tier between steps, in bytes of this rank."""
         return states_at_home(self.engine)
+
+    def optimizers_in_pages(self) -> tuple[OptimizerBytes, ...]:
+        """For each optimizer whose states are in pages, what it updates at once, and bytes of these states on this rank."""
+        return optimizers_in_pages(self.engine.blueprint)
 
     def tier_rooms(self) -> tuple[TierRoom, ...]:
         """Bytes of each tier of this rank, and of its pages in use now. Cheap."""

@@ -21,7 +21,7 @@ from lightning_ptm.update.norms import (
 from lightning_ptm.update.probe import probe
 from lightning_ptm.update.scale import LossScale
 from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
-from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups
+from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.states import FlatStates, Segment, shard_segments
 from lightning_ptm.update.traits import Initial, OptimizerTraits, same_value
 from lightning_ptm.update.updater import Updater
@@ -58,5 +58,6 @@ __all__ = [
     "shard_power",
     "shard_segments",
     "snapshot",
+    "states_of_all_ranks",
     "total_norm",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -75,6 +76,12 @@ class StateLayout:
     numel: int
     own: OwnShapes | None = None
     encoding: Encoding | None = None
+
+    @property
+    def bytes_by_rank(self) -> tuple[int, ...]:
+        """Of each rank that shares the flat; of one that stands for all, where all have the same."""
+        shares = (0, self.numel) if self.own is None else self.own.shares
+        return tuple((end - start) * self.dtype.itemsize for start, end in itertools.pairwise(shares))
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
         """(first element, elements) of what belongs to elements [start, start + numel) of the shard: whole parameters where

@@ -18,6 +18,8 @@ def test_fit_shows_homes_plan_and_settings(strategy_at, board_trainer, model, da
     rows = {(row.split()[-4], row.split()[-3]): row.split() for row in states.splitlines() if len(row.split()) >= 4}
     assert float(rows["parameters", "host"][-2]) == pytest.approx(2 * PARAMETERS / 1e6, abs=0.1)
     assert float(rows["states", "disk"][-2]) == pytest.approx(8 * PARAMETERS / 1e6, abs=0.1)
+    (kept,) = [row.split() for row in states.splitlines() if "AdamW" in row]
+    assert kept[1] == "element-wise" and float(kept[2]) == float(rows["states", "disk"][-2])
     assert "release blocks.2" in page("pages/plan")[0] and "blocks.0" in page("pages/plan")[0]
     assert "| master_home | `disk` |" in page("pages/settings")[0]
 

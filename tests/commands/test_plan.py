@@ -279,6 +279,8 @@ def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     main(["plan", "gpt", "--hardware", "a100_40gb_x8", "--nodes", "2", "--json", "--timeline", str(timeline)])
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["ranks"] == 16 and found["parameters"] == 1_927_296
+    (optimizer,) = found["optimizers"]
+    assert optimizer["kind"] == "element-wise" and 16 * optimizer["bytes"] >= 8 * found["parameters"]
     assert found["samples_per_s"] == pytest.approx(16 * 16 / found["seconds_per_step"])
     assert found["tokens_per_s"] == pytest.approx(256 * found["samples_per_s"])
     assert found["seconds_per_step"] == pytest.approx(found["compute_s"] + sum(found["stalls_s"].values()))

@@ -46,6 +46,27 @@ class Hybrid(optim.Optimizer):
         return loss
 
 
+class Normed(optim.Optimizer):
+    """Each parameter moves by its gradient over its norm; nothing is kept."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm().clamp(min=1e-6), alpha=group["lr"])
+        return loss
+
+
+class WithNormed(Tower):
+    def configure_optimizers(self) -> Any:
+        return Normed(self.parameters())
+
+
 class WithAdafactor(Tower):
     def configure_optimizers(self) -> Any:
         return optim.Adafactor(self.parameters(), lr=1e-2)
@@ -68,6 +89,6 @@ class WithMuon(Tower):
         return optim.Muon([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-KINDS: list[type[Tower]] = [WithAdafactor, WithHybrid]
+KINDS: list[type[Tower]] = [WithAdafactor, WithHybrid, WithNormed]
 if hasattr(optim, "Muon"):
     KINDS.append(WithMuon)

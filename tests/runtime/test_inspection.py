@@ -22,6 +22,7 @@ from lightning_ptm.runtime.inspection import (
     TierRoom,
     flat_names,
     inventory,
+    optimizers_in_pages,
     planned_bytes,
     rooms,
     states_at_home,
@@ -75,6 +76,16 @@ def test_states_at_home(disk: Path) -> None:
             "896 KiB of model states: 128 KiB in RAM (parameters), "
             "768 KiB on disk in /fast, /slow (master parameters, optimizer states)"
         )
+
+
+def test_what_optimizers_update_and_keep(disk: Path) -> None:
+    with engine_of(Net(2), disk, **MIXED, **MASTERS_ON_DISK) as engine:
+        (found,) = optimizers_in_pages(engine.blueprint)
+        assert (found.optimizer.split(".")[-1], found.kind, found.bytes) == ("Adam", "element-wise", 8 * PAGE)
+    with engine_of(Net(2), disk, optimizers=torch.optim.Adafactor) as engine:
+        (found,) = optimizers_in_pages(engine.blueprint)
+        sizes = [slot.nbytes for of in engine.flats for flat in of for slot in flat.states.slots.values()]
+        assert (found.kind, found.bytes) == ("whole parameters", sum(sizes))
 
 
 def test_of_a_device_tier_and_kept_gradients(disk: Path) -> None:
