@@ -15,6 +15,7 @@ import lightning_ptm
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.block_codec import BlockCodec
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.inspection import states_at_home
 
 WORDS = ("bf16", "int8")
@@ -175,6 +176,23 @@ def test_what_an_element_takes_in_pages(strategy_at) -> None:
     assert on_disk_bytes(strategy_at("masters_on_disk", state_dtype="bf16")) == (masters, masters)
     masters, states = on_disk_bytes(strategy_at("masters_on_disk", state_dtype="int8"))
     assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word: str) -> None:
+    strategy = strategy_at(tier, state_dtype=word)
+    seen: list[tuple[int, int]] = []
+
+    class Look(ScheduledStack):
+        def on_train_batch_end(self, *_: Any) -> None:
+            engine = strategy.engine
+            names = [tensor.name for tensor in engine.allocator.live_tensors()]
+            planned = sum(row.count for row in engine.blueprint.inventory.of(What.STAGING))
+            seen.append((sum(name.startswith("update staging") for name in names), planned))
+
+    trained(strategy, Look)
+    assert {taken for taken, _ in seen} == {planned for _, planned in seen}
+    assert seen[0][0] >= 2, "both moments are decoded somewhere"
 
 
 REFUSED = {
