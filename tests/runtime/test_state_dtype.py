@@ -15,6 +15,7 @@ import lightning_ptm
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.block_codec import BlockCodec
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.inspection import states_at_home
 
 WORDS = ("bf16", "int8")
@@ -46,7 +47,7 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
     assert abs(float(rounded[-1]) / float(exact[-1]) - 1) < 0.01
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
@@ -65,7 +66,7 @@ def states_in(path: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at, word: str, tmp_path: Path) -> None:
     found = []
     for name, settings in {
@@ -94,7 +95,7 @@ def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at,
             assert torch.equal(again, values)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(("first", "second"), [("auto", "int8"), ("int8", "auto"), ("bf16", "int8"), ("int8", "bf16")])
 def test_a_run_goes_on_from_checkpoints_of_runs_with_other_states(
@@ -147,7 +148,7 @@ class Unfreezing(Full):
         return loss + self.frozen(torch.ones(64)).square().mean()
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_a_run_that_is_laid_out_anew_keeps_its_states(strategy_at, word: str, tmp_path: Path) -> None:
     strategy = strategy_at("masters_on_disk", state_dtype=word)
     _, trainer = fit(strategy, tmp_path, build=Unfreezing)
@@ -175,6 +176,23 @@ def test_what_an_element_takes_in_pages(strategy_at) -> None:
     assert on_disk_bytes(strategy_at("masters_on_disk", state_dtype="bf16")) == (masters, masters)
     masters, states = on_disk_bytes(strategy_at("masters_on_disk", state_dtype="int8"))
     assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
+
+
+@pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
+def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word: str) -> None:
+    strategy = strategy_at(tier, state_dtype=word)
+    seen: list[tuple[int, int]] = []
+
+    class Look(ScheduledStack):
+        def on_train_batch_end(self, *_: Any) -> None:
+            engine = strategy.engine
+            names = [tensor.name for tensor in engine.allocator.live_tensors()]
+            planned = sum(row.count for row in engine.blueprint.inventory.of(What.STAGING))
+            seen.append((sum(name.startswith("update staging") for name in names), planned))
+
+    trained(strategy, Look)
+    assert {taken for taken, _ in seen} == {planned for _, planned in seen}
+    assert seen[0][0] >= 2, "both moments are decoded somewhere"
 
 
 REFUSED = {
