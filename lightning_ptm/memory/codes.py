@@ -24,6 +24,9 @@ from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Code, Tier
 _AT_ONCE_BLOCKS = 1 << 12
 """Elements on their way between codes and values take some bytes each in float32, and these are in the cache of a CPU."""
 
+_AT_ONCE_BLOCKS_APART = 1 << 16
+"""On a device, where every operation on a part is a launch: four million elements."""
+
 _LARGEST_INT8 = 127.0
 
 # The quantiles of the normal distribution that QLoRA publishes (bitsandbytes has the same).
@@ -85,7 +88,7 @@ class CodedTensor:
 def encode(values: Tensor, code: Code, codes: Tensor) -> None:
     """Writes the codes of `values`, (numel,) of whole blocks, into `codes`, uint8 (code.bytes_of(numel),)."""
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(len(blocks)):
+    for part in _parts(blocks):
         wide = blocks[part].to(torch.float32)
         most = wide.abs().amax(-1, keepdim=True)
         scaled = wide / torch.where(most > 0, most, 1.0)
@@ -99,7 +102,7 @@ def decode(codes: Tensor, code: Code, values: Tensor) -> None:
     The codes may lie in the memory of the values, in its last bytes, up to `room_before_codes` of which is before them.
     """
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(len(rows)):
+    for part in _parts(rows):
         wide = _DECODERS[code.name](rows[part][:, 4:]).mul_(rows[part].view(torch.float32)[:, :1])
         blocks[part].copy_(wide)
 
@@ -122,12 +125,13 @@ def rounded(values: Tensor, code: Code) -> Tensor:
     return left
 
 
-def _parts(count: int) -> Iterator[slice]:
-    """Of so many blocks, some at a time; the first part is the one that may be short (`room_before_codes`)."""
-    start, stop = 0, count % _AT_ONCE_BLOCKS or min(count, _AT_ONCE_BLOCKS)
+def _parts(blocks: Tensor) -> Iterator[slice]:
+    """Some of them at a time; the first part is the one that may be short (`room_before_codes`)."""
+    count, at_once = len(blocks), _AT_ONCE_BLOCKS if blocks.is_cpu else _AT_ONCE_BLOCKS_APART
+    start, stop = 0, count % at_once or min(count, at_once)
     while start < count:
         yield slice(start, stop)
-        start, stop = stop, stop + _AT_ONCE_BLOCKS
+        start, stop = stop, stop + at_once
 
 
 def _to_int8(scaled: Tensor) -> Tensor:
