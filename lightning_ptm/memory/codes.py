@@ -88,7 +88,7 @@ class CodedTensor:
 def encode(values: Tensor, code: Code, codes: Tensor) -> None:
     """Writes the codes of `values`, (numel,) of whole blocks, into `codes`, uint8 (code.bytes_of(numel),)."""
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(blocks):
+    for part in _parts(blocks, _AT_ONCE_BLOCKS):
         wide = blocks[part].to(torch.float32)
         most = wide.abs().amax(-1, keepdim=True)
         scaled = wide / torch.where(most > 0, most, 1.0)
@@ -96,13 +96,15 @@ def encode(values: Tensor, code: Code, codes: Tensor) -> None:
         rows[part][:, 4:] = _ENCODERS[code.name](scaled)
 
 
-def decode(codes: Tensor, code: Code, values: Tensor) -> None:
+def decode(codes: Tensor, code: Code, values: Tensor, *, apart: bool = False) -> None:
     """Writes the values of `codes`, uint8 (code.bytes_of(numel),), into `values` (numel,).
 
-    The codes may lie in the memory of the values, in its last bytes, up to `room_before_codes` of which is before them.
+    Args:
+        codes: may lie in the memory of the values, from `room_before_codes` on.
+        apart: they are on a device with memory and arithmetic of its own (`Backend.apart`).
     """
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(rows):
+    for part in _parts(rows, _AT_ONCE_BLOCKS_APART if apart else _AT_ONCE_BLOCKS):
         wide = _DECODERS[code.name](rows[part][:, 4:]).mul_(rows[part].view(torch.float32)[:, :1])
         blocks[part].copy_(wide)
 
@@ -125,9 +127,9 @@ def rounded(values: Tensor, code: Code) -> Tensor:
     return left
 
 
-def _parts(blocks: Tensor) -> Iterator[slice]:
-    """Some of them at a time; the first part is the one that may be short (`room_before_codes`)."""
-    count, at_once = len(blocks), _AT_ONCE_BLOCKS if blocks.is_cpu else _AT_ONCE_BLOCKS_APART
+def _parts(blocks: Tensor, at_once: int) -> Iterator[slice]:
+    """So many of them at a time; the first part is the one that may be short (`room_before_codes`)."""
+    count = len(blocks)
     start, stop = 0, count % at_once or min(count, at_once)
     while start < count:
         yield slice(start, stop)
