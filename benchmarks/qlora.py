@@ -1,9 +1,10 @@
 """Fine-tuning a model shaped like Llama with LoRA while its frozen weights are in 4 bits: the RAM that a step takes.
 
-    python benchmarks/qlora.py --size 1B --host-memory 1GiB
-    python benchmarks/qlora.py --size 7B --host-memory 4.75GiB
+    python benchmarks/qlora.py --size 1B --host-memory 1.25GiB
+    python benchmarks/qlora.py --size 7B --host-memory 5.25GiB
 
-One rank, bf16-true, all in RAM. Weights are random and drawn unit by unit, the model never is whole; adapters are beside all
+One rank, bf16-true, all in RAM; `--host-memory` leaves room for two decoded blocks (0.4 GiB each at 7B) beside what is at
+home. Weights are random and drawn unit by unit, the model never is whole; adapters are beside all
 seven matrices of a block. Printed are bytes at home, losses, seconds, and the peak of the process's resident memory.
 """
 

@@ -24,6 +24,9 @@ from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Code, Tier
 _AT_ONCE_BLOCKS = 1 << 12
 """Elements on their way between codes and values take some bytes each in float32, and these are in the cache of a CPU."""
 
+_AT_ONCE_BLOCKS_APART = 1 << 16
+"""On a device, where every operation on a part is a launch: four million elements."""
+
 _LARGEST_INT8 = 127.0
 
 # The quantiles of the normal distribution that QLoRA publishes (bitsandbytes has the same).
@@ -89,7 +92,7 @@ class CodedTensor:
 def encode(values: Tensor, code: Code, codes: Tensor) -> None:
     """Writes the codes of `values`, (numel,) of whole blocks, into `codes`, uint8 (code.bytes_of(numel),)."""
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(len(blocks)):
+    for part in _parts(blocks, _AT_ONCE_BLOCKS):
         wide = blocks[part].to(torch.float32)
         most = wide.abs().amax(-1, keepdim=True)
         scaled = wide / torch.where(most > 0, most, 1.0)
@@ -97,13 +100,15 @@ def encode(values: Tensor, code: Code, codes: Tensor) -> None:
         rows[part][:, 4:] = _ENCODERS[code.name](scaled)
 
 
-def decode(codes: Tensor, code: Code, values: Tensor) -> None:
+def decode(codes: Tensor, code: Code, values: Tensor, *, apart: bool = False) -> None:
     """Writes the values of `codes`, uint8 (code.bytes_of(numel),), into `values` (numel,).
 
-    The codes may lie in the memory of the values, in its last bytes, up to `room_before_codes` of which is before them.
+    Args:
+        codes: may lie in the memory of the values, from `room_before_codes` on.
+        apart: they are on a device with memory and arithmetic of its own (`Backend.apart`).
     """
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(len(rows)):
+    for part in _parts(rows, _AT_ONCE_BLOCKS_APART if apart else _AT_ONCE_BLOCKS):
         wide = _DECODERS[code.name](rows[part][:, 4:]).mul_(rows[part].view(torch.float32)[:, :1])
         blocks[part].copy_(wide)
 
@@ -126,12 +131,13 @@ def rounded(values: Tensor, code: Code) -> Tensor:
     return left
 
 
-def _parts(count: int) -> Iterator[slice]:
-    """Of so many blocks, some at a time; the first part is the one that may be short (`room_before_codes`)."""
-    start, stop = 0, count % _AT_ONCE_BLOCKS or min(count, _AT_ONCE_BLOCKS)
+def _parts(blocks: Tensor, at_once: int) -> Iterator[slice]:
+    """So many of them at a time; the first part is the one that may be short (`room_before_codes`)."""
+    count = len(blocks)
+    start, stop = 0, count % at_once or min(count, at_once)
     while start < count:
         yield slice(start, stop)
-        start, stop = stop, stop + _AT_ONCE_BLOCKS
+        start, stop = stop, stop + at_once
 
 
 def _to_int8(scaled: Tensor) -> Tensor:

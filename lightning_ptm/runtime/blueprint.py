@@ -729,8 +729,8 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
 
 
 def _code(item: UnitParameter, settings: Settings) -> Code | None:
-    """In which a parameter has its home, of a unit beside the root: what is the root's is at hand all the time, so codes would
-    be there beside it. Vectors are few bytes, and rows of an embedding are looked up, not multiplied."""
+    """In which a parameter has its home, of a unit beside the root: what is the root's is at hand all the time, so codes
+    would be there beside it. Vectors are few bytes, and rows of an embedding are looked up, not multiplied."""
     parameter, looked_up = item.parameter, (nn.Embedding, nn.EmbeddingBag)
     if parameter.requires_grad or parameter.dim() < 2 or any(isinstance(each, looked_up) for each, _ in item.places):
         return None

@@ -204,7 +204,8 @@ class FlatStore:
         self._order()
         full = self._values_here()
         if self.layout.code is not None:
-            decode(self.home.tensor() if self._decodes_home else self._coming(), self.layout.code, full)
+            codes = self.home.tensor() if self._decodes_home else self._coming()
+            decode(codes, self.layout.code, full, apart=self._allocator.backend.apart)
         self.binding.bind(full)
         self.state = FullState.LIVE
         if self._evict_when_live:
