@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.errors import CheckpointError, InternalError
+from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.values import ShardedFlat
@@ -111,7 +111,7 @@ class RowExchange:
         rank's share of them.
 
         Raises:
-            CheckpointError: another rank of the group has failed.
+            FailedElsewhere: another rank of the group has failed.
         """
         if not self._rows_in(flat, start, start + page.numel()):
             return
@@ -156,7 +156,7 @@ class RowExchange:
         received = self._group.all_to_all(sent, outgoing, coming).split(coming)
         failed = [part for part in others if received[part][0]]
         if failed:
-            raise CheckpointError(f"the rank with part {failed[0]} of parameters could not write its own")
+            raise FailedElsewhere(f"the rank with part {failed[0]} of parameters could not write its own")
         if page is not None:
             self._left = left
         return [message.view(dtype) for message in received]
