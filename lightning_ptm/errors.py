@@ -56,6 +56,10 @@ class CheckpointError(AngelPTMError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, incomplete, or of something else."""
 
 
+class FailedElsewhere(CheckpointError):
+    """As a `CheckpointError`, of a rank that heard from another that this has failed, and has the reason from nobody yet."""
+
+
 class UsageError(AngelPTMError, RuntimeError):
     """Something was asked for in a place or an order in which it cannot work (double backward, a closed engine...)."""
 

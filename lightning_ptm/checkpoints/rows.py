@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.comm.communicator import Work
-from lightning_ptm.errors import CheckpointError, InternalError
+from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.values import ShardedFlat
@@ -181,7 +181,7 @@ class RowExchange:
             stays: nobody changes or frees the page until then.
 
         Raises:
-            CheckpointError: another rank of the group has failed.
+            FailedElsewhere: another rank of the group has failed.
         """
         if not self._rows_in(flat, start, start + page.numel()):
             return
@@ -239,7 +239,7 @@ class RowExchange:
         messages = under_way.received.split(under_way.coming)
         failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
         if failed:
-            raise CheckpointError(f"the rank with part {failed[0]} of parameters could not write its own")
+            raise FailedElsewhere(f"the rank with part {failed[0]} of parameters could not write its own")
         self._left = left
         return under_way
 

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from lightning_ptm.comm.communicator import Communicator
-from lightning_ptm.errors import CheckpointError
+from lightning_ptm.errors import CheckpointError, FailedElsewhere
 
 
 @contextmanager
 def together(communicator: Communicator, meet: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """What the block raises on one rank raises on all of them. Collective, at the end of the block.
+    """What the block raises on one rank raises on all of them. Collective, at the end of the block. Of errors that only tell
+    of others (`FailedElsewhere`), the others' take the place.
 
     Args:
         meet: called before ranks tell each other, where some may still be busy with what they need the others for.
@@ -25,11 +26,12 @@ def together(communicator: Communicator, meet: Callable[[], None] = lambda: None
         error = caught
     if not communicator.alone:
         meet()
-        failed = torch.tensor([0 if error is None else communicator.rank + 1], dtype=torch.int64)
+        has_reason = error is not None and not isinstance(error, FailedElsewhere)
+        failed = torch.tensor([communicator.rank + 1 if has_reason else 0], dtype=torch.int64)
         first = int(communicator.all_reduce(failed, maximum=True).item())
-        if first and error is None:
+        if first and not has_reason:
             text = communicator.broadcast_object(None, first - 1)
-            raise CheckpointError(f"rank {first - 1}: {text}")
+            raise CheckpointError(f"rank {first - 1}: {text}") from None
         if first:
             communicator.broadcast_object(str(error), first - 1)
     if error is not None:

@@ -59,6 +59,9 @@ def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
     return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
 
 
+_FLAGS = (bool, str, float, Enum, type(None), torch.dtype)
+
+
 def _told(value: Any, index: int) -> str:
     if type(value) is int and value == index:
         return "its number"
@@ -72,7 +75,10 @@ def _told(value: Any, index: int) -> str:
         return f"({', '.join(f'{_told(key, index)}: {_told(each, index)}' for key, each in value.items())})"
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return value.__qualname__
-    return type(value).__qualname__
+    # Flags of a configuration; not its counts, of which one may be equal to the number of a block by chance.
+    flags = vars(value) if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, type)) else {}
+    told = sorted((name, _told(each, index)) for name, each in flags.items() if isinstance(each, _FLAGS))
+    return f"{type(value).__qualname__}{told}"
 
 
 def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:

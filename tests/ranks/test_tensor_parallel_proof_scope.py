@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,21 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.expand(x)
         if self.gated:
+            first, second = hidden.chunk(2, -1)
+            hidden = torch.cat([first * second, first], -1)
+        return x + self.project(torch.tanh(hidden))
+
+
+class Configured(Gated):
+    """Its flag is in an object."""
+
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(gated=gated, width=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.expand(x)
+        if self.config.gated:
             first, second = hidden.chunk(2, -1)
             hidden = torch.cat([first * second, first], -1)
         return x + self.project(torch.tanh(hidden))
@@ -146,6 +162,11 @@ def shares_a_norm() -> nn.Module:
 IN_PAIRS: dict[str, Rule] = {"blocks.*.*.expand": Columns(), "blocks.*.*.project": Rows()}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "a later block with another flag": (lambda: Stack(Gated(), Gated(gated=True)), PLAN, "blocks.1 (Gated) computes"),
+    "a later block with another flag in its configuration": (
+        lambda: Stack(Configured(), Configured(gated=True)),
+        PLAN,
+        "blocks.1 (Configured) computes",
+    ),
     "a block that is not called": (lambda: Unseen(Gated(gated=True)), PLAN, "blocks.0 (Gated)"),
     "pairs": (lambda: Pairs(gated=False), IN_PAIRS, ""),
     "pairs of which one is gated": (lambda: Pairs(gated=True), IN_PAIRS, "blocks.0.0 (Gated) computes"),
