@@ -186,9 +186,7 @@ class _Question:
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        known = sizes.at(self._wanted if isinstance(self._wanted, int) else sample_count(run.batch))[1]
-        ends_with = {unit: work.ends_with for unit, work in enumerate(known) if work.ends_with is not None}
-        takes = occupied(blueprint, made, blueprint.trace, again, ends_with)
+        takes = occupied(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
         room = activation_room(blueprint, takes, node)
         ram_room = host_room(blueprint, node)
         self._rooms = room, ram_room
