@@ -186,11 +186,11 @@ class _Question:
         made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
-        takes = occupied(blueprint, made, blueprint.trace, again)
+        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
+        takes = occupied(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
         room = activation_room(blueprint, takes, node)
         ram_room = host_room(blueprint, node)
         self._rooms = room, ram_room
-        sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
         samples = sizes.largest(room, ram_room) if self._wanted == "auto" else (self._wanted or sample_count(run.batch))
         ticks, works = sizes.at(max(samples, 1))
         peak, offloaded = max(ticks), sizes.offloaded(works)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import Work, anatomy
-from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized
+from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import Occupied
@@ -51,6 +52,11 @@ class Sizes:
             ticks = activation_bytes(works, self._recomputed, blueprint.trace, to_host=to_host, around=self._around)
             self._known[samples] = ticks, works
         return self._known[samples]
+
+    def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
+        """Units whose backward ends with another one's, and that one, which hangs on no size of batch (`Work.ends_with`)."""
+        works = self.at(wanted if isinstance(wanted, int) else sample_count(self._run.batch))[1]
+        return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
     def offloaded(self, works: Sequence[Work]) -> int:
         """Of what units compute, the bytes that wait in RAM for the backward."""

@@ -46,6 +46,8 @@ class Work:
             share count for the first.
         row_bytes: of an expert that ranks divide, of all rows that come to it.
         sent_bytes: to the other ranks of a tensor group, in the forward; sent_back_bytes: in the backward.
+        ends_with: the unit with whose backward its own ends: the first to take an input that both take, whose gradient is
+            there when that one's is (what all blocks of a decoder take of the encoder). None: its own.
     """
 
     flops: int = 0
@@ -57,6 +59,7 @@ class Work:
     row_bytes: int = 0
     sent_bytes: int = 0
     sent_back_bytes: int = 0
+    ends_with: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,11 @@ class Counter:
         self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
+        self._entered: list[int] = []
+        """Units, as they were called."""
+        self._takers: dict[tuple[Any, int], int] = {}
+        """By an input's place in the graph, the place among these of the first that took it."""
+        self._ends: dict[int, int] = {}
         self._like: dict[int, int] = {}
         """Unit -> the unit whose forward stands for its own."""
 
@@ -134,6 +142,7 @@ class Counter:
                 row_bytes=self._rows[index],
                 sent_bytes=self._sent[at][0],
                 sent_back_bytes=self._sent[at][1],
+                ends_with=self._entered[self._ends[index]] if index in self._ends else None,
             )
             for index, at in enumerate(sources)
         )
@@ -196,9 +205,15 @@ class Counter:
         self.tell_sent()
         unit = self._position[id(module)]
         self._inside.append(unit)
+        self._entered.append(unit)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and self._first_time(leaf, self._seen_inputs):
+            if not isinstance(leaf, Tensor):
+                continue
+            if self._first_time(leaf, self._seen_inputs):
                 self._inputs[unit] += leaf.untyped_storage().nbytes()
+            if leaf.grad_fn is not None:
+                first = self._takers.setdefault((leaf.grad_fn, leaf.output_nr), len(self._entered) - 1)
+                self._ends[unit] = min(self._ends.get(unit, first), first)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self.tell_sent()

@@ -11,7 +11,7 @@ I1: a traced iteration's order is the run's. In the one that is assumed before t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan
@@ -47,25 +47,33 @@ class Occupied:
         return self.device_per_tick if tier is Tier.DEVICE else (self.fixed[tier],) * len(self.device_per_tick)
 
 
-def occupied(blueprint: Blueprint, plan: Plan, trace: Trace, again: Collection[int] = ()) -> Occupied:
+def occupied(
+    blueprint: Blueprint,
+    plan: Plan,
+    trace: Trace,
+    again: Collection[int] = (),
+    ends_with: Mapping[int, int] | None = None,
+) -> Occupied:
     """What a run takes that follows `plan`.
 
     Args:
         plan: made for `blueprint.planned(trace)`.
         trace: one iteration, units that are in no plan included.
         again: of these, those whose layer is computed again in the backward.
+        ends_with: as `Paper` takes it.
     """
     page = blueprint.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
     fixed = {tier: blueprint.inventory.held_bytes(tier, *lifetimes) // page for tier in blueprint.budget}
-    paper = Paper(blueprint, fixed[Tier.DEVICE], again)
+    paper = Paper(blueprint, fixed[Tier.DEVICE], again, ends_with)
     if blueprint.placement.sums_gradients:
         paper.run(plan, trace, steps=False)  # to whose gradients others are added
     ticks = paper.run(plan, trace)
     if blueprint.layout.shared:
         order = _order_of_first(trace)
         first = Trace(tuple(trace.ticks[at] for at in order))
-        found = Paper(blueprint, fixed[Tier.DEVICE], again).run(plan, first, trace, steps=not blueprint.reduced_at_step)
+        beginning = Paper(blueprint, fixed[Tier.DEVICE], again, ends_with)
+        found = beginning.run(plan, first, trace, steps=not blueprint.reduced_at_step)
         for at, pages in zip((*order, len(order)), found, strict=True):
             ticks[at] = max(ticks[at], pages)
     return Occupied(

@@ -4,7 +4,8 @@ What to fetch and what to give up is decided by the policy that a run's executor
 when units begin, what they and their gradients take, and when they give it back. Allocates nothing.
 
 I1: pages are taken and given back in the order in which the runtime does it; never more than the pool has.
-I2: gradients take device pages from the end of a unit's last backward tick, which is when they are laid out there. On one
+I2: gradients take device pages from the end of a unit's last backward tick, which is when they are laid out there; where
+    units take the same input, from that of the last of them to compute: its gradient comes to all at once. On one
     rank until the next trigger, when they have left. On several, whole and reduced: until the next unit's have been laid
     out where updates run behind the backward (an update is one unit behind, engine.py), else to the end of the backward.
     `.grad`, which autograd fills before that, is no page.
@@ -14,7 +15,7 @@ I3: nothing is late: a unit's update is done when it is wanted, and the bytes of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.fetching import Fetching
@@ -45,14 +46,22 @@ class Paper:
     Args:
         fixed_pages: of the device tier, taken once.
         again: of units that are in no plan, those whose layer is computed again in the backward.
+        ends_with: units whose gradients are laid out with another one's, which takes what they take (I2), and that one.
     """
 
-    def __init__(self, blueprint: Blueprint, fixed_pages: int, again: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        fixed_pages: int,
+        again: Collection[int] = (),
+        ends_with: Mapping[int, int] | None = None,
+    ) -> None:
         # Configuration.
         self._blueprint = blueprint
         self._layout = blueprint.layout
         self._room = max(0, blueprint.pool_bytes[Tier.DEVICE] // blueprint.layout.page_size - fixed_pages)
         self._again = again
+        self._ends_with = ends_with or {}
         self._by_need = frozenset(blueprint.by_need)
         self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
         self.fetching = Fetching(self, len(blueprint.layout.units), blueprint.by_need)
@@ -94,8 +103,9 @@ class Paper:
         self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, begins_again=False)
         last = {unit: at for at, tick in enumerate(trace.ticks) if self._is_backward(at) for unit in tick.live}
         complete: dict[int, list[int]] = {}
-        for unit in sorted(last, reverse=True):  # the root is the last
-            complete.setdefault(last[unit], []).append(unit)
+        # The root is the last. Who waits for the same gradient hears of it in the order of the forward.
+        for unit in sorted(last, key=lambda unit: (-self._ends_with.get(unit, unit), unit)):
+            complete.setdefault(max(last[unit], last.get(self._ends_with.get(unit, unit), 0)), []).append(unit)
         found = []
         for at in range(len(trace.ticks)):
             self._begin(at)
@@ -106,6 +116,9 @@ class Paper:
                 self.fetching.leases.let_go(unit)
                 if not self._blueprint.reduced_at_step:
                     self._end_backward(unit)
+            for unit, ended in last.items():
+                if ended == at:  # others' gradients may be late, and hold nothing of them here
+                    self.fetching.leases.let_go(unit)
             found.append(min(self._peak, self._room))
         self._begin(len(trace.ticks))
         self.fetching.end()

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_plan_experts import EXPERTS, INNER, WIDTH, moved, planned
 
 from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.forecasting.estimate import estimate
+from lightning_ptm.models import T5
 from lightning_ptm.planning import Link
 from lightning_ptm.planning.holders import Axis
+from lightning_ptm.runtime.units import discover
 from lightning_ptm.terms import Operation
 
 SIZES: dict[str, Any] = {"width": WIDTH, "feed_forward_width": INNER, "layers": 4, "heads": 2, "vocab_size": 300}
@@ -127,3 +131,16 @@ def test_a_model_that_can_have_few_values_is_not_asked_for_ever() -> None:
 
     with pytest.raises(ConfigError, match="is no power of two"):
         largest_value(1, fits)
+
+
+def test_blocks_that_all_take_the_encoders_output_end_their_backward_with_the_first_of_them() -> None:
+    with torch.device("meta"):
+        model = T5(**SIZES)
+        model.configure_model()
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    units = discover(model, ("Block",))
+    works = estimate(model, units, (tokens, tokens), torch.float32)
+    names = {unit.index: unit.name for unit in units}
+    ends = {names[unit]: names[work.ends_with] for unit, work in enumerate(works) if work.ends_with is not None}
+    # An encoder's take the same bias for positions.
+    assert ends == {f"{stack}.blocks.{at}": f"{stack}.blocks.0" for stack in ("encoder", "decoder") for at in range(4)}
