@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.runtime.experts import DividedExperts
-from lightning_ptm.runtime.forwards import stand_in
+from lightning_ptm.runtime.forwards import AroundRecomputed, stand_in
 from lightning_ptm.runtime.recompute import replace
 from lightning_ptm.runtime.units import Unit
 
@@ -162,6 +163,10 @@ class Counter:
                 if unit.index in self._like or unit.index in self._absent:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                around = vars(unit.module).get("forward")
+                if isinstance(around, AroundRecomputed):
+                    inside = around.with_inside(partial(self._takes_and_computes, unit.index, around.inside))
+                    restore.append(replace(unit.module, forward=inside))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
             # Before the hooks of units, to which an expert's rows are its own, and no part of all that came.
             handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
@@ -207,13 +212,21 @@ class Counter:
         self._inside.append(unit)
         self._entered.append(unit)
         for leaf in tree_leaves((args, kwargs)):
-            if not isinstance(leaf, Tensor):
-                continue
-            if self._first_time(leaf, self._seen_inputs):
-                self._inputs[unit] += leaf.untyped_storage().nbytes()
-            if leaf.grad_fn is not None:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 first = self._takers.setdefault((leaf.grad_fn, leaf.output_nr), len(self._entered) - 1)
                 self._ends[unit] = min(self._ends.get(unit, first), first)
+        if not isinstance(vars(module).get("forward"), AroundRecomputed):
+            self._takes(unit, (args, kwargs))
+
+    def _takes_and_computes(self, unit: int, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._takes(unit, (args, kwargs))
+        return inside(*args, **kwargs)
+
+    def _takes(self, unit: int, given: Any) -> None:
+        """What is kept of a unit that is recomputed."""
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, Tensor) and self._first_time(leaf, self._seen_inputs):
+                self._inputs[unit] += leaf.untyped_storage().nbytes()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self.tell_sent()

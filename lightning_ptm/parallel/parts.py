@@ -27,7 +27,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
-from lightning_ptm.runtime.forwards import Around, Forward
+from lightning_ptm.runtime.forwards import Around, AroundRecomputed, Forward
 from lightning_ptm.runtime.hooks import others_hear_of
 
 
@@ -55,34 +55,42 @@ class Parts:
     # -- forwards -----------------------------------------------------------------------------------------------------
 
     def block(self, module: nn.Module, name: str) -> Forward:
-        """Of a block: takes and gives what is whole, and computes its own forward on this rank's part."""
+        """Of a block: takes and gives what is whole, and computes its own forward on this rank's part, which alone is kept
+        where the block is recomputed."""
         own = module.forward
+
+        def around(inside: Forward) -> Forward:
+            @functools.partial(torch.compiler.disable, recursive=False)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                x = _hidden((args, kwargs))
+                if x is None or x.dim() < 2:
+                    raise _refused(
+                        name,
+                        "takes no sequence (its first floating argument has to be one, tokens before the last dimension)",
+                    )
+                part = self._part_of(x)
+                given = _exchanged((args, kwargs), x, part)
+                out = inside(x.shape[-2], *given[0], **given[1])
+                of_part = _hidden(out)
+                if of_part is None or of_part.shape[:-1] != part.shape[:-1]:
+                    raise _refused(name, "gives something else than a sequence of the tokens that it takes")
+                return _exchanged(out, of_part, self._join(of_part, x.shape[-2]))
+
+            return forward
 
         @functools.partial(torch.compiler.disable, recursive=False)
         @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            x = _hidden((args, kwargs))
-            if x is None or x.dim() < 2:
-                raise _refused(
-                    name,
-                    "takes no sequence (its first floating argument has to be one, tokens before the last dimension)",
-                )
-            part = self._part_of(x)
-            outside, self._length = self._length, x.shape[-2]
+        def of_part(length: int, *args: Any, **kwargs: Any) -> Any:
+            outside, self._length = self._length, length
             if module.training:
                 self.group.begin_divided()
             try:
-                given = _exchanged((args, kwargs), x, part)
-                out = own(*given[0], **given[1])
+                return own(*args, **kwargs)
             finally:
                 self._length, self._gathered = outside, None
                 self.group.end_divided()
-            of_part = _hidden(out)
-            if of_part is None or of_part.shape[:-1] != part.shape[:-1]:
-                raise _refused(name, "gives something else than a sequence of the tokens that it takes")
-            return _exchanged(out, of_part, self._join(of_part, x.shape[-2]))
 
-        return forward
+        return AroundRecomputed(around, of_part)
 
     def divided_region(self, module: nn.Module, name: str) -> Forward:
         """Of a region whose input is gathered and whose last layers leave parts."""
@@ -158,7 +166,6 @@ class Parts:
     @torch.compiler.disable
     def _join(self, part: Tensor, length: int) -> Tensor:
         whole: Tensor
-        # Not kept for a recomputed forward: that ends before, where the last tensor that is kept has been computed.
         whole, same = Join.apply(part, self.group, length, False)
         if not whole.is_inference():
             key = id(whole)

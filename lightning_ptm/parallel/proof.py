@@ -7,7 +7,9 @@ beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
 number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, and those in which inputs have gradients that had none.
+one, those in which inputs have gradients that had none, and, of parts of the sequence, the first one in training. I3: what is
+computed in training is compared, too, without dropout; not of a block that draws other random numbers there, since ranks draw
+their own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
@@ -35,6 +39,9 @@ _TOLERANCE = 1e-3
 _SMALL_GRADIENT = 1e-2
 """Of the largest gradient of a block's parameters: what is smaller is compared with so much of it. Some are nothing but what
 fp32 rounds (a bias of keys, which a softmax takes away again)."""
+
+_IN_TRAINING = -1
+"""Among the numbers of inputs of a call: the block is in training."""
 
 Divided = Callable[[nn.Module, Mapping[str, Rule]], Any]
 """Cuts a module by a plan whose names are those inside of it; what comes back tells boxes and partial ones (`CutModule`)."""
@@ -87,6 +94,10 @@ class Proof:
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
+            wanted = set(range(len(given)))
+            if self._of_parts:
+                wanted.add(_IN_TRAINING)
+                tracked |= {_IN_TRAINING} if module.training else set()
             proven = self._computed.setdefault(kind, [])
             if kind not in self._handles or any(tracked <= known for known in proven):
                 return
@@ -94,7 +105,7 @@ class Proof:
                 proven.append(
                     tracked
                 )  # a token alone does not tell what is made of several (I2: its length is the same)
-                if len(tracked) == len(given):
+                if tracked == wanted:
                     self._forget(kind)
             self._prove(kind, block, skeleton, args, kwargs)
 
@@ -131,6 +142,8 @@ class Proof:
                 known = self._divide(divided, block.plan)
                 of_divided = self._drawn_alike(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
+                if self._of_parts and block.module.training:
+                    differs += self._in_training(block, whole, args, kwargs)
             except RankError:
                 raise
             except Exception as error:  # the user's forward may raise anything
@@ -144,9 +157,28 @@ class Proof:
             where = f", most in {worst[1]}" if beyond else ""
             raise self._refusal(block, f"computes something else (off by {float(of_all.max()):.2g}{where})")
 
-    def _drawn_alike(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
-        with self._group.drawing_apart(seed=1):
+    def _drawn_alike(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int = 1
+    ) -> _Computed:
+        with self._group.drawing_apart(seed=seed):
             return _computed(module, args, kwargs)
+
+    def _in_training(
+        self, block: Block, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[tuple[float, str]]:
+        """What differs in training (I3)."""
+        for name, module in block.module.named_modules():
+            whole.get_submodule(name).training = module.training
+        divided = copy.deepcopy(whole)
+        with _NoDropout():
+            # Each of a copy: buffers change in training.
+            once, again = (self._drawn_alike(copy.deepcopy(whole), args, kwargs, seed) for seed in (1, 2))
+            random = torch.tensor([0 if once.same_as(again) else 1], device=once.outputs[0].device)
+            if bool(self._group.gather(random).any()):
+                return []
+            known = self._divide(divided, block.plan)
+            of_divided = self._drawn_alike(divided, args, kwargs)
+        return list(self._differences(block, once, of_divided, known, divided))
 
     def _not_alone(self, block: Block, error: Exception) -> ConfigError:
         return ConfigError(
@@ -197,6 +229,41 @@ class _Computed:
     outputs: list[Tensor]
     inputs: list[Tensor | None]
     parameters: dict[str, Tensor | None]
+
+    def same_as(self, other: _Computed) -> bool:
+        """To the bit."""
+        pairs = (
+            *zip(self.outputs, other.outputs, strict=True),
+            *zip(self.inputs, other.inputs, strict=True),
+            *zip(self.parameters.values(), other.parameters.values(), strict=True),
+        )
+        return all(
+            theirs is None if ours is None else theirs is not None and torch.equal(ours, theirs)
+            for ours, theirs in pairs
+        )
+
+
+class _NoDropout(TorchFunctionMode):
+    """Within, functions of torch drop nothing."""
+
+    _DROPOUTS = (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:

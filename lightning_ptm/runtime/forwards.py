@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -13,25 +13,34 @@ from lightning_ptm.runtime.recompute import replace
 Forward = Callable[..., Any]
 
 
-class Around:
+class _Wrapped:
     """A forward around another one.
 
     Args:
         make: what is around, given what is inside.
-        inside: a module's own.
+        inside: what is.
     """
 
     def __init__(self, make: Callable[[Forward], Forward], inside: Forward) -> None:
         functools.update_wrapper(self, inside)
         self._make = make
+        self.inside = inside
         self._forward = make(inside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
-    def with_inside(self, inside: Forward) -> Around:
+    def with_inside(self, inside: Forward) -> Self:
         """The same around another one."""
-        return Around(self._make, inside)
+        return type(self)(self._make, inside)
+
+
+class Around(_Wrapped):
+    """Around a module's own forward, for which another may stand in."""
+
+
+class AroundRecomputed(_Wrapped):
+    """Around what is recomputed, where a unit is: what the inside is given is kept for that, and not what this is given."""
 
 
 def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:
@@ -40,4 +49,4 @@ def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:
     return replace(module, forward=around.with_inside(forward) if isinstance(around, Around) else forward)
 
 
-__all__ = ["Around", "Forward", "stand_in"]
+__all__ = ["Around", "AroundRecomputed", "Forward", "stand_in"]

@@ -27,6 +27,7 @@ from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.runtime.calls import Action, Calls
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.forwards import AroundRecomputed
 from lightning_ptm.runtime.offload import Offload
 from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
@@ -277,7 +278,11 @@ class Hooks:
     def _recompute_calls(self, unit: Unit) -> None:
         name = "forward" if unit.module._compiled_call_impl is None else "_compiled_call_impl"
         original = getattr(unit.module, name)
-        self._restore.append(replace(unit.module, **{name: self._recompute.of(unit, original)}))
+        if isinstance(original, AroundRecomputed):
+            recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside))
+        else:
+            recomputed = self._recompute.of(unit, original)
+        self._restore.append(replace(unit.module, **{name: recomputed}))
 
     def _call_of_unit(
         self, index: int, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any

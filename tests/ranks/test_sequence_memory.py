@@ -110,33 +110,74 @@ class Exchanges(L.Callback):
         self.of_steps.append(trainer.strategy._tensor_group.exchanges - self._before)  # type: ignore[attr-defined]
 
 
+class Kept(L.Callback):
+    """Bytes of hidden states that autograd keeps of the last step's forward, storages counted once."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.kept: dict[int, Tensor] = {}
+        self._hooks: Any = None
+
+    def on_train_batch_start(self, *rest: Any) -> None:
+        self.kept.clear()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def on_before_backward(self, *rest: Any) -> None:
+        self._hooks.__exit__()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 3 and tensor.shape[-1] == self.width:
+            self.kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
+
+
+def kept_when_recomputed(disk: Path) -> dict[bool, int]:
+    """By whether ranks divide the sequence."""
+    found = {}
+    for sequence in (False, True):
+        watch = Kept(SIZES["width"])
+        how = Run("gpt", 2, 2, sizes=SIZES, steps=2)
+        train(how, disk, watch, recompute="all", sequence_parallel=sequence)
+        found[sequence] = watch.bytes
+    return found
+
+
+def test_of_a_recomputed_block_its_part_of_the_input_is_kept(disk: Path) -> None:
+    for kept in run_ranks(kept_when_recomputed, 2, disk):
+        # Of one block more than there are the input is whole: that of the norm behind the last.
+        blocks = SIZES["layers"]
+        assert kept[True] == kept[False] * (blocks / 2 + 1) / (blocks + 1)
+
+
+def train(how: Run, disk: Path, watch: L.Callback, **settings: Any) -> None:
+    torch.manual_seed(0)
+    strategy = AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), tensor_parallel_size=2, **settings)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=how.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[watch],
+    )
+    trainer.fit(build(how.model, how.sizes), batches(how))
+
+
 def exchanges(disk: Path) -> dict[str, list[int]]:
     """By what is recomputed, of each step behind the first, which proves the plan."""
     found = {}
     for recompute in ("none", "all", "every 2nd"):
-        how = Run("gpt", 2, 2, steps=3)
         watch = Exchanges()
-        torch.manual_seed(0)
-        strategy = AngelPTMStrategy(
-            page_size="64KiB",
-            disk_path=str(disk),
-            tensor_parallel_size=2,
-            sequence_parallel=True,
-            recompute=recompute,  # type: ignore[arg-type]
-        )
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=strategy,
-            max_steps=how.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            callbacks=[watch],
-        )
-        trainer.fit(build(how.model, how.sizes), batches(how))
+        train(Run("gpt", 2, 2, steps=3), disk, watch, recompute=recompute, sequence_parallel=True)
         found[recompute] = watch.of_steps[1:]
     return found
 

@@ -102,6 +102,20 @@ def test_as_much_is_sent_as_was_planned(
         assert planned == each[name, sequence]
 
 
+def test_half_is_kept_of_a_recomputed_block_where_two_ranks_divide_the_sequence() -> None:
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    kept = {}
+    for sequence in (False, True):
+        group = CountedGroup(2)
+        model = cut(built("gpt", meta=True), group, sequence=sequence)
+        units = discover(model, "auto")
+        works = estimate(model, units, (tokens, tokens), torch.float32, group=group)
+        kept[sequence] = [work.input_bytes for work in works[1:]]
+    hidden_bytes = BATCH * LENGTH * _SIZES["width"] * 4
+    assert kept[False] == [3 * hidden_bytes] * _SIZES["layers"]  # its input, and two sums
+    assert kept[True] == [each // 2 for each in kept[False]]
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "parts of the sequence"])
 def test_a_model_that_was_counted_is_cut_as_it_was_before(sequence: bool) -> None:
     group = CountedGroup(2)

@@ -251,13 +251,32 @@ class Mixing(Block):
         return super().forward(x) + x.mean(-2, keepdim=True)
 
 
-def mixed(first_rows: int) -> str:
+class MixingInTraining(Mixing):
+    """Beside dropout, which alone makes it random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return Block.forward(self, x)
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class RandomInTraining(Block):
+    """Takes tokens one by one, and draws numbers that no rank draws alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + torch.randn_like(out) if self.training else out
+
+
+def mixed(first_rows: int, kind: type[Block] = Mixing, validates: bool = False) -> str:
     module = module_of()
-    module.blocks[0] = Mixing(0.0, 0.0)
+    module.blocks[0] = kind(0.0, 0.0)
     rows = [torch.randn(count, WIDTH, dtype=torch.float64) for count in (first_rows, 4)]
     batches: DataLoader[Tensor] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    checks = {"num_sanity_val_steps": 1} if validates else {}
     try:
-        trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}).fit(module, batches)
+        trainer = trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}, **checks)
+        trainer.fit(module, batches, *([batches] if validates else []))
     except ConfigError as error:
         return str(error)
     return ""
@@ -268,3 +287,13 @@ def test_what_mixes_tokens_between_layers_that_are_cut_is_refused_by_its_proof(f
     """One token alone tells nothing of it."""
     for refused in run_ranks(mixed, 2, first_rows):
         assert "blocks.0 (Mixing) computes something else" in refused and "sequence_parallel=False" in refused
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_what_mixes_tokens_in_training_alone_is_refused_whatever_is_computed_first(validates: bool) -> None:
+    for refused in run_ranks(mixed, 2, 4, MixingInTraining, validates):
+        assert "blocks.0 (MixingInTraining) computes something else" in refused
+
+
+def test_a_block_that_draws_random_numbers_in_training_is_not_refused_for_them() -> None:
+    assert run_ranks(mixed, 2, 4, RandomInTraining) == ["", ""]
