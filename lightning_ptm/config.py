@@ -2,6 +2,8 @@
 
 Knows the standard library only. I1: a `Settings` object that exists is valid. I2: what is `auto` here is decided by the
 engine from the machine; nothing else reads the machine.
+
+Long because each setting says here what it does, and what is refused of it what to do instead.
 """
 
 from __future__ import annotations
