@@ -209,6 +209,13 @@ class Calls:
         entry.calls[call] = True
         return self._step(unit, Event.INPUTS)
 
+    def ends_with(self, unit: int, call: int) -> bool:
+        """Whether the unit's backward has ended when the gradients of a call's inputs come. Changes nothing."""
+        entry = self._units[unit]
+        if unit == 0 or call not in entry.calls or not self._in_this_pass(entry, call):
+            return False
+        return Action.END in self._next(entry, Event.INPUTS, besides=call)[1]
+
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
         """The pass is over: what each unit, the last one first, still has to do. To be acted on one by one."""
         for unit in reversed(range(len(self._units))):
@@ -219,15 +226,19 @@ class Calls:
         if unit == 0 or event not in _PROGRESS:  # I3
             entry.state, actions = _NEXT[entry.state, event]
             return actions
-        still_open = (call for call, done in entry.calls.items() if not done)
-        entry.state, actions = step(
+        entry.state, actions = self._next(entry, event)
+        return actions
+
+    def _next(self, entry: _Unit, event: Event, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
+        """As `step`; a call `besides` the open ones is taken for done."""
+        still_open = (call for call, done in entry.calls.items() if not done and call != besides)
+        return step(
             entry.state,
             event,
             complete=entry.due == 0,
             open_calls=any(self._in_this_pass(entry, call) for call in still_open),
             blind_calls=entry.blind_calls > entry.again,
         )
-        return actions
 
     def _in_this_pass(self, entry: _Unit, call: int) -> bool:
         return entry.again > 0 or call in entry.passed or self._takes_part(call)

@@ -112,6 +112,17 @@ def others_hear_of(tensor: Tensor) -> bool:
     )
 
 
+def _before_outputs(tensor: Tensor, key: int) -> None:
+    """A hook on what a unit takes is called before those on it as what another unit gave, which were there first."""
+    hooks = tensor._backward_hooks
+    assert hooks is not None
+    ids = list(hooks)
+    first = next((place for place, each in enumerate(ids) if isinstance(hooks[each], _Ours)), len(ids))
+    for each in ids[first:]:
+        if each != key:
+            hooks[each] = hooks.pop(each)
+
+
 def _refuse_elsewhere(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
         f"{name} ({type(module).__name__}) was called on a rank that does not hold it, so there are no weights to compute "
@@ -385,8 +396,12 @@ class Hooks:
         # What a reentrant checkpoint calls with are leaves, too, and come in a backward pass of its own.
         told_of = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
         if told_of:
-            done = partial(self._inputs_done, index, call)
+            done, come = partial(self._inputs_done, index, call), partial(self._inputs_come, index, call)
             self._input_hooks.append(torch.autograd.graph.register_multi_grad_hook(told_of, done, mode="all"))
+            first: Any = torch.autograd.graph.register_multi_grad_hook(told_of, come, mode="all")
+            for tensor, each in zip(told_of, first.handles, strict=True):
+                _before_outputs(tensor, each.id)
+            self._input_hooks.append(first)
         return call
 
     def _takes_part(self, call: int) -> bool:
@@ -503,6 +518,14 @@ class Hooks:
     def _recompute_starts(self, index: int) -> None:
         self._start_pass()
         self._act(index, self._calls.recompute(index))
+
+    @_not_compiled
+    @on_compute_stream
+    def _inputs_come(self, index: int, call: int, gradients: Any) -> None:
+        # The gradient that ends one unit is what another begins with: there need not be room for the parameters of both. The
+        # gradients of the one are laid out when the other has begun, and those before them have left.
+        if self._calls.ends_with(index, call):
+            self._executor.end_backward(index)
 
     @_not_compiled
     @on_compute_stream

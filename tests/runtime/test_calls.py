@@ -170,6 +170,22 @@ def test_a_reentrant_checkpoint_is_computed_again_call_by_call() -> None:
     assert table.backward(1, call) == [Action.END]
 
 
+def test_what_ends_a_unit_is_known_before_it_comes() -> None:
+    table = Table()
+    first, second = table.calls.called(1), table.calls.called(1)
+    table.begin(first, second)
+    table.calls.output(1)
+    table.calls.gradient(1)
+    assert not table.calls.ends_with(1, second)  # a parameter's gradient is to come
+    table.calls.gradient(1)
+    assert not table.calls.ends_with(1, second)  # another call's inputs
+    assert not table.calls.ends_with(0, second) and not table.calls.ends_with(2, second)
+    table.calls.inputs(1, second)
+    assert table.calls.ends_with(1, first) and table.calls.state(1) is not State.ENDED
+    assert table.calls.inputs(1, first) == (Action.END,)
+    assert not table.calls.ends_with(1, first)
+
+
 def test_a_gradient_behind_the_end_is_refused() -> None:
     table = Table()
     call = table.calls.called(1)
