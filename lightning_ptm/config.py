@@ -255,7 +255,8 @@ class Settings:
     def _check_state_dtype(self) -> None:
         known, asked = get_args(StateDtype), self.state_dtype
         words = list(asked.values()) if isinstance(asked, Mapping) else [asked]
-        if not all(word in known for word in words) or not all(isinstance(name, str) for name in self.state_dtypes):
+        named = bool(words) and all(isinstance(name, str) for name in self.state_dtypes)
+        if not named or not all(word in known for word in words):
             raise ConfigError(
                 f"state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of states to these, such "
                 f"as {{'exp_avg': 'bf16', 'exp_avg_sq': 'int8'}}"

@@ -31,6 +31,9 @@ _NEAREST = NOISE // 2
 _TOP = {False: 0xFF, True: 0x7F}
 """The largest code, by whether a bit is the sign."""
 _EXPONENT_BITS = 23
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+"""That which rounding cannot carry beyond the last number; a GPU's own is 0x7FFFFFFF."""
 _PER_EXPONENT = 1 << (_EXPONENT_BITS - _LOW_BITS)
 _SIGN = 0x80
 _STRIP_NUMEL = 1 << 18
@@ -60,8 +63,12 @@ class BlockCodec:
                 torch.bitwise_and(bits, 0x7FFFFFFF, out=other)
             magnitudes = other if least < 0 else bits
             signed = lowest < 0
+            largest = magnitudes.amax(1)
+            if not in_ram(values) or int(largest.max()) > _INF:
+                magnitudes = torch.where(magnitudes > _INF, _NAN, magnitudes)
+                largest.clamp_(max=_NAN)
             # Rounded up, so that the largest code is not exceeded.
-            offsets = (magnitudes.amax(1) + (NOISE - 1)) >> _EXPONENT_BITS
+            offsets = (largest + (NOISE - 1)) >> _EXPONENT_BITS
             offsets.mul_(_PER_EXPONENT).add_(_PER_EXPONENT - 1 - _TOP[False])
             if least < 0:
                 offsets.add_(signed, alpha=_TOP[False] - _TOP[True])

@@ -95,6 +95,7 @@ def encode(values: Tensor, code: Code, codes: Tensor) -> None:
     for part in _parts(blocks, _AT_ONCE_BLOCKS):
         wide = blocks[part].to(torch.float32)
         most = wide.abs().amax(-1, keepdim=True)
+        most += most * 0.0  # inf is NaN from here on (I2)
         scaled = wide / torch.where(most > 0, most, 1.0)
         rows[part].view(torch.float32)[:, :1] = most
         rows[part][:, 4:] = _ENCODERS[code.name](scaled)

@@ -12,12 +12,16 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.update import OptimizerTraits
 from lightning_ptm.update.encoding import ENCODINGS, VALUES_DTYPE
 
+_DIFFERENCE = frozenset({"square_avg", "grad_avg"})
+"""States of a centered RMSprop: the mean of squares and the mean, whose difference is a variance."""
+
 
 def encoded_traits(settings: Settings, traits: Sequence[OptimizerTraits | None]) -> tuple[OptimizerTraits | None, ...]:
     """The traits of flats with the encodings that the settings ask for.
 
     Raises:
-        ConfigError: an optimizer updates whole parameters, or computes in another dtype than fp32; or a name is no state's.
+        ConfigError: an optimizer updates whole parameters, or computes in another dtype than fp32, or subtracts states; or
+            a name is no state's.
     """
     if not settings.encodes_states:
         return tuple(traits)
@@ -49,4 +53,11 @@ def _encoded(settings: Settings, traits: OptimizerTraits) -> OptimizerTraits:
                 f"{str(slot.dtype).removeprefix('torch.')} in this precision; use state_dtype='auto', or precision "
                 f"'bf16-mixed' or '32-true'"
             )
+    differing = [group for group in traits.groups if {slot.name for slot in group.slots} >= _DIFFERENCE]
+    if differing and _DIFFERENCE & encodings.keys():
+        raise ConfigError(
+            f"state_dtype would round square_avg or grad_avg, and {traits.name} with centered=True divides by the root of "
+            f"square_avg - grad_avg**2, which rounding can make negative; use centered=False, or name other states alone, as "
+            f"in state_dtype={{'momentum_buffer': 'int8'}}"
+        )
     return traits.encoded(encodings)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.block_codec import BLOCK_NUMEL, NOISE, SCALE_DTYPE, BlockCodec
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.terms import BLOCK_BYTES, Tier
@@ -36,6 +37,7 @@ _STRIP_NUMEL = 1 << 18
 _TILE_NUMEL = 1 << 18
 """Elements whose noise is a stretch of one table, from a place on that is drawn anew for each tile."""
 _SHORT_NOISE = 1 << 16
+_BF16_NAN = 0x7FC0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class Bf16(Encoding):
         # What the noise carries over into the upper half is the rounding.
         rounded = torch.add(values[start:stop].view(torch.int32), noise, out=codec.scratch(values.device, stop - start))
         rounded >>= 16
+        if not in_ram(values) or values[start:stop].sum().isnan():
+            rounded.masked_fill_(values[start:stop].isnan(), _BF16_NAN)  # or the noise may carry one over to 0
         stored[start:stop].view(torch.int16).copy_(rounded)
 
     def decode(self, stored: Tensor, values: Tensor, codec: BlockCodec) -> None:

@@ -87,6 +87,16 @@ def test_infinite_and_undefined_elements_stay_what_they_are() -> None:
     assert seen[3] == float("inf") and seen[5] == -float("inf") and seen[7].isnan()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FFF0000, 0x7F800001], ids=hex)
+@pytest.mark.parametrize("noise", [None, 0, NOISE - 1])
+def test_any_kind_of_undefined_element_stays_undefined(bits: int, noise: int | None) -> None:
+    """The first is what a GPU makes."""
+    block = torch.ones(BLOCK_NUMEL)
+    block.view(torch.int32)[3] = bits
+    seen = decoded(*encoded(block, None if noise is None else torch.full((BLOCK_NUMEL,), noise, dtype=torch.int32)))
+    assert seen.isnan().tolist() == [place == 3 for place in range(BLOCK_NUMEL)]
+
+
 def test_how_many_elements_are_worked_on_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(64 * BLOCK_NUMEL)
     noise = noise_of(values.numel())

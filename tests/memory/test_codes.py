@@ -56,9 +56,10 @@ def test_values_that_came_from_codes_give_the_same_codes(code: str, dtype: torch
     assert torch.equal(first, again) and torch.equal(rounded(values, CODES[code]), values)
 
 
-def test_a_block_that_is_no_number_is_none_afterwards_and_no_other_block() -> None:
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+def test_a_block_that_is_no_number_is_none_afterwards_and_no_other_block(strange: float) -> None:
     values = numbers(torch.float32)
-    values[2 * ALIGN_NUMEL + 3] = float("nan")
+    values[2 * ALIGN_NUMEL + 3] = strange
     for code in CODES.values():
         missing = rounded(values, code).isnan().view(-1, ALIGN_NUMEL)
         assert missing.sum(-1).tolist() == [0, 0, ALIGN_NUMEL, 0, 0]

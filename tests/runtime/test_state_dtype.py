@@ -198,6 +198,7 @@ def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word
 REFUSED = {
     "a name that no state has": ({"state_dtype": {"momentum": "bf16"}}, "keep exp_avg, exp_avg_sq"),
     "a word that is none": ({"state_dtype": "fp8"}, "use 'auto', 'bf16' or 'int8'"),
+    "a dictionary of nothing": ({"state_dtype": {}}, "use 'auto', 'bf16' or 'int8'"),
     "a dictionary of others": ({"state_dtype": {"exp_avg": 8}}, "use 'auto', 'bf16' or 'int8'"),
 }
 
@@ -224,6 +225,24 @@ def test_an_optimizer_of_whole_parameters_is_refused(strategy_at) -> None:
         ConfigError, match="state_dtype encodes states of optimizers that treat each element on its own"
     ):
         trained(strategy_at("ram", state_dtype="int8"), ByMuon)
+
+
+class Centered(ScheduledStack):
+    """Its optimizer divides by the root of square_avg - grad_avg**2."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(self.parameters(), lr=1e-3, centered=True, momentum=0.9)
+
+
+@pytest.mark.parametrize("asked", ["bf16", "int8", {"square_avg": "bf16"}, {"grad_avg": "int8"}], ids=str)
+def test_states_of_which_an_optimizer_takes_the_difference_are_not_rounded(strategy_at, asked: Any) -> None:
+    with pytest.raises(ConfigError, match="which rounding can make negative"):
+        trained(strategy_at("ram", state_dtype=asked), Centered)
+
+
+def test_the_momentum_of_a_centered_optimizer_can_be_rounded(strategy_at) -> None:
+    outcome, _ = trained(strategy_at("ram", state_dtype={"momentum_buffer": "int8"}), Centered)
+    assert all(map(torch.isfinite, outcome.losses))
 
 
 def test_states_that_are_not_computed_in_fp32_are_refused(strategy_at) -> None:

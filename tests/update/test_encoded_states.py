@@ -173,3 +173,21 @@ def test_rounding_of_bf16_states_has_no_bias() -> None:
     # A gap is 2**-7 of a value at most, the deviation of a draw half of that, of all of them together another 1/60 of it.
     assert off.abs().max() < 5 * 2**-8 / steps**0.5
     assert off.mean().abs() < 5 * 2**-8 / (steps * len(at)) ** 0.5
+
+
+@both
+def test_an_undefined_element_of_any_kind_stays_undefined_whatever_the_noise(encoding: type[Encoding]) -> None:
+    with make_allocator() as allocator:
+        states = states_of(allocator, encoding, 1, 0)
+        numel = 4096
+        how = encoding(numel, numel)
+        values = torch.ones(numel)
+        values[::2].view(torch.int32).fill_(0x7FFFFFFF)
+        values[1::4].view(torch.int32).fill_(-1)
+        undefined = values.isnan()
+        stored = torch.zeros(how.numel, dtype=how.dtype)
+        for step in range(3):
+            Encoder().encode_step(how, values, stored, states, "exp_avg", 0, step)
+            seen = torch.empty(numel)
+            Encoder().decode(how, stored, seen)
+            assert torch.equal(seen.isnan(), undefined)
