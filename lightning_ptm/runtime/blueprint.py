@@ -462,7 +462,8 @@ def _make_room(
             beside = max(beside, _beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
         budget = _without(budget, beside, ram)
     if scratch := scratch_bytes(model):
-        budget = _beside_scratch(budget, scratch)
+        whole = any(flat.updated_whole for flat in layout.flats)
+        budget = _beside_scratch(budget, scratch, _ram(unified=asked.unified), whole=whole)
     streams = disk or any(size for tier, size in budget.items() if not tier.updates)
     of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
@@ -924,14 +925,17 @@ def _without(budget: Budget, size: int, ram: Tier) -> Budget:
     return budget.without(ram, size)
 
 
-def _beside_scratch(budget: Budget, size: int) -> Budget:
-    """What is left beside the room for a whole gradient, wherever updates may run."""
+def _beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budget:
+    """What is left beside the room for a whole gradient, or for decoded states, wherever updates may run."""
+    taken, less = "state_dtype takes {} for the states of a chunk in fp32", " or lower page_size"
+    if whole:
+        taken, less = "an optimizer that updates whole parameters takes {} for the gradient of the largest one", ""
     for tier in [tier for tier, have in budget.items() if tier.updates and have]:
         if size >= budget[tier]:
+            named = Tier.HOST if tier is ram else tier
             raise CapacityError(
-                f"an optimizer that updates whole parameters takes {format_bytes(size)} for the gradient of the largest one "
-                f"(with state_dtype: what a chunk of encoded states stands for), and pages have "
-                f"{format_bytes(budget[tier])} {tier.place}; raise {tier.setting}"
+                f"{taken.format(format_bytes(size))}, and pages have {format_bytes(budget[tier])} {named.place}; "
+                f"raise {named.setting}{less}"
             )
         budget = budget.without(tier, size)
     return budget

@@ -67,7 +67,9 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step, stored = _step(allocator, paged), in_pages(paged)
-    with contextlib.closing(Buffers.for_now(allocator, [(stored.dtype, stored.numel)])) as buffers:
+    # The plan has room for these only where something is on disk.
+    through = [] if stored.tier.addressable else [(stored.dtype, stored.numel)]
+    with contextlib.closing(Buffers.for_now(allocator, through)) as buffers:
         stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
         for start, part in chosen(allocator, paged, stretches, buffers):
             values[start : start + part.numel()].copy_(part)

@@ -10,10 +10,12 @@ import torch
 
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.codes import CodedTensor
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.pieces import BUFFERS, Buffers
-from lightning_ptm.terms import ALIGN_NUMEL, TIERS, Tier
+from lightning_ptm.terms import ALIGN_NUMEL, CODES, TIERS, Tier
 from lightning_ptm.update import Segment
+from lightning_ptm.update.encoding import EncodedTensor, Int8
 
 PAGE = 64 * 1024
 CELL = PAGE // 4
@@ -141,6 +143,21 @@ def test_a_value_that_cannot_be_had_leaves_no_buffer(allocator: Allocator) -> No
         pieces.fill(allocator, tensor, SEGMENTS, [values(0)[: 2 * CELL], None, None])
     allocator.release(tensor)
     assert allocator.live_tensors() == ()
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST], ids=str)
+@pytest.mark.parametrize("kept", ["states", "frozen weights"])
+def test_what_lies_encoded_in_memory_is_written_and_read_without_another_page(
+    disk: Path, tier: Tier, kept: str
+) -> None:
+    numel, code, int8 = 4096, CODES["int8"], Int8(4096, 4096)
+    with made(disk, device=1, host=int(tier is Tier.HOST)) as allocator:
+        size = int8.numel if kept == "states" else code.bytes_of(numel)
+        stored = allocator.allocate(kept, size, torch.uint8, tier)
+        assert allocator.free_bytes(tier) == 0
+        tensor = EncodedTensor(stored, int8) if kept == "states" else CodedTensor(stored, code, torch.float32, numel)
+        pieces.write(allocator, tensor, torch.ones(numel))
+        assert torch.equal(pieces.read(allocator, tensor), torch.ones(numel))
 
 
 def test_parts_within_a_stretch() -> None:

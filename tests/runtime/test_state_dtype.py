@@ -251,6 +251,14 @@ def test_states_that_are_not_computed_in_fp32_are_refused(strategy_at) -> None:
         make_trainer(strategy_at("ram", state_dtype="int8"), "bf16-true").fit(ScheduledStack(), tokens(2).loader())
 
 
+def test_a_tier_that_cannot_hold_decoded_states_is_told_of_them(strategy_at) -> None:
+    with pytest.raises(
+        CapacityError,
+        match=r"^state_dtype takes 8 MiB .* pages have 4 MiB in RAM; raise host_memory or lower page_size",
+    ):
+        trained(strategy_at("ram", state_dtype="int8", page_size="4MiB", host_memory="4MiB"))
+
+
 def test_smaller_states_fit_where_exact_ones_are_refused(strategy_at) -> None:
     def fits(word: str, room: int) -> bool:
         try:
