@@ -425,7 +425,9 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         _traits_of(request, asked.known, flat.slots[0].spec.optimizer, master or dtype) if flat.trainable else None
         for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
     )
-    traits = encoded_traits(request.settings, traits)
+    updating = {flat.slots[0].spec.optimizer for flat in layout.flats if flat.trainable}
+    every = bool(updating) and len(updating) == len(request.optimizers)
+    traits = encoded_traits(request.settings, traits, every_optimizer=every)
     per_element = tuple(
         (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)

@@ -16,8 +16,13 @@ _DIFFERENCE = frozenset({"square_avg", "grad_avg"})
 """States of a centered RMSprop: the mean of squares and the mean, whose difference is a variance."""
 
 
-def encoded_traits(settings: Settings, traits: Sequence[OptimizerTraits | None]) -> tuple[OptimizerTraits | None, ...]:
+def encoded_traits(
+    settings: Settings, traits: Sequence[OptimizerTraits | None], *, every_optimizer: bool
+) -> tuple[OptimizerTraits | None, ...]:
     """The traits of flats with the encodings that the settings ask for.
+
+    Args:
+        every_optimizer: each is among them; one whose parameters are all frozen now may keep states of any name later.
 
     Raises:
         ConfigError: an optimizer updates whole parameters, or computes in another dtype than fp32, or subtracts states; or
@@ -27,10 +32,10 @@ def encoded_traits(settings: Settings, traits: Sequence[OptimizerTraits | None])
         return tuple(traits)
     names = {slot.name for known in traits if known is not None for slot in known.slots}
     strange = sorted(settings.state_dtypes.keys() - names)
-    if strange and names:
+    if strange and every_optimizer:
         raise ConfigError(
-            f"state_dtype names {', '.join(strange)}, and the optimizers of this run keep {', '.join(sorted(names))}; give "
-            f"names among these, or one word for all"
+            f"state_dtype names {', '.join(strange)}, and the optimizers of this run keep "
+            f"{', '.join(sorted(names)) or 'none'}; give names among these, or one word for all"
         )
     return tuple(None if known is None else _encoded(settings, known) for known in traits)
 

@@ -210,6 +210,37 @@ def test_what_cannot_be_is_refused_with_what_can(strategy_at, case: str) -> None
         trained(strategy_at("ram", **settings))
 
 
+class BySgd(ScheduledStack):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_a_name_is_refused_where_optimizers_keep_nothing(strategy_at) -> None:
+    with pytest.raises(ConfigError, match="keep none; give names among these"):
+        trained(strategy_at("ram", state_dtype={"exp_avg": "bf16"}), BySgd)
+
+
+class FrozenForNow(Full):
+    """Has an optimizer beside the first whose parameters are all frozen."""
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        others = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(others, lr=1e-2, momentum=0.9), torch.optim.AdamW(self.frozen.parameters())
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def test_states_may_be_named_of_an_optimizer_whose_parameters_are_all_frozen_for_now(strategy_at) -> None:
+    names = {"momentum_buffer": "bf16", "exp_avg": "int8"}
+    outcome, _ = trained(strategy_at("ram", state_dtype=names), FrozenForNow)
+    assert len(outcome.losses) == 6
+
+
 class ByMuon(ScheduledStack):
     def make_optimizer(self) -> torch.optim.Optimizer:
         for name, parameter in self.named_parameters():
