@@ -408,11 +408,10 @@ class Values:
         return {place: found[place] for place in sorted(found)}
 
     def has_optimizer_states(self, optimizer: int) -> bool:
-        """Whether this rank's pages hold anything that an optimizer knows from earlier steps. Not collective."""
-        flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
-        known = [_updated(flat, _scalars_here(flat)) for flat in flats]
-        pairs = [pair for each in known for pair in zip(each.scalars, each.slots, strict=True)]
-        return any(scalars is not None and bool(scalars or names) for scalars, names in pairs)
+        """Whether pages of this rank, or of those that own its parameters, hold anything that an optimizer knows from earlier
+        steps. Not collective."""
+        flats = [flat.states for flat in self._updates.values() if flat.optimizer == optimizer]
+        return any(states.remembers(slot) for states in flats for slot in range(len(states.groups)))
 
     def whole_shapes(self) -> dict[int, tuple[int, ...]]:
         """Of every parameter, by its id, the shape that checkpoints have."""

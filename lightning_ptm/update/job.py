@@ -284,7 +284,7 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
         """All chunks are computed. Args: as `scalars_after`."""
         states = self.job.states
         if states.traits.whole:
-            states.advance_whole(self.whole_scalars)
+            states.advance_whole(self.whole_scalars, self.present)
         else:
             states.advance(self.scalars_after(like)[-1], self.present)
 

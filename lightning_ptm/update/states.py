@@ -173,6 +173,7 @@ class FlatStates:
         self._segment_stops = [segment.stop for segment in self.segments]
 
         self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
+        self._updated_elsewhere: set[int] = set()  # parameters that their owner, another rank, has updated
 
     @classmethod
     def allocate(
@@ -276,11 +277,21 @@ class FlatStates:
         """Scalars of the flat's parameter at an index; None before its first update, and where another rank owns it."""
         return self._scalars[parameter]
 
+    def remembers(self, parameter: int) -> bool:
+        """Whether this rank, or the owner, keeps anything of earlier updates of the flat's parameter at an index."""
+        scalars, names = self._scalars[parameter], self.state_names(parameter)
+        if scalars is not None:
+            return bool(scalars.values or names)
+        kept = names or any(group.scalars for group in self.traits.groups)
+        return bool(kept) and parameter in self._updated_elsewhere
+
     def set_scalars(self, parameter: int, values: Mapping[str, Any] | None) -> None:
         """Restore a parameter's scalars (None: as if never updated), if they are kept here. Its slots are the caller's to
         restore."""
+        self._scalars[parameter] = None
+        self._updated_elsewhere.discard(parameter)
         if values is None or not self.owns(parameter):
-            self._scalars[parameter] = None
+            self._updated_elsewhere.update([] if values is None else [parameter])
             return
         state = frozen_scalars(values)
         for known in self._scalars:
@@ -310,10 +321,14 @@ class FlatStates:
         kept = self.traits.groups[group].kept.get(self.flat.slots[parameter].spec.shape)
         return kept if self.traits.whole else set(self.slot_names[group])
 
-    def advance_whole(self, scalars: Mapping[int, ScalarState | None]) -> None:
-        """Parameters that were updated whole have these scalars from now on, by index."""
-        for index, state in scalars.items():
-            self._scalars[index] = state
+    def advance_whole(self, scalars: Mapping[int, ScalarState | None], present: Sequence[bool]) -> None:
+        """Parameters that were updated whole have these scalars from now on, by index; of those that had a gradient
+        (`present`, by index), owners have updated the others."""
+        for index, group in enumerate(self.groups):
+            if index in scalars:
+                self._scalars[index] = scalars[index]
+            elif group is not None and present[index] and not self.owns(index):
+                self._updated_elsewhere.add(index)
 
     def advance(self, successors: Mapping[tuple[int, int], ScalarState | None], present: Sequence[bool]) -> None:
         """Move every updated parameter's scalars on by one step.

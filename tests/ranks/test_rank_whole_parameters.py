@@ -25,10 +25,11 @@ from rank_training import (
     plain,
     tokens,
 )
-from rank_whole_parameters import KINDS, WithAdafactor, WithHybrid
+from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
 from test_rank_inventory import Weighed, cases, weigh_all
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.terms import TIERS as ALL_TIERS
 
@@ -143,3 +144,33 @@ def test_pages_are_taken_as_planned(disk: Path) -> None:
             assert len(weighed) == 2 * len(ALL_TIERS)
             wrong += [(rank, name, each) for each in weighed if (each.pool, each.taken) != (each.rows, each.rows_held)]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+class TrainsOneMatrix(WithHybrid):
+    """So one rank owns all that is trained."""
+
+    optimizer: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False).blocks[1].up.weight.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = Hybrid([self.blocks[1].up.weight])
+        return self.optimizer
+
+
+def asks_for_states_afterwards(training: Training, world_size: int, folder: Path) -> str:
+    torch.manual_seed(0)
+    module: Any = training.build()
+    trainer = make_trainer(training, make_strategy(folder, "masters_on_disk"), world_size)
+    trainer.fit(module, loader(tokens(training, world_size), world_size))
+    with pytest.raises(UsageError) as told:
+        module.optimizer.state_dict()
+    return str(told.value)
+
+
+def test_a_rank_that_owns_nothing_says_too_that_an_optimizers_states_have_ended(disk: Path) -> None:
+    told = run_ranks(asks_for_states_afterwards, 2, Training(TrainsOneMatrix, batches=1), 2, disk)
+    assert len(set(told)) == 1
+    assert "states of this Hybrid have ended" in told[0]
