@@ -37,19 +37,28 @@ def encoded_traits(
             f"state_dtype names {', '.join(strange)}, and the optimizers of this run keep "
             f"{', '.join(sorted(names)) or 'none'}; give names among these, or one word for all"
         )
-    return tuple(None if known is None else _encoded(settings, known) for known in traits)
+    element_wise = {
+        slot.name: None for known in traits if known is not None and not known.whole for slot in known.slots
+    }
+    return tuple(None if known is None else _encoded(settings, known, list(element_wise)) for known in traits)
 
 
-def _encoded(settings: Settings, traits: OptimizerTraits) -> OptimizerTraits:
+def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence[str]) -> OptimizerTraits:
+    """Args:
+    element_wise: names of the states of element-wise optimizers.
+    """
     one = "auto" if settings.state_dtypes else str(settings.state_dtype)
     wanted = {slot.name: settings.state_dtypes.get(slot.name, one) for slot in traits.slots}
     encodings = {name: ENCODINGS[word] for name, word in wanted.items() if word != "auto"}
     if not encodings:
         return traits
     if traits.whole:
+        own = {slot.name for slot in traits.slots}
+        others = {name: one for name in element_wise if one != "auto" and name not in own}
+        remedy = f"name the states of the others, state_dtype={others}" if others else "use state_dtype='auto'"
         raise ConfigError(
             f"state_dtype encodes states of optimizers that treat each element on its own, and {traits.name} updates each "
-            f"parameter as a whole ({traits.whole}); use state_dtype='auto', or an optimizer such as torch.optim.AdamW"
+            f"parameter as a whole ({traits.whole}); {remedy}, or take an optimizer such as torch.optim.AdamW"
         )
     for slot in traits.slots:
         if slot.name in encodings and slot.dtype is not VALUES_DTYPE:
