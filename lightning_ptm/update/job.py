@@ -133,6 +133,11 @@ class Column:
         """(first element, elements) of what it has of elements [start, start + numel) of the shard."""
         return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
 
+    def first(self, start: int) -> int:
+        """With which of its elements, decoded, that of the shard from `start` on begins."""
+        own = None if self.layout is None else self.layout.own
+        return start if own is None else own.stretch(start, 0)[0]
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Chunk(chunks.Chunk[FlatStates]):

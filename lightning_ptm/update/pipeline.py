@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
-"""(paged tensor, first element of the shard, what lies in pages of a chunk now) -> None, when it has been copied or is of no
-interest."""
+"""(paged tensor, first element, decoded, of what a chunk has of it, what lies in pages of that now) -> None, when it has been
+copied or is of no interest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class Pipeline:
         if self.before_write is not None:
             for column in self._of(chunk, progress.columns):
                 if column.writes:
-                    self.before_write(column.home, chunk.start, windows[column.role])
+                    self.before_write(column.home, column.first(chunk.start), windows[column.role])
             waited, started = started, perf_counter()
             self.stats.add_stall(Wait.SAVE, started - waited)
         whole_target = TARGET in chunk.buffers or progress.job.fresh_target

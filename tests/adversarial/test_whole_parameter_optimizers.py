@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory import PagedTensor
 
 ONE_RANK = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
 
@@ -183,6 +184,48 @@ def test_saves_behind_training_are_of_one_moment(strategy_at: MakeStrategy, tier
     for at_once, later in zip(*found, strict=True):
         assert at_once.keys() == later.keys()
         assert not [name for name, content in at_once.items() if later[name] != content]
+
+
+class Pair(nn.Module):
+    """Two matrices in one unit, each longer than what updates move at once elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 301), nn.Linear(301, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class WithPair(WithHybrid):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].inner = Pair()
+
+
+class Places(Callback):
+    """Of what updates say that they are about to change: states whose place is told wrongly, and all."""
+
+    def __init__(self) -> None:
+        self.wrong: set[str] = set()
+        self.told: set[str] = set()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.engine.updater.watch(self._look)
+
+    def _look(self, paged: PagedTensor, start: int, values: Tensor) -> None:
+        name = paged.name.rsplit("/", 1)[-1]
+        self.told.add(name)
+        # In RAM they are views of where they lie.
+        if paged.tensor()[start:].data_ptr() != values.data_ptr():
+            self.wrong.add(name)
+
+
+def test_updates_tell_a_save_behind_training_which_states_are_about_to_change(strategy_at: MakeStrategy) -> None:
+    places = Places()
+    run(WithPair, strategy_at("ram"), precision="bf16-mixed", callbacks=[places])
+    assert {"master", "mean", "square"} <= places.told
+    assert not places.wrong
 
 
 class AcrossStrides(WithAdafactor):
