@@ -143,10 +143,14 @@ class Counter:
                 row_bytes=self._rows[index],
                 sent_bytes=self._sent[at][0],
                 sent_back_bytes=self._sent[at][1],
-                ends_with=self._entered[self._ends[index]] if index in self._ends else None,
+                ends_with=self._ends_with(index),
             )
             for index, at in enumerate(sources)
         )
+
+    def _ends_with(self, unit: int) -> int | None:
+        first = self._entered[self._ends[unit]] if unit in self._ends else unit
+        return None if first == unit else first
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

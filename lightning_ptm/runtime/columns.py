@@ -96,7 +96,8 @@ def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
         layouts = states_of_all_ranks(flat, traits, layout_groups(flat))
         if flat.updated_whole:
             sizes = [layout.bytes_by_rank for layout in layouts]
-            found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in flat.owning_ranks)
+            ranks = range(flat.world_size if flat.shares else 1)
+            found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in ranks)
         else:
             encoded = (layout for layout in layouts if layout.encoding is not None)
             found[flat.index] = (tuple(layout.numel * layout.dtype.itemsize for layout in encoded),)

@@ -10,17 +10,13 @@ import torch
 from checkpoint_runs import HALF, Full, fit, same, sharded
 from plain_loop import Outcome, make_trainer, tokens
 from tiny_models import ScheduledStack
-from torch import nn
 
 import lightning_ptm
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.config import Settings
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.block_codec import BlockCodec
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.encoded_states import encoded_traits
 from lightning_ptm.runtime.inspection import states_at_home
-from lightning_ptm.update import probe
 
 WORDS = ("bf16", "int8")
 
@@ -278,20 +274,6 @@ def test_states_of_which_an_optimizer_takes_the_difference_are_not_rounded(strat
 def test_the_momentum_of_a_centered_optimizer_can_be_rounded(strategy_at) -> None:
     outcome, _ = trained(strategy_at("ram", state_dtype={"momentum_buffer": "int8"}), Centered)
     assert all(map(torch.isfinite, outcome.losses))
-
-
-def test_beside_one_of_whole_parameters_the_states_of_others_can_be_named() -> None:
-    matrix, vector = nn.Parameter(torch.zeros(48, 48)), nn.Parameter(torch.zeros(48))
-    optimizers = (torch.optim.Muon([matrix]), torch.optim.AdamW([vector]))
-    traits = [probe(each) for each in optimizers]
-    with pytest.raises(ConfigError) as told:
-        encoded_traits(Settings(state_dtype="int8"), traits)
-    remedy = {"exp_avg": "int8", "exp_avg_sq": "int8"}
-    assert f"state_dtype={remedy}" in str(told.value)
-    muon, adamw = encoded_traits(Settings(state_dtype=remedy), traits)
-    assert muon == traits[0]
-    assert adamw is not None
-    assert all(slot.encoding is not None for slot in adamw.slots)
 
 
 def test_states_that_are_not_computed_in_fp32_are_refused(strategy_at) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.columns import chunk_bytes, columns
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.stock import (
     gradient_row,
@@ -58,49 +57,6 @@ class Odd(Net):
 
 def rows(found: Blueprint, what: What, lifetime: Lifetime = Lifetime.RUN) -> list[Row]:
     return [row for row in found.inventory.of(what) if row.lifetime is lifetime]
-
-
-# -- columns ----------------------------------------------------------------------------------------------------------
-
-Kept = tuple[What, str, torch.dtype]
-PARAMETER, GRADIENT = (What.PARAMETERS, "parameters", FP32), (What.GRADIENTS, "gradient", FP32)
-MOMENTS = [(What.STATES, "exp_avg", FP32), (What.STATES, "exp_avg_sq", FP32)]
-MASTER = (What.MASTERS, "master", FP32)
-HALF = [(What.PARAMETERS, "parameters", BF16), (What.GRADIENTS, "gradient", BF16)]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [*MOMENTS, PARAMETER, GRADIENT]),
-        ({"optimizers": sgd}, [PARAMETER, GRADIENT]),
-        ({"optimizers": []}, [PARAMETER]),
-        (MIXED, [MASTER, *MOMENTS, *HALF]),
-        ({**MIXED, "sums_gradients": True}, [MASTER, *MOMENTS, HALF[0], GRADIENT]),
-        (LOCK_FREE, [MASTER, *MOMENTS, PARAMETER, GRADIENT]),
-    ],
-)
-def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -> None:
-    found = drawn(**options)
-    for flat in found.layout.flats:
-        kept = columns(found, flat.index)
-        assert [(column.what, column.name, column.dtype) for column in kept] == expected
-        assert {column.numel for column in kept} == {flat.shard_numel}
-
-
-@pytest.mark.parametrize(
-    ("options", "pages"),
-    [
-        ({}, 4),
-        ({"optimizers": sgd}, 2),
-        ({"optimizers": []}, 0),
-        (MIXED, 3 + 2),
-        ({**MIXED, "sums_gradients": True}, 4 + 1),
-    ],
-)
-def test_staging_of_a_chunk(options: dict[str, Any], pages: int) -> None:
-    """A page of each at most, whatever the dtype; those of 16 bits fill half of theirs."""
-    assert chunk_bytes(drawn(**options)) == pages * PAGE
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
