@@ -36,6 +36,7 @@ struct Interpreter {
   static void end() {
     ended_in() = PyThread_get_thread_ident();
     while (asking()) usleep(20);
+    usleep(50000);  // without the GIL: those of torch that are about to ask for it, to free what Python has given them, get it
   }
   Interpreter() {
     asking()++;
