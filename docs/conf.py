@@ -34,6 +34,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/LOG.md": "log.md",
     "benchmarks/results/paper.md": "paper.md",
+    "benchmarks/gpu.md": "first_gpu.md",
 }
 """Files of the repository and the pages that include them."""
 
