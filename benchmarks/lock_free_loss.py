@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,14 +28,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import ROOT, SEED, Bar, argument_parser, disk_folder, publish, quicken, show_table
+from common import SEED, Bar, argument_parser, disk_folder, publish, quicken, show_table
+from main_job import main_job
 from race import Score
 from slow_disk import SlowDisks
 
-sys.path.insert(0, str(ROOT))
-
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.command_line import command_line
 from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.update import HyperParameters, Transform, buffering, job
 from lightning_ptm.update.buffers import Contribution
@@ -111,23 +108,14 @@ class Run:
 def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_name: str | None) -> Run:
     """The main job with other settings of the strategy."""
     lock_free = rule_name is not None
-    options = [
-        f"--config={ROOT / 'configs' / 'gpt.yaml'}",
-        f"--seed_everything={seed}",
-        "--trainer.logger=false",
-        "--trainer.callbacks=null",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.enable_model_summary=false",
-        "--trainer.enable_checkpointing=false",
-        f"--trainer.max_steps={args.train_steps}",
-        f"--trainer.val_check_interval={args.train_steps}",
-        f"--trainer.strategy.init_args.disk_path={folder}",
-        "--trainer.strategy.init_args.master_home=disk",
-        f"--trainer.strategy.init_args.lock_free={str(lock_free).lower()}",
-        f"--trainer.strategy.init_args.max_staleness={args.max_staleness}",
-        f"--trainer.strategy.init_args.forecast={str(not args.no_forecast).lower()}",
-        f"--trainer.strategy.init_args.hold_updates={str(lock_free and args.hold_updates).lower()}",
-    ]
+    settings = {
+        "disk_path": folder,
+        "master_home": "disk",
+        "lock_free": lock_free,
+        "max_staleness": args.max_staleness,
+        "forecast": not args.no_forecast,
+        "hold_updates": lock_free and args.hold_updates,
+    }
     original, merge = buffering.combined, job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
     buffering.combined = counted
@@ -135,7 +123,7 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
         job.merge = _never
     try:
         with tempfile.TemporaryDirectory() as runs:
-            cli = command_line(args=[*options, f"--trainer.default_root_dir={runs}"], run=False)
+            cli = main_job(seed, args.train_steps, Path(runs), settings)
             strategy = cli.trainer.strategy
             assert isinstance(strategy, AngelPTMStrategy)
             if lock_free:

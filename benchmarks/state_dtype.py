@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +21,6 @@ from statistics import mean
 from capped import memory_cap
 from common import (
     GIB,
-    ROOT,
     SEED,
     Bar,
     SkipBenchmark,
@@ -37,11 +35,8 @@ from common import (
     show_table,
 )
 from gpt import GPTShape, shape_of_numel
+from main_job import main_job
 from race import Race, Score, Side
-
-sys.path.insert(0, str(ROOT))
-
-from lightning_ptm.command_line import command_line
 
 WORDS = ("auto", "bf16", "int8")
 SPEEDS = {"bf16": 1.3, "int8": 1.6}
@@ -76,20 +71,8 @@ def speed_bars(shape: GPTShape, scores: dict[str, Score], cap_gib: float) -> lis
 
 def validation_loss(word: str, seed: int, args: argparse.Namespace) -> float:
     """Of the main job."""
-    options = [
-        f"--config={ROOT / 'configs' / 'gpt.yaml'}",
-        f"--seed_everything={seed}",
-        "--trainer.logger=false",
-        "--trainer.callbacks=null",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.enable_model_summary=false",
-        "--trainer.enable_checkpointing=false",
-        f"--trainer.max_steps={args.train_steps}",
-        f"--trainer.val_check_interval={args.train_steps}",
-        f"--trainer.strategy.init_args.state_dtype={word}",
-    ]
     with tempfile.TemporaryDirectory() as runs:
-        cli = command_line(args=[*options, f"--trainer.default_root_dir={runs}"], run=False)
+        cli = main_job(seed, args.train_steps, Path(runs), {"state_dtype": word})
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     loss = float(cli.trainer.callback_metrics["val_loss"])
     print(f"{word}, seed {seed}: validation loss {loss:.5f}", flush=True)

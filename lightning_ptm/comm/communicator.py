@@ -323,15 +323,7 @@ class ProcessGroupCommunicator:
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
 
-            def finish() -> None:
-                self._join()
-                if divisor != self.world_size:
-                    shard.mul_(self.world_size / divisor)
-
-            told = self._told("reduce_scatter", full)
-            with self._on_stream():
-                handles = self._issue(start)
-            return Work(handles, [full, shard], finish, self._guard, told)
+            return self._average(start, self._join, full, shard, divisor)
         return self._exchange_and_add(full, shard, flat, divisor)
 
     def _reduce_to_owners(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
@@ -343,9 +335,19 @@ class ProcessGroupCommunicator:
                 for place, owner in zip(places, self._ranks, strict=True)
             ]
 
-        def finish() -> None:
+        def land() -> None:
             self._join()
             shard.copy_(places[self.rank])
+
+        return self._average(start, land, full, shard, divisor)
+
+    def _average(
+        self, start: Callable[[], list[Any]], land: Callable[[], None], full: Tensor, shard: Tensor, divisor: float
+    ) -> Work:
+        """A reduction whose mean over the ranks is in `shard` behind `land`."""
+
+        def finish() -> None:
+            land()
             if divisor != self.world_size:
                 shard.mul_(self.world_size / divisor)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_optimizer import Hybrid
 from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
@@ -18,40 +19,6 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory import PagedTensor
 
 ONE_RANK = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
-
-
-class Hybrid(optim.Optimizer):
-    """One class for all: matrices move by their sign and by the ratio of norms, as LAMB's do, others as Adam has it; a whole
-    number, a square matrix of the columns and a number of its own for each parameter are kept, too."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = 0
-                    state["mean"] = torch.zeros_like(p)
-                    state["norm"] = torch.zeros(())
-                    if p.dim() == 2:
-                        state["signs"] = torch.zeros(p.shape, dtype=torch.int8)
-                        state["square"] = torch.zeros(p.shape[1], p.shape[1])
-                state["step"] += 1
-                state["mean"].lerp_(p.grad, 0.1)
-                state["norm"].lerp_(p.grad.norm(), 0.5)
-                move = state["mean"] / (state["norm"] + 1e-6)
-                if p.dim() == 2:
-                    state["signs"].copy_(p.grad.sign())
-                    state["square"].lerp_(p.grad.T @ p.grad, 0.5)
-                    move = move @ torch.tanh(state["square"]) + 1e-3 * state["signs"]
-                p.sub_(move * p.norm() / move.norm().clamp(min=1e-6), alpha=group["lr"] / state["step"])
-        return loss
 
 
 class Wide(Judged):

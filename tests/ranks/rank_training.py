@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,19 @@ class PlainRanks:
         return [part.bfloat16() if self.mixed and part is not None else part for part in sums]
 
 
+def fit_whole_batches(training: Training, folder: Path, world_size: int) -> Outcome:
+    """One rank's training with the batches of `world_size`."""
+    rows = loader(tokens(training, world_size), 1, BATCH * world_size)
+    torch.manual_seed(0)
+    module = training.build()
+    make_trainer(training, make_strategy(folder), 1).fit(module, rows)
+    return outcome_of(module)
+
+
 def plain(training: Training, world_size: int) -> list[Outcome]:
     """The outcome on each rank of the plain loop."""
     return PlainRanks(training, world_size).run(tokens(training, world_size))
+
+
+expected = cache(plain)
+"""The same, computed once for all tests of a process."""

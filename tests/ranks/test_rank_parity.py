@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,21 @@ import torch
 from rank_harness import run_ranks
 from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
 from rank_training import (
-    BATCH,
     TIERS,
     Outcome,
     Training,
+    expected,
     fit,
     fit_in_all_tiers,
+    fit_whole_batches,
     loader,
-    make_strategy,
     make_trainer,
-    outcome_of,
-    plain,
     tokens,
 )
 
 from lightning_ptm import AngelPTMStrategy
 
 PRECISIONS = ["bf16-mixed", "32-true"]
-
-
-@cache
-def expected(training: Training, world_size: int) -> list[Outcome]:
-    return plain(training, world_size)
 
 
 def outcomes(training: Training, world_size: int, folder: Path, **settings: Any) -> dict[str, list[Outcome]]:
@@ -136,15 +128,6 @@ def test_clipping_by_norm(precision: str, accumulate: int, disk: Path) -> None:
     # The bound is one that matters.
     unclipped = expected(Training(MomentumTower, precision, accumulate=accumulate), 2)[0].weights
     assert (unclipped["head.weight"] - theirs["head.weight"]).abs().max() > 50 * tolerance
-
-
-def fit_whole_batches(training: Training, folder: Path, world_size: int) -> Outcome:
-    """One rank's training with the batches of `world_size`."""
-    rows = loader(tokens(training, world_size), 1, BATCH * world_size)
-    torch.manual_seed(0)
-    module = training.build()
-    make_trainer(training, make_strategy(folder), 1).fit(module, rows)
-    return outcome_of(module)
 
 
 @pytest.mark.covering(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ import torch
 from rank_harness import run_ranks
 from rank_models import NobodyUsesABlock, SkipsABlock
 from rank_training import (
-    BATCH,
     TIERS,
-    Outcome,
     Training,
+    expected,
     fit,
     fit_in_all_tiers,
+    fit_whole_batches,
     loader,
     make_strategy,
     make_trainer,
-    outcome_of,
-    plain,
     tokens,
 )
 from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
@@ -32,11 +29,6 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.terms import TIERS as ALL_TIERS
-
-
-@cache
-def expected(training: Training, world_size: int) -> list[Outcome]:
-    return plain(training, world_size)
 
 
 def assert_as_plain(training: Training, world_size: int, disk: Path, tiers: list[str]) -> None:
@@ -77,15 +69,6 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_accumulation(precision: str, build: Any, disk: Path) -> None:
     assert_as_plain(Training(build, precision, batches=6, accumulate=3), 2, disk, list(TIERS))
-
-
-def fit_whole_batches(training: Training, folder: Path, world_size: int) -> Outcome:
-    """One rank's training with the batches of `world_size`."""
-    rows = loader(tokens(training, world_size), 1, BATCH * world_size)
-    torch.manual_seed(0)
-    module = training.build()
-    make_trainer(training, make_strategy(folder), 1).fit(module, rows)
-    return outcome_of(module)
 
 
 @pytest.mark.parametrize(

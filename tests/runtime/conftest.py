@@ -1,4 +1,4 @@
-"""Fixtures of the runtime's tests: a working folder that must stay empty, and one thread per test process."""
+"""Fixtures of the runtime's tests: a working folder that must stay empty, one thread per test process, a machine of files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine_of_files import MakeMachine, make_in
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,9 @@ def one_thread_and_no_banners() -> Iterator[None]:
     else:
         os.environ["OMP_NUM_THREADS"] = before
     logger.setLevel(level)
+
+
+@pytest.fixture
+def machine_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeMachine:
+    """Makes the files of a machine that has no others."""
+    return make_in(tmp_path / "root", monkeypatch)

@@ -6,33 +6,18 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from machine_of_files import MakeMachine
 
 from lightning_ptm.runtime import cgroup, machine
 from lightning_ptm.trainer.watches import warn_of_threads
 
 V1, V2 = "/sys/fs/cgroup/cpu", "/sys/fs/cgroup"
 GROUPS = {1: "5:cpuset:/mine\n4:cpu,cpuacct:/mine\n0::/other\n", 2: "0::/job/task\n"}
-
-Write = Callable[[dict[str, str]], None]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Makes the files of a machine that has no others."""
-    monkeypatch.setattr(cgroup, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-
-    def write(files: dict[str, str]) -> None:
-        for name, text in files.items():
-            place = tmp_path / name.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
-
-    return write
 
 
 @pytest.mark.parametrize(
@@ -51,12 +36,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         (1, {"/sys/fs/cgroup/cpuset/mine/cpuset.effective_cpus": "0-1\n"}, 2),
     ],
 )
-def test_cores_of_groups(write: Write, version: int, files: dict[str, str], cores: int) -> None:
-    write({"/proc/self/cgroup": GROUPS[version], **files})
+def test_cores_of_groups(machine_of_files: MakeMachine, version: int, files: dict[str, str], cores: int) -> None:
+    machine_of_files({"/proc/self/cgroup": GROUPS[version], **files})
     assert cgroup.cores() == cores
 
 
-def test_without_groups_there_is_no_limit(write: Write) -> None:
+def test_without_groups_there_is_no_limit(machine_of_files: MakeMachine) -> None:
     assert cgroup.cores() == cgroup.free_bytes() == cgroup.NO_LIMIT
 
 

@@ -10,32 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from machine_of_files import MakeMachine
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime import cgroup, machine
 from lightning_ptm.runtime.machine import Machine, free_disk_bytes, free_host_bytes, this_machine
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:       65536 kB\nMemFree:         1024 kB\nMemAvailable:   32768 kB\n"
 V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
-
-Write = Callable[[dict[str, str]], None]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Makes the files of a machine that has no others."""
-    root = tmp_path / "root"
-    for module in (machine, cgroup):
-        monkeypatch.setattr(module, "Path", lambda path: root / str(path).lstrip("/"))
-
-    def write(files: dict[str, str]) -> None:
-        for name, text in files.items():
-            place = root / name.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
-
-    return write
 
 
 def v1(group: str, limit: object, used: object, stat: str = "") -> dict[str, str]:
@@ -75,37 +57,43 @@ def v2(group: str, limit: object, used: object, stat: str = "", *, file: str = "
     ],
 )
 def test_ram_within_the_group(
-    write: Write, version: Callable[..., dict[str, str]], group: str, limit: object, used: int, stat: str, free: int
+    machine_of_files: MakeMachine,
+    version: Callable[..., dict[str, str]],
+    group: str,
+    limit: object,
+    used: int,
+    stat: str,
+    free: int,
 ) -> None:
-    write({"/proc/meminfo": MEMINFO, **version(group, limit, used, stat)})
+    machine_of_files({"/proc/meminfo": MEMINFO, **version(group, limit, used, stat)})
     assert free_host_bytes() == free
 
 
 @pytest.mark.parametrize(("first", "second"), [(7 * MIB, 9 * MIB), (9 * MIB, 7 * MIB)])
-def test_of_two_groups_the_fuller_one_counts(write: Write, first: int, second: int) -> None:
-    write({"/proc/meminfo": MEMINFO, **v2("/other", first, MIB), **v1("/mine", second, MIB)})
+def test_of_two_groups_the_fuller_one_counts(machine_of_files: MakeMachine, first: int, second: int) -> None:
+    machine_of_files({"/proc/meminfo": MEMINFO, **v2("/other", first, MIB), **v1("/mine", second, MIB)})
     assert free_host_bytes() == 6 * MIB
 
 
-def test_a_limit_of_the_group_around_counts(write: Write) -> None:
+def test_a_limit_of_the_group_around_counts(machine_of_files: MakeMachine) -> None:
     """As Slurm sets them: of the job, and none of the task inside of it."""
-    write({"/proc/meminfo": MEMINFO, **v2("/job", 8 * MIB, MIB), **v2("/job/task", "max", MIB)})
+    machine_of_files({"/proc/meminfo": MEMINFO, **v2("/job", 8 * MIB, MIB), **v2("/job/task", "max", MIB)})
     assert free_host_bytes() == 7 * MIB
 
 
-def test_without_groups(write: Write) -> None:
-    write({"/proc/meminfo": MEMINFO})
+def test_without_groups(machine_of_files: MakeMachine) -> None:
+    machine_of_files({"/proc/meminfo": MEMINFO})
     assert free_host_bytes() == 32 * MIB
 
 
-def test_a_group_without_files_bounds_nothing(write: Write) -> None:
-    write({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/gone\n"})
+def test_a_group_without_files_bounds_nothing(machine_of_files: MakeMachine) -> None:
+    machine_of_files({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/gone\n"})
     assert free_host_bytes() == 32 * MIB
 
 
 @pytest.mark.parametrize("files", [{}, {"/proc/meminfo": "MemAvailable: many kB\n"}])
-def test_without_meminfo_it_is_all_of_the_ram(write: Write, files: dict[str, str]) -> None:
-    write(files)
+def test_without_meminfo_it_is_all_of_the_ram(machine_of_files: MakeMachine, files: dict[str, str]) -> None:
+    machine_of_files(files)
     assert free_host_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -131,8 +119,8 @@ class Apart(CpuBackend):
         return 11 * MIB
 
 
-def test_this_machine(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write({"/proc/meminfo": MEMINFO})
+def test_this_machine(machine_of_files: MakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_of_files({"/proc/meminfo": MEMINFO})
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert this_machine(CpuBackend(), [], 3) == Machine(False, 0, 32 * MIB, 0, 6, 3)
