@@ -80,13 +80,19 @@ class CodedTensor:
         """Where the codes are."""
         return self.paged.tier
 
-    def decoded(self, codes: Tensor) -> Tensor:
-        """Values of whole blocks, in memory of their own."""
-        values = torch.empty(
-            codes.numel() // self.code.block_bytes * ALIGN_NUMEL, dtype=self.dtype, device=codes.device
-        )
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first byte, bytes) of the codes of `numel` values, whole blocks, from `start` on."""
+        return self.code.bytes_of(start), self.code.bytes_of(numel)
+
+    def decoded(self, codes: Tensor, numel: int) -> Tensor:
+        """The `numel` values of codes, in memory of their own."""
+        values = torch.empty(numel, dtype=self.dtype, device=codes.device)
         decode(codes, self.code, values)
         return values
+
+    def encode(self, values: Tensor, codes: Tensor) -> None:
+        """Writes the codes of values."""
+        encode(values, self.code, codes)
 
 
 def encode(values: Tensor, code: Code, codes: Tensor) -> None:

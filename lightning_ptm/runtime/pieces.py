@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.memory import PagedTensor
-from lightning_ptm.memory.codes import CodedTensor, encode
+from lightning_ptm.memory.codes import CodedTensor
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update import Segment
-from lightning_ptm.update.encoding import EncodedTensor, Encoder
+from lightning_ptm.update.encoding import EncodedTensor
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, Transfer
@@ -44,21 +44,13 @@ def in_pages(tensor: Elements) -> PagedTensor:
 
 def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
     """The `numel` elements of a stretch of which `stored` lies in pages, which it is where nothing is encoded."""
-    if isinstance(tensor, CodedTensor):
-        return tensor.decoded(stored)
-    if not isinstance(tensor, EncodedTensor):
-        return stored
-    values = torch.empty(numel, dtype=tensor.dtype, device=stored.device)
-    Encoder().decode(tensor.encoding, stored, values)
-    return values
+    return stored if isinstance(tensor, PagedTensor) else tensor.decoded(stored, numel)
 
 
 def _stretch(tensor: Elements, start: int, numel: int) -> tuple[int, int]:
     """(first element, elements) in pages of at most `numel` elements from `start` on."""
     numel = min(numel, tensor.numel - start)
-    if isinstance(tensor, CodedTensor):
-        return tensor.code.bytes_of(start), tensor.code.bytes_of(numel)
-    return tensor.encoding.stretch(start, numel) if isinstance(tensor, EncodedTensor) else (start, numel)
+    return (start, numel) if isinstance(tensor, PagedTensor) else tensor.stretch(start, numel)
 
 
 def read(allocator: Allocator, paged: Elements) -> Tensor:
@@ -162,10 +154,10 @@ def fill(
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
 
-    if isinstance(paged, CodedTensor):
-        _fill_codes(allocator, paged, put, keep=keep)
-    elif isinstance(paged, PagedTensor) and paged.tier.addressable:
+    if isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
+    elif isinstance(paged, CodedTensor) and not paged.tier.addressable:
+        _change_codes(allocator, paged, put, keep=keep)
     else:
         _change(allocator, paged, put, keep=keep)
 
@@ -182,8 +174,8 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
     def change(part: Tensor, start: int) -> None:
         values = elements_of(tensor, part, min(step, tensor.numel - start))
         put(values, start)
-        if isinstance(tensor, EncodedTensor):
-            Encoder().encode(tensor.encoding, values, part)
+        if not isinstance(tensor, PagedTensor):
+            tensor.encode(values, part)
 
     if stored.tier.addressable:
         for start in range(0, tensor.numel, step):
@@ -209,16 +201,15 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
         buffers.close()
 
 
-def _fill_codes(allocator: Allocator, coded: CodedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
-    """As `_change`; a chunk's codes seldom begin with a disk block, so all are written at once."""
-    bytes_of, step = coded.code.bytes_of, _step(allocator, coded)
+def _change_codes(allocator: Allocator, coded: CodedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """As `_change`, on disk: the codes of a page of values seldom begin with a disk block, so all are written at once."""
+    step = _step(allocator, coded)
     codes = read(allocator, coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
     for start in range(0, coded.numel, step):
-        stop = min(start + step, coded.numel)
-        part = codes[bytes_of(start) : bytes_of(stop)]
-        values = coded.decoded(part) if keep else torch.empty(stop - start, dtype=coded.dtype)
+        part, numel = codes.narrow(0, *_stretch(coded, start, step)), min(step, coded.numel - start)
+        values = coded.decoded(part, numel) if keep else torch.empty(numel, dtype=coded.dtype)
         put(values, start)
-        encode(values, coded.code, part)
+        coded.encode(values, part)
     write(allocator, coded.paged, codes)
 
 

@@ -179,6 +179,20 @@ class EncodedTensor:
     def tier(self) -> Tier:
         return self.paged.tier
 
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first element, elements) in pages of a chunk."""
+        return self.encoding.stretch(start, numel)
+
+    def decoded(self, stored: Tensor, numel: int) -> Tensor:
+        """The `numel` elements of a chunk, in memory of their own."""
+        values = torch.empty(numel, dtype=VALUES_DTYPE, device=stored.device)
+        Encoder().decode(self.encoding, stored, values)
+        return values
+
+    def encode(self, values: Tensor, stored: Tensor) -> None:
+        """Writes what lies in pages of a chunk, each element to the nearest."""
+        Encoder().encode(self.encoding, values, stored)
+
 
 ENCODINGS: dict[str, type[Encoding]] = {"bf16": Bf16, "int8": Int8}
 """By what users call them (`Settings.state_dtype`)."""
