@@ -305,7 +305,7 @@ def warn_of_threads(ranks_on_host: int) -> None:
         rank_zero_warn(
             f"PyTorch computes with {threads} threads, and {'a rank' if ranks_on_host > 1 else 'this process'} may use "
             f"{cores} of this machine's cores; set OMP_NUM_THREADS={cores} before Python starts, or call "
-            f"torch.set_num_threads({cores}): threads without a core make steps several times as long"
+            f"torch.set_num_threads({cores}): threads that lack a core keep the others waiting"
         )
 
 
