@@ -56,15 +56,16 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path, groups: Mappi
     ]
 
 
-def speed_bars(shape: GPTShape, scores: dict[str, Score], cap_gib: float) -> list[Bar]:
+def speed_bars(shape: GPTShape, scores: dict[str, Score], args: argparse.Namespace) -> list[Bar]:
     """Step time of auto over that of each."""
     made = []
+    disk = f"a disk of {args.disk_mb_per_s:g} MB/s" if args.disk_mb_per_s else "disk"
     for word in WORDS:
         if word in scores:
             print(f"{word}: {scores[word].traffic_bytes / shape.numel:.1f} bytes of disk a parameter and step")
         if word in SPEEDS and {word, "auto"} <= scores.keys():
             mine, exact = scores[word].step_s, scores["auto"].step_s
-            what = f"{shape.numel / 1e9:.2f}B in {cap_gib:g} GiB, states on disk, {word}: speed over auto"
+            what = f"{shape.numel / 1e9:.2f}B in {args.cap_gib:g} GiB, states on {disk}, {word}: speed over auto"
             made.append(Bar(what, 1 / mine, 1 / exact, "steps/s", exact / mine, SPEEDS[word], at_least=True))
     return made
 
@@ -134,7 +135,7 @@ def main() -> None:
             print(f"SKIPPED: {reason}")
         else:
             show_scores(scores, tokens_per_step=shape.sequence)
-            bars += speed_bars(shape, scores, args.cap_gib)
+            bars += speed_bars(shape, scores, args)
     bars += loss_bars(args)
     publish("state_dtype.py", args, bars, scores)
 
