@@ -39,7 +39,7 @@ from lightning_ptm.update import (
 
 @dataclasses.dataclass(slots=True)
 class FlatUpdate:
-    """A trainable flat, as one optimizer updates it: where parameters, gradients and master states are. All share a master."""
+    """A trainable flat, as one optimizer updates it: parameters, gradients and master states. All share a master."""
 
     store: FlatStore
     gradient: FlatGradient
