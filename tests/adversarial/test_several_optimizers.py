@@ -6,6 +6,7 @@ Everybody's steps start from what the others' have left.
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from judged import ByHand, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor, optim
 
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.runtime.inspection import optimizers_in_pages, states_at_home
 from lightning_ptm.sharded import load, to_file
 
 
@@ -117,3 +120,76 @@ def test_masters_go_on_too(strategy_at: MakeStrategy, tmp_path: Path, kind: str)
     ours = went_on(tmp_path, *made, "bf16-mixed").state_dict()
     uninterrupted = run(Sharing, strategy_at("ram"), max_epochs=2, precision="bf16-mixed").state_dict()
     assert all(torch.equal(ours[name], value) for name, value in uninterrupted.items())
+
+
+class Joining(Sharing):
+    """In the second epoch a block that others have joins an optimizer that comes before theirs."""
+
+    def configure_optimizers(self) -> Any:
+        trunk = [*self.first.parameters(), *self.blocks.parameters()]
+        return [
+            optim.Adam(self.head.parameters(), lr=1e-2, fused=True),
+            optim.Adam(trunk, lr=1e-2, fused=True),
+            optim.NAdam(trunk, lr=3e-3),
+            optim.AdamW(self.blocks[0].parameters(), lr=1e-3, fused=True),
+        ]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        super().training_step(batch, index)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            group = {"params": list(self.blocks[1].parameters()), "lr": 1e-3}
+            self.optimizers()[0].add_param_group(group)  # type: ignore[index]
+
+
+class Reloading(Sharing):
+    """The first optimizer's states are read, halved and loaded after each batch; weights are edited by hand."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for optimizer in self.trainer.optimizers:
+            for _, state in sorted(optimizer.state_dict()["state"].items()):
+                for name in sorted(state):
+                    self.note(state[name])
+        first = self.trainer.optimizers[0]
+        states = first.state_dict()
+        for state in states["state"].values():
+            state["exp_avg"] = state["exp_avg"] * 0.5
+        first.load_state_dict(states)
+        gathered = getattr(self.trainer.strategy, "gathered", None)
+        with torch.no_grad(), nullcontext() if gathered is None else gathered(self):
+            self.blocks[0].scale.mul_(1.01)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("build", [Joining, Reloading])
+def test_between_steps_their_states_are_each_ones_own(
+    strategy_at: MakeStrategy, tier: str, build: type[Sharing]
+) -> None:
+    if tier.startswith("lock_free"):
+        pytest.skip("refused")
+    judge(build, strategy_at(tier), max_epochs=3)
+
+
+def test_each_ones_states_are_counted(strategy_at: MakeStrategy) -> None:
+    seen: list[Any] = []
+
+    class Counted(Sharing):
+        def on_train_batch_start(self, *_: Any) -> None:
+            engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
+            seen.append((optimizers_in_pages(engine.blueprint), states_at_home(engine)))
+
+    run(Counted, strategy_at("masters_on_disk"), precision="bf16-mixed")
+    of_optimizers, at_home = seen[0]
+    kept = {each.states: each.bytes for each in at_home}
+    assert [each.optimizer.rpartition(".")[2] for each in of_optimizers] == ["Adam", "SGD", "AdamW", "AdamW"]
+    assert sum(each.bytes for each in of_optimizers) == kept["optimizer states"]
+    adam, sgd = of_optimizers[:2]
+    assert adam.bytes == 2 * sgd.bytes and kept["master parameters"] == sgd.bytes + of_optimizers[3].bytes // 2
+
+
+def test_lock_free_updates_have_one_optimizer_each(strategy_at: MakeStrategy) -> None:
+    with pytest.raises(ConfigError, match=r"first.weight is in two optimizers, and with lock_free=True"):
+        run(Sharing, strategy_at("lock_free"))
