@@ -62,8 +62,8 @@ def _wrapped(method: Callable[..., Any], gathered: Gathered) -> Callable[..., An
 
 
 def _rewinding(callback: ModelPruning, gathered: Gathered) -> Callable[[], None]:
-    """Lightning rewinds a parameter by giving it the data of the copy that it has kept of it. That is trained from then on, so
-    the next rewinding leaves the parameter where it is. Pages take values: of each the first rewinding alone is carried out."""
+    """Lightning rewinds a parameter by giving it the data of the copy that it has kept of it. That is trained from then on,
+    so the next rewinding leaves the parameter where it is. Pages take values: of each the first one alone is carried out."""
     theirs = callback.apply_lottery_ticket_hypothesis
 
     @functools.wraps(theirs)
