@@ -297,6 +297,14 @@ def test_a_parameter_of_two_optimizers(ranks: int) -> None:
     }
 
 
+def test_a_parameter_that_one_optimizer_has_twice() -> None:
+    module = Net(2)
+    twice = sgd(list(module.parameters()))
+    twice.param_groups[0]["params"].append(module.head)
+    with pytest.raises(ConfigError, match=r"is in SGD twice, and each step updates it once; leave it in one group, once"):
+        drawn(module, [twice])
+
+
 def test_flats_have_one_optimizer_and_what_is_in_none_is_frozen() -> None:
     module = Net(2)
     found = drawn(module, [sgd([module.head]), adam([module.blocks[0].weight])])
