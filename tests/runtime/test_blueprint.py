@@ -301,7 +301,9 @@ def test_a_parameter_that_one_optimizer_has_twice() -> None:
     module = Net(2)
     twice = sgd(list(module.parameters()))
     twice.param_groups[0]["params"].append(module.head)
-    with pytest.raises(ConfigError, match=r"is in SGD twice, and each step updates it once; leave it in one group, once"):
+    with pytest.raises(
+        ConfigError, match=r"is in SGD twice, and each step updates it once; leave it in one group, once"
+    ):
         drawn(module, [twice])
 
 
