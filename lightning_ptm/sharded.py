@@ -23,7 +23,7 @@ from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_opti
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
-from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index, OptimizerIndex, StateFile
+from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index, StateFile
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.trainer.paged_states import opened
@@ -100,8 +100,8 @@ def load(
     }
     if optimizers and index.optimizers:
         slots = [(file.kind, files[file.name]) for file in index.files if file.kind != PARAMETERS]
-        for state, known in zip(checkpoint["optimizer_states"], index.optimizers, strict=True):
-            _add_slots(state.get("state", {}), known, slots)
+        for number, state in enumerate(checkpoint["optimizer_states"]):
+            _add_slots(state.get("state", {}), index, number, slots)
     return checkpoint
 
 
@@ -132,12 +132,15 @@ def to_file(folder: str | Path, file: str | Path, *, weights_only: bool = True) 
     FileCheckpointIO().save_checkpoint(load(folder, weights_only=weights_only), file)
 
 
-def _add_slots(state: dict[int, dict[str, Any]], known: OptimizerIndex, slots: Sequence[tuple[str, Mapped]]) -> None:
-    places = {name: place for place, name in enumerate(known.parameters)}
+def _add_slots(
+    state: dict[int, dict[str, Any]], index: Index, number: int, slots: Sequence[tuple[str, Mapped]]
+) -> None:
+    places = {name: place for place, name in enumerate(index.optimizers[number].parameters)}
+    slot_in = index.slots_of(number)
     for kind, mapped in slots:
         for name in mapped.names():
-            if name in places and places[name] in state:
-                state[places[name]][kind] = mapped.tensor(name)
+            if (slot := slot_in(kind, name)) is not None and places[name] in state:
+                state[places[name]][slot] = mapped.tensor(name)
 
 
 def check(folder: CheckedFolder, files: Sequence[StateFile], progress: Progress) -> None:

@@ -26,7 +26,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import Draft
-from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, write_ranges
+from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, kind_of, write_ranges
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 
@@ -182,9 +182,13 @@ def _kinds(
 ) -> Iterator[_States]:
     """Every kind of every unit's states, unit by unit, as `Values.kinds` does in a run."""
     slots: dict[int, dict[str, Tensor]] = {}
-    for optimizer in optimizers:
+    of_earlier: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
         for owner, state in plain_optimizer(optimizer).state.items():
-            slots[id(owner)] = {slot: value for slot, value in state.items() if _is_slot(owner, value)}
+            of = number if id(owner) in of_earlier else None
+            its = {kind_of(slot, of): value for slot, value in state.items() if _is_slot(owner, value)}
+            slots.setdefault(id(owner), {}).update(its)
+        of_earlier |= {id(parameter) for parameter in parameters_of(plain_optimizer(optimizer))}
     of_unit: dict[str, list[nn.Parameter]] = {unit: [] for unit in dict.fromkeys(ended.units.values())}
     for name, parameter in module.named_parameters():
         of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)

@@ -28,7 +28,7 @@ from lightning_ptm.runtime.materialize import Given, Read
 from lightning_ptm.sharded import check
 from lightning_ptm.storage.checked import CheckedFolder
 from lightning_ptm.storage.folder import Draft
-from lightning_ptm.storage.index import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.storage.writer import SaveOps
 
@@ -70,6 +70,12 @@ class Carried:
             }
             for optimizer in optimizers
         ]
+        self._first = {
+            id(parameter): number
+            for number in reversed(range(len(engine.updates.optimizers)))
+            for parameter in engine.updates.parameters_of(number)
+        }
+        """By id of a parameter, the first of the optimizers that it had in pages."""
         self._strides = {True: engine.values.strides(PARAMETERS), False: engine.values.strides("")}
         """By whether it is of parameters or of what optimizers keep of them."""
         self._draft: Draft | None = None
@@ -123,14 +129,19 @@ class Carried:
         Args:
             optimizers: as they were given before.
         """
-        slots: dict[str, dict[str, Any]] = {}
+        first = {self._names[known]: number for known, number in self._first.items()}
+        slots: dict[tuple[str, int], dict[str, Any]] = {}
         for kind, name, read in self._tensors(engine):
             if kind != PARAMETERS:
-                slots.setdefault(name, {})[kind] = read()
+                slot, number = slot_of(kind)
+                slots.setdefault((name, first[name] if number is None else number), {})[slot] = read()
         no_slots: Mapping[str, Any] = MappingProxyType({})
         for optimizer, scalars in zip(optimizers, self._scalars, strict=True):
-            states = {known: {**each, **slots.get(self._names[known], no_slots)} for known, each in scalars.items()}
-            engine.values.load_optimizer_states(engine.updates.index_of(plain_optimizer(optimizer)), states)
+            index = engine.updates.index_of(plain_optimizer(optimizer))
+            states = {
+                known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
+            }
+            engine.values.load_optimizer_states(index, states)
 
     def close(self) -> None:
         """Removes the files. Never raises."""

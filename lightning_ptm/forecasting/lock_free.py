@@ -33,11 +33,11 @@ def beside_compute(
             master_bytes_per_element=-(-blueprint.placement.master_bytes(flat) // flat.shard_numel),
             on_disk=not blueprint.placement.homes[flat.unit].master.addressable,
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
-            foreseeable=lock_free.forecast and can_forecast(traits),
+            foreseeable=lock_free.forecast and all(map(can_forecast, traits)),
             cuts=cuts_of(flat, chunk_numel(layout.page_size)),
         )
         for flat in layout.flats
-        if (traits := blueprint.traits[flat.index]) is not None
+        if (traits := blueprint.traits[flat.index])
     ]
     update = rates.update_device_bytes_per_s
     both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s

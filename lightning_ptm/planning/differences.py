@@ -21,7 +21,8 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
             spec = slot.spec
             cut = "" if spec.box is None else f", {spec.box.cut},"
             strides = "" if spec.stride is None else f" with strides {spec.stride}"
-            trained = f"trained by optimizer {spec.optimizer}" if spec.trainable else "frozen"
+            numbers = " and ".join(map(str, spec.optimizers))
+            trained = f"trained by optimizer {numbers}" if spec.trainable else "frozen"
             kind = f"{spec.shape}{cut}{strides}, {spec.dtype}, {trained}"
             owned = f", updated by rank {flat.owner(slot.start)}" if flat.shares else ""
             yield f"{spec.name} of shape {kind}, at {slot.start} of flat {place}{owned}"

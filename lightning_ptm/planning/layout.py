@@ -31,7 +31,7 @@ from lightning_ptm.planning.boxes import Box, Stretch
 from lightning_ptm.planning.owners import choose_owners
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, Code, is_page_size
 
-Family = tuple[bool, str, int, str]
+Family = tuple[bool, str, tuple[int, ...], str]
 
 TAIL_BYTES = 512
 """Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
@@ -53,7 +53,8 @@ class ParameterSpec:
         itemsize: bytes of one element of that dtype.
         trainable: whether it has a gradient and master states.
         group: index of its parameter group within its optimizer; -1 if it is in none.
-        optimizer: index of the optimizer that updates it: a flat's parameters have one optimizer.
+        optimizer: index of the optimizer that updates it: a flat's parameters have the same ones.
+        further: (optimizer, group) of others that update it, too; they share its master, and each has states of its own.
         gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
         stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
             shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
@@ -71,6 +72,7 @@ class ParameterSpec:
     trainable: bool
     group: int
     optimizer: int = 0
+    further: tuple[tuple[int, int], ...] = ()
     gradient_itemsize: int = 0
     stride: tuple[int, ...] | None = None
     box: Box | None = None
@@ -83,6 +85,15 @@ class ParameterSpec:
     def numel(self) -> int:
         """Elements of it here; 1 for a scalar."""
         return math.prod(self.shape)
+
+    @property
+    def optimizers(self) -> tuple[int, ...]:
+        """All that update it."""
+        return (self.optimizer, *(number for number, _ in self.further)) if self.trainable else ()
+
+    def group_in(self, optimizer: int) -> int:
+        """Index of its parameter group within one of them."""
+        return self.group if optimizer == self.optimizer else dict(self.further)[optimizer]
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -210,6 +221,11 @@ class FlatLayout:
     def partial(self) -> bool:
         """Whether the gradients of the ranks of a tensor group are parts of a sum."""
         return self.slots[0].spec.partial
+
+    @property
+    def optimizers(self) -> tuple[int, ...]:
+        """Indices of those that update it; none where it is frozen."""
+        return self.slots[0].spec.optimizers
 
     @property
     def updated_whole(self) -> bool:
@@ -428,7 +444,7 @@ def build_layout(
     elsewhere: Collection[int] = (),
     rank: int = 0,
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizer, code, parts, partial) of each unit, trainable first, ordered
+    """Lay out a model: a flat per (dtype, trainable, optimizers, code, parts, partial) of each unit, trainable first, ordered
     by group. Flats that differ in the last two alone are neighbours.
 
     Args:
@@ -530,7 +546,7 @@ def _begin_share(shares: list[int], end: int) -> int:
 
 def _family(spec: ParameterSpec) -> Family:
     """What parameters of a unit have in common that lie in one flat, or in several because of their parts."""
-    return spec.trainable, spec.dtype, spec.optimizer if spec.trainable else 0, spec.code.name if spec.code else ""
+    return spec.trainable, spec.dtype, spec.optimizers, spec.code.name if spec.code else ""
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:

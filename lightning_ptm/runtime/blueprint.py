@@ -41,7 +41,7 @@ from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.parts import Boxes, split_of
 from lightning_ptm.runtime.route import GradientRoute, route
-from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
+from lightning_ptm.runtime.selfstepping import Traits, check_shared, in_two, reasons
 from lightning_ptm.runtime.stock import in_the_making, take_stock, travelling
 from lightning_ptm.runtime.units import Unit, UnitParameter, discover
 from lightning_ptm.terms import CODES, Code, Tier
@@ -123,7 +123,7 @@ class Blueprint:
         dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
         copies: whether the compute parameters of each flat are copies of more precise ones: of masters, or of the user's.
         routes: how each flat's gradient gets to its update; None for frozen flats.
-        traits: of the optimizer of each flat, in the dtype that is updated; None for frozen flats.
+        traits: of the optimizers of each flat, in their order and in the dtype that is updated; none for frozen flats.
         unified: RAM is the device tier (CPU without a device budget).
         lock_free: None for synchronous updates.
         saves_behind: checkpoints are written while training goes on.
@@ -145,7 +145,7 @@ class Blueprint:
     copies: tuple[bool, ...]
     gradient_dtypes: tuple[torch.dtype, ...]
     routes: tuple[GradientRoute | None, ...]
-    traits: tuple[OptimizerTraits | None, ...]
+    traits: tuple[tuple[OptimizerTraits, ...], ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
     budget: Budget
@@ -228,7 +228,7 @@ class Blueprint:
         return any(each is not None and each.outlives_backward for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
-        return (flat for flat in self.layout.flats if self.traits[flat.index] is not None)
+        return (flat for flat in self.layout.flats if self.traits[flat.index])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ class _Model:
     dtypes: tuple[torch.dtype, ...]
     master_dtypes: tuple[torch.dtype | None, ...]
     gradient_dtypes: tuple[torch.dtype, ...]
-    traits: tuple[OptimizerTraits | None, ...]
+    traits: tuple[tuple[OptimizerTraits, ...], ...]
     per_element: tuple[int, ...]
     trace: Trace
 
@@ -404,7 +404,10 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     elsewhere = asked.holders.elsewhere(rank)
-    specs = _with_whole_updates(request, asked, _specs(asked.units, request, asked.unpaged))
+    specs = _specs(asked.units, request, asked.unpaged)
+    scaled = request.mixed and request.compute is torch.float16
+    check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
+    specs = _with_whole_updates(request, asked, specs)
     layout = build_layout(
         specs,
         page_size=request.settings.page_bytes,
@@ -422,14 +425,14 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
     traits = tuple(
-        _traits_of(request, asked.known, flat.slots[0].spec.optimizer, master or dtype) if flat.trainable else None
+        tuple(_traits_of(request, asked.known, number, master or dtype) for number in flat.optimizers)
         for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
     )
-    updating = {flat.slots[0].spec.optimizer for flat in layout.flats if flat.trainable}
+    updating = {number for flat in layout.flats for number in flat.optimizers}
     every = bool(updating) and len(updating) == len(request.optimizers)
     traits = encoded_traits(request.settings, traits, every_optimizer=every)
     per_element = tuple(
-        (known.bytes_per_element() if known is not None else 0) + (master.itemsize if master is not None else 0)
+        sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
         for known, master in zip(traits, master_dtypes, strict=True)
     )
     trace = _without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
@@ -546,7 +549,7 @@ def _routes(
         model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
     ):
         of_flat = None
-        if traits is not None:
+        if traits:
             of_flat = route(
                 _gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
@@ -679,15 +682,19 @@ def _may_be_unpaged(settings: Settings, wishes: Wishes) -> bool:
 
 
 def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) -> list[UnitSpec]:
-    group_of: dict[int, tuple[int, int]] = {}
+    groups_of: dict[int, list[tuple[int, int]]] = {}
     for index, known in enumerate(request.optimizers):
         if index in unpaged:
             continue
         for number, settings in enumerate(known.param_groups):
             for parameter in settings["params"]:
-                if id(parameter) in group_of:
-                    raise in_two(parameter)
-                group_of[id(parameter)] = (index, number)
+                its = groups_of.setdefault(id(parameter), [])
+                if its and its[-1][0] == index:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(parameter.shape)} is in {type(known).__name__} twice, and each step "
+                        f"updates it once; leave it in one group, once"
+                    )
+                its.append((index, number))
     keep_fp32 = {
         id(parameter)
         for module in request.module.modules()
@@ -708,7 +715,7 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
             dtype = compute_dtype(
                 parameter, request.compute, mixed=request.mixed, keeps_fp32=id(parameter) in keep_fp32
             )
-            optimizer, group = group_of.get(id(parameter), (0, -1))
+            (optimizer, group), *further = groups_of.get(id(parameter), [(0, -1)])
             parameters.append(
                 ParameterSpec(
                     name=item.name,
@@ -718,6 +725,7 @@ def _specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) ->
                     trainable=parameter.requires_grad and group >= 0,
                     group=group,
                     optimizer=optimizer,
+                    further=tuple(further),
                     # As without pages, where parameters are fp32 and so are sums of their gradients.
                     gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
                     stride=_stride(item),
@@ -809,9 +817,12 @@ def _with_whole_updates(request: Request, asked: _Asked, specs: Sequence[UnitSpe
             return parameter
         dtype: torch.dtype = getattr(torch, parameter.dtype)
         master = _master_dtype(dtype, mixed=request.mixed, always=asked.lock_free)
-        traits = _traits_of(request, asked.known, parameter.optimizer, master or dtype)
-        if not traits.whole:
+        every = [_traits_of(request, asked.known, number, master or dtype) for number in parameter.optimizers]
+        traits = next((each for each in every if each.whole), None)
+        if traits is None:
             return parameter
+        if len(every) > 1:
+            raise in_two(parameter.shape, traits)
         if asked.holders.apart or asked.holders.in_parts:
             how = "cut parameters" if asked.holders.in_parts else "divide experts"
             setting = "tensor_parallel_size" if asked.holders.in_parts else "expert_parallel_size"

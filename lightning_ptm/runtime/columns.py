@@ -6,6 +6,7 @@ Counts only, before there are homes. stock.py makes the rows of a run of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +36,7 @@ class Flats(Protocol):
     @property
     def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
     @property
-    def traits(self) -> tuple[OptimizerTraits | None, ...]: ...
+    def traits(self) -> tuple[tuple[OptimizerTraits, ...], ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class Column:
 
     Attributes:
         code: in which a frozen flat's parameters are at home.
+        optimizer: whose states they are.
     """
 
     what: What
     layout: StateLayout
     code: Code | None = None
+    optimizer: int | None = None
 
     @property
     def name(self) -> str:
@@ -69,8 +72,12 @@ class Column:
         return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
 
 
-def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
-    """All that is kept of a flat's shard, another rank's where one is given; where it is trained, what its update streams."""
+def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[Column]:
+    """All that is kept of a flat's shard, another rank's where one is given.
+
+    Args:
+        update: place among its optimizers of one; then what an update by this one streams.
+    """
     master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
     layout = layout if rank is None else layout.of(rank)
 
@@ -78,11 +85,13 @@ def columns(flats: Flats, flat: int, rank: int | None = None) -> list[Column]:
         return Column(what, StateLayout(name, dtype, layout.shard_numel))
 
     found = [] if master is None else [whole(What.MASTERS, "master", master)]
-    if traits is not None:
-        found += [Column(What.STATES, each) for each in lay_out_states(layout, traits, layout_groups(layout))]
+    for place, (number, known) in enumerate(zip(layout.optimizers, traits, strict=True)):
+        if update in (None, place):
+            groups = layout_groups(layout, number)
+            found += [Column(What.STATES, each, optimizer=number) for each in lay_out_states(layout, known, groups)]
     dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
     found.append(Column(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
-    if traits is not None:
+    if traits:
         found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
     return found
 
@@ -91,9 +100,13 @@ def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
     """By flat, bytes of each rank's tensors of states that have shapes of their own, or are encoded."""
     found = {}
     for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
-        if traits is None:
+        layouts = [
+            each
+            for number, known in zip(flat.optimizers, traits, strict=True)
+            for each in states_of_all_ranks(flat, known, layout_groups(flat, number))
+        ]
+        if not traits:
             continue
-        layouts = states_of_all_ranks(flat, traits, layout_groups(flat))
         if flat.updated_whole:
             sizes = [layout.bytes_by_rank for layout in layouts]
             ranks = range(flat.world_size if flat.shares else 1)
@@ -127,8 +140,8 @@ def chunk_bytes(flats: Flats) -> int:
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
-        for rank in flat.owning_ranks if flats.traits[flat.index] is not None else ():
-            kept = columns(flats, flat.index, rank)
+        for rank, update in itertools.product(flat.owning_ranks, range(len(flats.traits[flat.index]))):
+            kept = columns(flats, flat.index, rank, update=update)
             most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column)) for column in kept)
     rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
     return _alone_bytes(flats, rows)
@@ -149,8 +162,13 @@ def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -
     if flat.updated_whole:
         dtype = _updated_dtype(flats, flat)
         return Counter([(dtype, numels[dtype])])
-    encoded = [column for column in columns(flats, flat.index) if column.layout.encoding is not None]
-    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * len(encoded))
+    most = max((_encoded(flats, flat, update) for update in range(len(flats.traits[flat.index]))), default=0)
+    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * most)
+
+
+def _encoded(flats: Flats, flat: FlatLayout, update: int) -> int:
+    """How many columns of an update are encoded."""
+    return sum(column.layout.encoding is not None for column in columns(flats, flat.index, update=update))
 
 
 def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:

@@ -17,9 +17,9 @@ _DIFFERENCE = frozenset({"square_avg", "grad_avg"})
 
 
 def encoded_traits(
-    settings: Settings, traits: Sequence[OptimizerTraits | None], *, every_optimizer: bool
-) -> tuple[OptimizerTraits | None, ...]:
-    """The traits of flats with the encodings that the settings ask for.
+    settings: Settings, traits: Sequence[Sequence[OptimizerTraits]], *, every_optimizer: bool
+) -> tuple[tuple[OptimizerTraits, ...], ...]:
+    """The traits of flats' optimizers with the encodings that the settings ask for.
 
     Args:
         every_optimizer: each is among them; one whose parameters are all frozen now may keep states of any name later.
@@ -29,18 +29,17 @@ def encoded_traits(
             a name is no state's.
     """
     if not settings.encodes_states:
-        return tuple(traits)
-    names = {slot.name for known in traits if known is not None for slot in known.slots}
+        return tuple(map(tuple, traits))
+    every = [known for of_flat in traits for known in of_flat]
+    names = {slot.name for known in every for slot in known.slots}
     strange = sorted(settings.state_dtypes.keys() - names)
     if strange and every_optimizer:
         raise ConfigError(
             f"state_dtype names {', '.join(strange)}, and the optimizers of this run keep "
             f"{', '.join(sorted(names)) or 'none'}; give names among these, or one word for all"
         )
-    element_wise = {
-        slot.name: None for known in traits if known is not None and not known.whole for slot in known.slots
-    }
-    return tuple(None if known is None else _encoded(settings, known, list(element_wise)) for known in traits)
+    element_wise = list({slot.name: None for known in every if not known.whole for slot in known.slots})
+    return tuple(tuple(_encoded(settings, known, element_wise) for known in of_flat) for of_flat in traits)
 
 
 def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence[str]) -> OptimizerTraits:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.memory import PagedTensor
-from lightning_ptm.planning.inventory import What
+from lightning_ptm.runtime.columns import columns
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.terms import Tier
@@ -91,9 +91,11 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
     home and no row."""
     bytes_of: dict[tuple[str, Tier], int] = {}
     units_of: dict[tuple[str, Tier], set[int]] = {}
+    counted: set[int] = set()
 
     def add(states: str, tensor: PagedTensor | None, unit: int) -> None:
-        if tensor is not None:
+        if tensor is not None and tensor.id not in counted:  # updates of several optimizers have one master
+            counted.add(tensor.id)
             key = (states, tensor.tier)
             bytes_of[key] = bytes_of.get(key, 0) + tensor.nbytes
             units_of.setdefault(key, set()).add(unit)
@@ -118,12 +120,11 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
 def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
     """Those whose states are in pages, in the order of `configure_optimizers`."""
     found: dict[int, OptimizerBytes] = {}
-    rows = blueprint.inventory.of_flats(What.STATES)
     for flat in blueprint.trained_flats():
-        traits, number = blueprint.traits[flat.index], flat.slots[0].spec.optimizer
-        if traits is not None:
+        for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
             kind = "whole parameters" if traits.whole else "element-wise"
-            size = sum(row.count * row.numel * row.item_bytes for row in rows.get(flat.index, ()))
+            states = (column for column in columns(blueprint, flat.index) if column.optimizer == number)
+            size = sum(column.numel * column.dtype.itemsize for column in states)
             before = found[number].bytes if number in found else 0
             found[number] = OptimizerBytes(traits.name, kind, before + size)
     return tuple(found[number] for number in sorted(found))

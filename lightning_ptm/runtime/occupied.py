@@ -94,7 +94,7 @@ def _gradients_beside(blueprint: Blueprint) -> int:
     """What waits in `.grad`: all of it until the step, or as much as may wait for updates behind the backward pass."""
     in_place: list[int] = []
     for unit in range(len(blueprint.units)):
-        flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index] is not None]
+        flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index]]
         whole = [flat for flat in flats if blueprint.route(flat).adds_up_in_grad]
         in_place.append(sum(flat.padded_numel * flat.gradient_itemsize for flat in whole))
     total = sum(in_place)

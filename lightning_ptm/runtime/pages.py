@@ -5,6 +5,7 @@ Owns nothing afterwards: stores, gradients and states belong to the engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -85,17 +86,17 @@ class Pages:
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
-        """Master states and gradients of a unit's trainable flats."""
+        """Master states and gradients of a unit's trainable flats; of one that several optimizers update, one for each."""
         blueprint = self._blueprint
         updates = []
         for flat in store.flats:
             traits = blueprint.traits[flat.layout.index]
-            if traits is None:
+            if not traits:
                 continue
-            states = self._states(flat.layout, traits, flat.communicator.rank)
             route, sharing = blueprint.route(flat.layout), blueprint.holders.of_flat(flat.layout)
             gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout))
-            updates.append(FlatUpdate(flat, gradient, states, flat.layout.slots[0].spec.optimizer))
+            for number, states in self._states(flat.layout, traits, flat.communicator.rank):
+                updates.append(FlatUpdate(flat, gradient, states, number))
         return tuple(updates)
 
     def spares(self) -> tuple[PagedTensor, ...]:
@@ -112,12 +113,16 @@ class Pages:
         """Through which saves behind training bring what is on disk into memory."""
         return Buffers(self._allocator, self._taken(What.SAVES))
 
-    def _states(self, flat: FlatLayout, traits: OptimizerTraits, rank: int) -> FlatStates:
+    def _states(
+        self, flat: FlatLayout, traits: Sequence[OptimizerTraits], rank: int
+    ) -> Iterator[tuple[int, FlatStates]]:
+        """(optimizer, what it keeps of a flat); all have the same master."""
         master = next(iter(self._of_flat(What.MASTERS, flat)), None)
-        tensors = self._of_flat(What.STATES, flat)
-        layouts = lay_out_states(flat, traits, layout_groups(flat))
-        slots = {layout.name: tensor for layout, tensor in zip(layouts, tensors, strict=True)}
-        return FlatStates(flat, rank, traits, master=master, slots=slots)
+        tensors = iter(self._of_flat(What.STATES, flat))
+        for number, known in zip(flat.optimizers, traits, strict=True):
+            groups = layout_groups(flat, number)
+            slots = {layout.name: next(tensors) for layout in lay_out_states(flat, known, groups)}
+            yield number, FlatStates(flat, rank, known, master=master, slots=slots, groups=groups)
 
     def _supply(self, flat: FlatLayout) -> PageSupply:
         route = self._blueprint.route(flat)

@@ -248,7 +248,7 @@ class Paper:
         blueprint, layout = self._blueprint, self._layout
         full = reduced = passing = 0
         for flat in layout.flats_of(unit):
-            if flat.shared is not shared or blueprint.traits[flat.index] is None:
+            if flat.shared is not shared or not blueprint.traits[flat.index]:
                 continue
             route = blueprint.route(flat)
             # Such a gradient goes from `.grad` into its pages, or stays there.

@@ -36,7 +36,7 @@ class Reduction:
     """Collects the gradients of one rank's units.
 
     Args:
-        flats: trainable flats, by unit.
+        flats: trainable flats, by unit; one that several optimizers update may be there for each.
         agreement: ranks agree on reductions through it.
         give_units_up: frees device pages that hold gathered units.
     """
@@ -47,7 +47,7 @@ class Reduction:
         agreement: Agreement,
         give_units_up: Callable[[], None],
     ) -> None:
-        self._flats = flats
+        self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._agreement = agreement
         self._give_units_up = give_units_up
 

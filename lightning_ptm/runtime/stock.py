@@ -137,28 +137,29 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
     beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
-        most |= _staged(blueprint, flat, numels)
-        place, found = _place_of_update(blueprint, flat), scratch(blueprint, flat, numels)
-        beside |= Counter({(place, *key): count for key, count in found.items()})
+        for update in range(len(flat.optimizers)):
+            most |= _staged(blueprint, flat, numels, update)
+            place, found = _place_of_update(blueprint, flat, update), scratch(blueprint, flat, numels)
+            beside |= Counter({(place, *key): count for key, count in found.items()})
     counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
     counts.update(beside)
     for (tier, dtype, numel), count in counts.items():
         yield staging_row(tier, dtype, numel, count)
 
 
-def _place_of_update(blueprint: Blueprint, flat: FlatLayout) -> Tier:
+def _place_of_update(blueprint: Blueprint, flat: FlatLayout, update: int) -> Tier:
     homes = blueprint.placement.homes[flat.unit]
-    kept = columns(blueprint, flat.index)
+    kept = columns(blueprint, flat.index, update=update)
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
     return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
 
 
 def _staged(
-    blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int]
+    blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int], update: int
 ) -> Counter[tuple[Tier, torch.dtype, int]]:
     """Foretells `update.job.Progress.staged`, which is the rule by which a run goes: the updater takes no buffer that it does
     not need, and a test looks whether it takes more than these."""
-    homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
+    homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index, update=update)
     tiers = {
         What.MASTERS: homes.master,
         What.STATES: homes.master,
@@ -166,7 +167,7 @@ def _staged(
         # A travelling one is in RAM, where it is used.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
-    place = _place_of_update(blueprint, flat)
+    place = _place_of_update(blueprint, flat, update)
     return Counter(
         (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
         for column in kept

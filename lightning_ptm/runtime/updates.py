@@ -39,7 +39,7 @@ from lightning_ptm.update import (
 
 @dataclasses.dataclass(slots=True)
 class FlatUpdate:
-    """A trainable flat: where its parameters, gradients and master states are."""
+    """A trainable flat, as one optimizer updates it: parameters, gradients and master states. All share a master."""
 
     store: FlatStore
     gradient: FlatGradient
@@ -149,13 +149,14 @@ class UpdateScheduler(abc.ABC):
             UsageError: the groups are not those any more with which units were updated in the backward pass; or a parameter
                 has been moved to where it cannot be updated.
         """
-        armed = self._armed
-        hyper = armed.hyper if armed is not None else None
+        hyper = None if self._armed is None else self._armed.hyper
         if hyper is not None:
             self._check_unchanged(optimizer, hyper)
         else:
             self.follow_groups(optimizer)
         self._check_missing(optimizer)
+        if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.flats_of(optimizer)):
+            self.finish_all()  # another optimizer's update of these may still be writing the masters
         self._armed = None
         self._in_step = True
         # First unit first: the next forward wants it first.
@@ -339,8 +340,7 @@ class SynchronousUpdates(UpdateScheduler):
         self._pending: dict[int, list[_Pending]] = {}
 
     def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
-        store = flat.store
-        source = flat.gradient.source()
+        store, source = flat.store, flat.gradient.source()
         if isinstance(source, ParameterGradients):
             source.watch()
         if not store.resident:

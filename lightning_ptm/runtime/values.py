@@ -33,7 +33,7 @@ from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut, put_together
 from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.storage.index import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS, kind_of
 from lightning_ptm.terms import chunk_numel
 from lightning_ptm.update import Segment, shard_segments
 
@@ -178,10 +178,12 @@ class Values:
         self._with_same_parts = communicators.along(holders.everybody.parts.axes)
         self._stores = stores
         self._holders = holders
-        self._updates = {flat.store.layout.index: flat for unit in flats for flat in unit}
+        self._every_update = {(flat.store.layout.index, flat.optimizer): flat for unit in flats for flat in unit}
+        self._updates = {flat: self._every_update[flat, number] for flat, number in reversed(self._every_update)}
+        """By flat; of several optimizers', the first's: the others have the same master and segments."""
         self._mixed = any(
             update.states.master is not None and update.states.master.dtype is not update.store.binding.dtype
-            for update in self._updates.values()
+            for update in self._every_update.values()
         )
         self._originals: dict[int, Tensor] = {}
         self._unknown: dict[int, str] = {}
@@ -337,17 +339,18 @@ class Values:
         sharing = self._holders.apart.get(store.unit.index)
         return None if sharing is None else sharing.whole.ranks[0]
 
-    def _scalars(self) -> dict[int, _Scalars]:
-        """By flat that this rank shares, of all its parameters, whoever keeps them. Collective where ranks own parameters."""
-        found = {index: _scalars_here(update) for index, update in self._updates.items()}
-        owned = [update.store.layout for update in self._updates.values() if update.store.layout.shares]
+    def _scalars(self) -> dict[tuple[int, int], _Scalars]:
+        """By flat that this rank shares, and optimizer, of all its parameters, whoever keeps them. Collective where ranks own
+        parameters."""
+        found = {key: _scalars_here(update) for key, update in self._every_update.items()}
+        owned = {key: update.store.layout for key, update in self._every_update.items() if update.store.layout.shares}
         if not owned:
             return found
-        here = {flat.index: _in_ram(found[flat.index]) for flat in owned}
+        here = {key: _in_ram(found[key]) for key in owned}
         told = [self._communicator.broadcast_object(here, rank) for rank in range(self._communicator.world_size)]
-        for flat in owned:
+        for key, flat in owned.items():
             owners = [flat.owner(slot.start) for slot in flat.slots]
-            found[flat.index] = [told[owner][flat.index][place] for place, owner in enumerate(owners)]
+            found[key] = [told[owner][key][place] for place, owner in enumerate(owners)]
         return found
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
@@ -355,10 +358,11 @@ class Values:
         scalars = self._scalars()
         for store in self._stores:
             for binding, flat in _all_flats(store):
-                if not binding.layout.trainable or binding.layout.slots[0].spec.optimizer != optimizer:
+                if optimizer not in binding.layout.optimizers:
                     continue
-                update = None if flat is None else self._updates[flat.layout.index]
-                known = None if update is None else _updated(update, scalars[update.store.layout.index])
+                key = (binding.layout.index, optimizer)
+                update = None if flat is None else self._every_update[key]
+                known = None if update is None else _updated(update, scalars[key])
                 source = self._source(store)
                 if source is not None:
                     told = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
@@ -410,7 +414,7 @@ class Values:
     def has_optimizer_states(self, optimizer: int) -> bool:
         """Whether pages of this rank, or of those that own its parameters, hold anything that an optimizer knows from earlier
         steps. Not collective."""
-        flats = [flat.states for flat in self._updates.values() if flat.optimizer == optimizer]
+        flats = [flat.states for flat in self._every_update.values() if flat.optimizer == optimizer]
         return any(states.remembers(slot) for states in flats for slot in range(len(states.groups)))
 
     def whole_shapes(self) -> dict[int, tuple[int, ...]]:
@@ -488,7 +492,7 @@ class Values:
     @torch.no_grad()
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as `load_parameters`."""
-        flats = [flat for flat in self._updates.values() if flat.optimizer == optimizer]
+        flats = [flat for flat in self._every_update.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
         with self._progress.bar("loading optimizer states", total_bytes) as seen:
             for flat in flats:
@@ -702,15 +706,16 @@ class Values:
             homes = [(flat, self._precise_home(flat)) for flat in store.flats]
             weights = [_Part(flat, home, home.dtype, range(len(flat.binding.parameters))) for flat, home in homes]
             yield self._kind(store, PARAMETERS, weights)
-            updates = [self._updates[flat.layout.index] for flat in store.flats if flat.layout.index in self._updates]
-            names = {name: None for update in updates for name in update.states.everywhere}
-            for name in names if optimizers else ():
-                parts = [
-                    self._states_part(update, name, scalars[update.store.layout.index])
-                    for update in updates
-                    if name in update.states.everywhere
-                ]
-                yield self._kind(store, name, parts)
+            by_kind: dict[str, list[_Part]] = {}
+            for flat in store.flats if optimizers else ():
+                for number in flat.layout.optimizers:
+                    update = self._every_update[flat.layout.index, number]
+                    of = number if number != flat.layout.optimizers[0] else None
+                    for name in update.states.everywhere:
+                        part = self._states_part(update, name, scalars[flat.layout.index, number])
+                        by_kind.setdefault(kind_of(name, of), []).append(part)
+            for kind, parts in by_kind.items():
+                yield self._kind(store, kind, parts)
 
     @staticmethod
     def _states_part(update: FlatUpdate, name: str, scalars: _Scalars) -> _Part:

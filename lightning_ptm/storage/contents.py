@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.storage.index import PARAMETERS
+from lightning_ptm.storage.index import PARAMETERS, Index
 from lightning_ptm.storage.source import Source, Weight
 
 _LIGHTNING_OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states"}
@@ -110,7 +110,7 @@ def _optimizers(source: Source) -> list[str]:
         if source.index is not None and place < len(source.index.optimizers):
             known = source.index.optimizers[place]
             name, count = known.name, len(known.parameters)
-            for slot, size in _slot_bytes(source, set(known.parameters)).items():
+            for slot, size in _slot_bytes(source, source.index, place).items():
                 sizes[slot] = sizes.get(slot, 0) + size
         slots = ", ".join(f"{slot} {format_bytes(size)}" for slot, size in sizes.items())
         texts.append(f"{name}, for {count} parameters: {slots or 'no state'}")
@@ -126,12 +126,13 @@ def _tensor_bytes(states: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return sizes
 
 
-def _slot_bytes(source: Source, parameters: set[str]) -> dict[str, int]:
+def _slot_bytes(source: Source, index: Index, optimizer: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for file in source.index.files if source.index is not None else ():
+    slot_in = index.slots_of(optimizer)
+    for file in index.files:
         for stored in source.files[file.name].layout.tensors if file.kind != PARAMETERS else ():
-            if stored.name in parameters:
-                sizes[file.kind] = sizes.get(file.kind, 0) + stored.stop - stored.start
+            if (slot := slot_in(file.kind, stored.name)) is not None:
+                sizes[slot] = sizes.get(slot, 0) + stored.stop - stored.start
     return sizes
 
 

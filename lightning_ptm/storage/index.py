@@ -47,6 +47,7 @@ LIGHTNING = "lightning.pt"
 PARTIAL = ".lightning_ptm-partial-"
 PARAMETERS = "parameters"
 """The kind of state that is no slot of an optimizer."""
+_OF_OPTIMIZER = " of optimizer "
 _PIECE_BYTES = 4 << 20
 
 
@@ -75,9 +76,24 @@ class Seal:
         return Seal(size, checksum.intdigest())
 
 
+def kind_of(slot: str, optimizer: int | None) -> str:
+    """The kind of a slot's states.
+
+    Args:
+        optimizer: by number, whose, of parameters that an earlier one has, too; None: of the first that has them.
+    """
+    return slot if optimizer is None else f"{slot}{_OF_OPTIMIZER}{optimizer}"
+
+
+def slot_of(kind: str) -> tuple[str, int | None]:
+    """The arguments of `kind_of`."""
+    slot, found, number = kind.rpartition(_OF_OPTIMIZER)
+    return (slot, int(number)) if found and number.isdecimal() else (kind, None)
+
+
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """One safetensors file: which unit's, and which kind of state ("parameters", or a slot of the optimizer)."""
+    """One safetensors file: which unit's, and which kind of state (`PARAMETERS`, or see `kind_of`)."""
 
     name: str
     unit: str
@@ -121,6 +137,19 @@ class Index:
     optimizers: tuple[OptimizerIndex, ...] = field(default=())
     seals: Mapping[str, Seal] = field(default_factory=dict)
     version: int = VERSION
+
+    def slots_of(self, optimizer: int) -> Callable[[str, str], str | None]:
+        """Of (kind, parameter): the slot of an optimizer, by number, of which files of that kind have the parameter's states;
+        None where these are another optimizer's, or none's."""
+        own = frozenset(self.optimizers[optimizer].parameters)
+        earlier = {name for each in self.optimizers[:optimizer] for name in each.parameters}
+
+        def slot(kind: str, parameter: str) -> str | None:
+            name, of = slot_of(kind)
+            ours = parameter not in earlier if of is None else of == optimizer
+            return name if ours and kind != PARAMETERS and parameter in own else None
+
+        return slot
 
     def write(self, folder: Path, ops: SaveOps | None = None) -> None:
         """Write and sync it: the last file, when all ranks have written theirs.

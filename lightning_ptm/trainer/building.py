@@ -48,7 +48,6 @@ from lightning_ptm.trainer.watches import (
     Watches,
     rearrangers,
     warn_of_gradients_in_pages,
-    warn_of_rearranging,
     warn_of_recomputing_uncompiled,
     warn_of_threads,
     warn_of_wide_products_uncompiled,
@@ -191,11 +190,11 @@ class BuildingStrategy(CheckpointingStrategy):
             warn_of_wide_products_uncompiled(self._module)
         if fitting:
             self._watches.averaging(trainer, self.gathered)
+            self._watches.pruning(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)
             if self._cut is not None:
                 self._watches.summaries(trainer, self._cut.boxes())
             self._watches.finetuning(trainer)
-            warn_of_rearranging(trainer, engine)
             warn_of_gradients_in_pages(self._module, engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self._module, engine, self.settings)
 

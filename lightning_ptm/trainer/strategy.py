@@ -33,6 +33,7 @@ from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
+from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.rearranging import RearrangingStrategy
 from lightning_ptm.trainer.resuming import Resuming
 from lightning_ptm.trainer.spent import refuse_spent, renew
@@ -96,6 +97,10 @@ class AngelPTMStrategy(RearrangingStrategy):
             refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and (self._boxes() or self._tensor_group is not None):
             refuse_parts(trainer.callbacks, cut_here=self._tensor_group is not None)  # type: ignore[attr-defined]
+        if fitting:
+            divided = bool(self._boxes()) or self._tensor_group is not None or self.settings.expert_parallel_size > 1
+            sharded = self.settings.state_dict_type == "sharded"
+            refuse_pruning(trainer.callbacks, sharded=sharded, divided=divided)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self._has_ranks:
             self._synchronize_batch_norms(self._module, self._layer_sync)
         self._cut_module(self._tensor_group)

@@ -34,6 +34,7 @@ from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
 from lightning_ptm.trainer.paged_states import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
+from lightning_ptm.trainer.pruning import gather_for_pruning
 from lightning_ptm.trainer.signals import Signals
 from lightning_ptm.trainer.summaries import of_whole_parameters
 
@@ -131,6 +132,13 @@ class Watches:
         """Callbacks that average weights find them whole."""
         for owner, name, method in gather_for_averaging(trainer.callbacks, gathered):  # type: ignore[attr-defined]
             self._replace(owner, name, method)
+
+    def pruning(self, trainer: Trainer, gathered: Gathered) -> None:
+        """Callbacks that prune weights in pages find them whole."""
+        assert self._engine is not None
+        if not self._engine.blueprint.may_be_outside:
+            for owner, name, method in gather_for_pruning(trainer.callbacks, gathered):  # type: ignore[attr-defined]
+                self._replace(owner, name, method)
 
     def metrics(self, module: LightningModule, group: ProcessGroup) -> None:
         """The module's metrics add up over the ranks of a group."""
@@ -275,16 +283,6 @@ def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> l
             f"filter(lambda p: p.requires_grad, self.parameters())"
         )
     return found
-
-
-def warn_of_rearranging(trainer: Trainer, engine: Engine) -> None:
-    """Before the epochs that it would take to find out."""
-    names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ModelPruning)]  # type: ignore[attr-defined]
-    if names and not engine.blueprint.may_be_outside:
-        rank_zero_warn(
-            f"{', '.join(names)}: parameters that are given other data in mid-run will be refused when it comes to that, for "
-            f"these are in pages; keep everything in RAM, on one rank, with precision='32-true', or prune after the fit"
-        )
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

@@ -134,6 +134,8 @@ def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int 
             yield StateLayout(known.name, known.dtype, shares[flat.rank + 1] - shares[flat.rank], own)
 
 
-def layout_groups(flat: FlatLayout) -> tuple[int | None, ...]:
-    """Parameter group of each of a flat's parameters, as the layout has it: right when there is one optimizer."""
-    return tuple(slot.spec.group if slot.spec.group >= 0 else None for slot in flat.slots)
+def layout_groups(flat: FlatLayout, optimizer: int | None = None) -> tuple[int | None, ...]:
+    """Parameter group of each of a flat's parameters within one of its optimizers (None: the first), as the layout has it."""
+    number = flat.slots[0].spec.optimizer if optimizer is None else optimizer
+    groups = (slot.spec.group_in(number) for slot in flat.slots)
+    return tuple(group if group >= 0 else None for group in groups)

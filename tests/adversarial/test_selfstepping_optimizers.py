@@ -67,13 +67,14 @@ def test_they_train_as_with_one_device(strategy_at: MakeStrategy, name: str, opt
 
 
 class Adversaries(ByHand):
-    """Two optimizers of the same parameters, one of a part of them, and one that pages can have."""
+    """Two optimizers of the same parameters, of which one steps itself, one of a part of them, and one that pages can
+    have."""
 
     def configure_optimizers(self) -> Any:
         body = [*self.first.parameters(), *self.blocks.parameters()]
         return [
             optim.Adam(body, lr=1e-2),
-            optim.SGD(body, lr=1e-1, momentum=0.9),
+            Lookahead(body, lr=1e-1, momentum=0.9),
             optim.AdamW(self.blocks[0].parameters(), lr=1e-3),
             optim.AdamW(self.head.parameters(), lr=1e-2, fused=True),
         ]
@@ -147,7 +148,8 @@ def test_the_same_optimizer_in_a_second_fit(strategy_at: MakeStrategy) -> None:
 @pytest.mark.parametrize("tier", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 def test_elsewhere_they_are_refused(strategy_at: MakeStrategy, tier: str, build: Callable[[], Judged]) -> None:
     with pytest.raises(
-        ConfigError, match=r"LBFGS.*closure|Lookahead updates neither each element|is in two optimizers"
+        ConfigError,
+        match=r"LBFGS.*closure|Lookahead updates neither each element|is in two optimizers, and with lock_free",
     ):
         run(build, strategy_at(tier))
 

@@ -126,9 +126,13 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 class PlainOptimizer:
-    """A stock optimizer over masters: `step` and `zero_grad` in the words of Lightning's manual optimization."""
+    """A stock optimizer over masters: `step` and `zero_grad` in the words of Lightning's manual optimization.
 
-    def __init__(self, optimizer: Optimizer, precision: str, kept_whole: set[int]) -> None:
+    Args:
+        masters: by id of parameter, of other optimizers, which share them; gets those of this one.
+    """
+
+    def __init__(self, optimizer: Optimizer, precision: str, kept_whole: set[int], masters: dict[int, Tensor]) -> None:
         self.optimizer = optimizer
         self.clip: Callable[[list[Tensor]], object] | None = None
         self.steps = 0
@@ -139,10 +143,13 @@ class PlainOptimizer:
                 if not precision.endswith("mixed") or id(parameter) in kept_whole:
                     self.pairs.append((parameter, parameter))
                     continue
-                master = parameter.detach().clone().requires_grad_()
+                known = masters.get(id(parameter))
+                master = masters[id(parameter)] = (
+                    parameter.detach().clone().requires_grad_() if known is None else known
+                )
                 self.pairs.append((parameter, master))
                 group["params"][place] = master
-                if parameter.requires_grad:
+                if parameter.requires_grad and known is None:
                     parameter.register_post_accumulate_grad_hook(partial(self._arrived, master))
 
     def _arrived(self, master: Tensor, parameter: Tensor) -> None:
@@ -232,7 +239,8 @@ class PlainLoop:
         kept_whole = {id(parameter) for norm in norms for parameter in norm.parameters()}
         made = module.configure_optimizers()
         optimizers, schedule = _unpacked(made)
-        plain = [PlainOptimizer(optimizer, self.precision, kept_whole) for optimizer in optimizers]
+        shared: dict[int, Tensor] = {}
+        plain = [PlainOptimizer(optimizer, self.precision, kept_whole, shared) for optimizer in optimizers]
         frozen = {name: p.detach().clone() for name, p in module.named_parameters()}
         self._cast_module(module, dtype, kept_whole)
         precise = {id(parameter): master for optimizer in plain for parameter, master in optimizer.pairs}

@@ -285,11 +285,26 @@ def test_and_where_ram_does_not_hold_all() -> None:
 def test_a_parameter_of_two_optimizers(ranks: int) -> None:
     module = Net(2)
     first, second = sgd(list(module.parameters())), adam(list(module.blocks[1].parameters()))
-    if ranks == 1:
-        assert drawn(module, [first, second]).selfstepping == {0, 1}
-        return
-    with pytest.raises(ConfigError, match="is in two optimizers or parameter groups"):
-        drawn(module, [first, second], ranks=ranks)
+    found = drawn(module, [first, second], ranks=ranks)
+    assert not found.selfstepping
+    trained = {flat.slots[0].spec.name: flat for flat in found.trained_flats()}
+    assert [trained[name].optimizers for name in sorted(trained)] == [(0,), (0, 1), (0,)]
+    assert [len(found.traits[trained[name].index]) for name in sorted(trained)] == [1, 2, 1]
+    assert [found.master_bytes_per_element[trained[name].index] for name in sorted(trained)] == [0, 8, 0]
+    states = found.inventory.of_flats(What.STATES)
+    assert {index: [row.numel for row in rows] for index, rows in states.items()} == {
+        (flat := trained["blocks.1.weight"]).index: [flat.shard_numel] * 2
+    }
+
+
+def test_a_parameter_that_one_optimizer_has_twice() -> None:
+    module = Net(2)
+    twice = sgd(list(module.parameters()))
+    twice.param_groups[0]["params"].append(module.head)
+    with pytest.raises(
+        ConfigError, match=r"is in SGD twice, and each step updates it once; leave it in one group, once"
+    ):
+        drawn(module, [twice])
 
 
 def test_flats_have_one_optimizer_and_what_is_in_none_is_frozen() -> None:
@@ -512,5 +527,5 @@ def test_here_it_is_this_machine(tmp_path: Path) -> None:
 
 def test_an_evaluation_has_no_states() -> None:
     found = drawn(None, [], disk_path="/d", lock_free=True)
-    assert found.lock_free is None and set(found.traits) == {None} and found.staging_chunks == 1
+    assert found.lock_free is None and set(found.traits) == {()} and found.staging_chunks == 1
     assert found.trace.ticks and all(tick.phase.value == "forward" for tick in found.trace.ticks)

@@ -19,13 +19,12 @@ def adamw() -> torch.optim.Optimizer:
 
 def test_by_default_nothing_is() -> None:
     known = probe(adamw())
-    assert encoded_traits(Settings(), [known, None], every_optimizer=True) == (known, None)
+    assert encoded_traits(Settings(), [(known,), ()], every_optimizer=True) == ((known,), ())
 
 
 def test_one_word_is_for_all_states_and_a_dictionary_for_those_it_names() -> None:
     def found(**settings: object) -> list[object]:
-        (known,) = encoded_traits(Settings(**settings), [probe(adamw())], every_optimizer=True)  # type: ignore[arg-type]
-        assert known is not None
+        ((known, _),) = encoded_traits(Settings(**settings), [[probe(adamw())] * 2], every_optimizer=True)  # type: ignore[arg-type]
         return [(slot.name, slot.encoding) for slot in known.slots]
 
     assert found(state_dtype="bf16") == [("exp_avg", Bf16), ("exp_avg_sq", Bf16)]
@@ -34,7 +33,7 @@ def test_one_word_is_for_all_states_and_a_dictionary_for_those_it_names() -> Non
 
 @pytest.mark.parametrize("every_optimizer", [True, False])
 def test_a_name_that_no_state_has_is_refused_where_all_are_known(every_optimizer: bool) -> None:
-    settings, traits = Settings(state_dtype={"exp_average": "int8"}), [probe(adamw())]
+    settings, traits = Settings(state_dtype={"exp_average": "int8"}), [(probe(adamw()),)]
     if every_optimizer:
         with pytest.raises(
             ConfigError, match="names exp_average, and the optimizers of this run keep exp_avg, exp_avg_sq"
@@ -47,12 +46,11 @@ def test_a_name_that_no_state_has_is_refused_where_all_are_known(every_optimizer
 def test_beside_one_of_whole_parameters_the_states_of_others_can_be_named() -> None:
     matrix, vector = nn.Parameter(torch.zeros(48, 48)), nn.Parameter(torch.zeros(48))
     optimizers = (torch.optim.Muon([matrix]), torch.optim.AdamW([vector]))
-    traits = [probe(each) for each in optimizers]
+    traits = [(probe(each),) for each in optimizers]
     with pytest.raises(ConfigError) as told:
         encoded_traits(Settings(state_dtype="int8"), traits, every_optimizer=True)
     remedy = {"exp_avg": "int8", "exp_avg_sq": "int8"}
     assert f"state_dtype={remedy}" in str(told.value)
-    muon, other = encoded_traits(Settings(state_dtype=remedy), traits, every_optimizer=True)
-    assert muon == traits[0]
-    assert other is not None
+    (muon,), (other,) = encoded_traits(Settings(state_dtype=remedy), traits, every_optimizer=True)
+    assert muon == traits[0][0]
     assert all(slot.encoding is not None for slot in other.slots)

@@ -238,3 +238,36 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(strategy_at, tier) -> N
 
     with pytest.raises(ConfigError, match="LBFGS"):
         fit(Quasi, BATCHES, strategy_at(tier))
+
+
+class SharedTrunk(Adversaries):
+    """Both optimizers have the generator's first layer, too; each step starts from what the other has left."""
+
+    toggles = False
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": self.discriminator.parameters(), "momentum": 0.9},
+            {"params": self.generator[0].parameters(), "momentum": 0.5},
+        ]
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2, betas=(0.5, 0.9), fused=True),
+            torch.optim.SGD(groups, lr=1e-2, fused=True),
+        ]
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
+        real = torch.cat([batch, batch.sin()], 1)
+        self._turn(of_generator, lambda: self._judge(self.generator(batch), True))
+        self._turn(of_discriminator, lambda: self._judge(real, True) + self._judge(self.generator(batch), False))
+        self.clip_gradients(of_generator, 0.01, "norm")
+        of_generator.step()  # with the gradients of the step before
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_parameter_of_two_optimizers(strategy_at, tier, precision) -> None:
+    if tier.startswith("lock_free"):
+        pytest.skip("refused: tests/adversarial/test_several_optimizers.py")
+    ours = fit(SharedTrunk, NOISE, strategy_at(tier), precision)
+    ours.assert_equal(PlainLoop(SharedTrunk, precision).run(NOISE))

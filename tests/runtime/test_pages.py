@@ -85,8 +85,8 @@ def test_what_is_taken_of_a_flat_is_where_its_homes_are(name: str, disk: Path) -
         assert [flat.store.layout for flat in updates] == list(found.trained_flats())
         for flat in updates:
             layout, homes = flat.store.layout, found.placement.homes[flat.store.layout.unit]
-            traits, master = found.traits[layout.index], found.master_dtypes[layout.index]
-            assert traits is not None and flat.states.traits is traits and flat.gradient.route is found.route(layout)
+            (traits,), master = found.traits[layout.index], found.master_dtypes[layout.index]
+            assert flat.states.traits is traits and flat.gradient.route is found.route(layout)
             kept = {**flat.states.slots, **({"master": flat.states.master} if flat.states.master is not None else {})}
             assert all(paged.name.endswith(f"/{name}") for name, paged in kept.items())
             dtypes = {slot.name: slot.dtype for slot in traits.slots} | ({"master": master} if master else {})

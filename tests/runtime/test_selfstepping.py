@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Adam, Optimizer
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.selfstepping import Traits, in_two, reasons
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec
+from lightning_ptm.runtime.selfstepping import Traits, check_shared, reasons
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -53,16 +54,28 @@ def test_one_that_is_refused_leaves_the_others_theirs(place: int) -> None:
     assert {index for index, _ in known} == {0, 1, 2} - {place}
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(range(3), 2)))
-def test_those_that_share_a_parameter_are_both_refused(pair: tuple[int, int]) -> None:
-    owns = [parameters((index + 2,)) for index in range(3)]
+def test_those_that_share_a_parameter_have_one_update_each() -> None:
     (shared,) = parameters((7, 5))
-    for index in pair:
-        owns[index].append(shared)
-    refused, known = found(*map(SGD, owns))
-    assert set(refused) == set(pair)
-    assert all("a parameter of shape (7, 5) is in two optimizers" in str(reason) for reason in refused.values())
-    assert {index for index, _ in known} == set(range(3)) - set(pair)
+    refused, known = found(SGD([shared]), Adam([*parameters((3,)), shared]))
+    assert (refused, set(known)) == ({}, {(0, torch.float32), (1, torch.float32)})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_who_shares_with_one_that_steps_itself_does_so_too(order: tuple[int, ...]) -> None:
+    first, second, other = parameters((3,), (4,), (5,))
+    made = [LBFGS([first]), SGD([first, second]), Adam([second]), Adam([other])]
+    refused, _ = found(*(made[place] for place in order))
+    assert {order[place] for place in refused} == {0, 1, 2}
+    assert all("LBFGS" in str(reason) for reason in refused.values())
+
+
+def test_one_that_updates_a_shared_parameter_as_a_whole_is_refused() -> None:
+    (shared,) = parameters((7, 5))
+    refused, _ = found(SGD([shared]), Adafactor([shared]), SGD(parameters((2,))))
+    assert set(refused) == {0, 1}
+    for reason in map(str, refused.values()):
+        assert "a parameter of shape (7, 5) is in two optimizers, of which torch.optim" in reason
+        assert "leave it in one, use optimizers that treat each element on its own" in reason
 
 
 def test_groups_of_one_optimizer_are_one() -> None:
@@ -71,8 +84,26 @@ def test_groups_of_one_optimizer_are_one() -> None:
     assert (refused, set(known)) == ({}, {(0, torch.float32)})
 
 
-def test_the_refusal_names_shape_and_remedy() -> None:
-    assert str(in_two(torch.zeros(2, 9))).startswith("a parameter of shape (2, 9) is in two optimizers")
-    assert "leave it in one, or keep everything in RAM, on one rank and in a true precision" in str(
-        in_two(torch.zeros(1))
-    )
+def specs(*further: tuple[int, int], trainable: bool = True) -> list[UnitSpec]:
+    return [UnitSpec("", (ParameterSpec("trunk", (3,), "float32", 4, trainable, 0, 0, further),))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"lock_free": True, "scaled": False},
+            "trunk is in two optimizers, and with lock_free=True .* use lock_free=False",
+        ),
+        (
+            {"lock_free": False, "scaled": True},
+            "trunk is in two optimizers, and with precision='16-mixed' .*='bf16-mixed'",
+        ),
+    ],
+)
+def test_what_shared_parameters_cannot_be_with(asked: dict[str, bool], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_shared(specs((1, 0)), **asked)
+    check_shared(specs(), **asked)
+    check_shared(specs((1, 0), trainable=False), **asked)
+    check_shared(specs((1, 0)), lock_free=False, scaled=False)

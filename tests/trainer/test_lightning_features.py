@@ -392,13 +392,3 @@ def test_gradient_norm(strategy_at, tier) -> None:
     assert not any(
         "NormReader" in str(each.message) for each in caught
     )  # only ranks, each with its part, cannot read .grad
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "tier", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
-)
-def test_pruning_in_pages_is_refused(strategy_at, tier) -> None:
-    message = "the data of parameter .* was replaced|was read or written while nothing computes"
-    with pytest.raises(UsageError, match=message):
-        fitted(strategy_at(tier), callbacks=[cb.ModelPruning("l1_unstructured", amount=0.5)])

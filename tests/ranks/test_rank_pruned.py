@@ -1,0 +1,75 @@
+"""ModelPruning on two ranks: each prunes the weights that one rank with both ranks' batches would, and masks are rank 0's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from rank_harness import run_ranks
+from rank_training import loader, make_strategy
+from torch import Tensor, nn
+
+WIDTH = 64
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for block in self.blocks:
+            batch = batch + torch.tanh(block(batch))
+        return self.head(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def _amount(epoch: int) -> float:
+    return 0.2 if epoch < 3 else 0.0  # masks are rank 0's when the next step begins
+
+
+def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Tensor]:
+    rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module = Net()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="auto" if home is None else make_strategy(folder, home),
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=4,
+        use_distributed_sampler=False,
+        callbacks=[
+            ModelPruning(how, amount=_amount, use_lottery_ticket_hypothesis=False, make_pruning_permanent=False)
+        ],
+    )
+    torch.manual_seed(trainer.global_rank)  # which random pruning must not follow
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader(rows, ranks, 8 // ranks))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("how", ["l1_unstructured", "random_unstructured"])
+@pytest.mark.parametrize("home", ["ram", "three_tiers"])
+def test_ranks_prune_alike(home: str, how: str, disk: Path) -> None:
+    ours = run_ranks(pruned, 2, home, disk, 2, how)
+    plain: dict[str, Any] = pruned(None, disk, 1, how)
+    assert sum(name.endswith("_mask") for name in plain) == 6
+    for of_rank in ours:
+        assert of_rank.keys() == plain.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(of_rank[name], value, rtol=0, atol=1e-9, msg=f"{name} on a rank")
