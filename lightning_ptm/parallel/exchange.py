@@ -39,6 +39,8 @@ class TensorGroup:
     def __init__(self, size: int, index: int) -> None:
         self.size = size
         self.index = index
+        self.layer = ""
+        """The layer whose exchanges these are now, by its name in the plan: by it ranks tell exchanges of one shape apart."""
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     # -- differentiable -----------------------------------------------------------------------------------------------
@@ -110,6 +112,15 @@ class TensorGroup:
     def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
         """What an exchange results in; a forward that is recomputed is given the result of the first."""
         return once(exchange)
+
+    @contextmanager
+    def of_layer(self, layer: str) -> Iterator[None]:
+        """What is exchanged within is a layer's."""
+        before, self.layer = self.layer, layer
+        try:
+            yield
+        finally:
+            self.layer = before
 
     def sends_back(self, sent_bytes: int) -> None:
         """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""
@@ -203,7 +214,7 @@ class RankGroup(TensorGroup):
         if self._run is None:
             collective(self._group)
         else:
-            self._run.issue(name, collective, value)
+            self._run.issue(self.layer, name, collective, value)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 
@@ -254,13 +265,14 @@ class RankGroup(TensorGroup):
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.layer = group, group.layer
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient), None
+        with ctx.group.of_layer(ctx.layer):
+            return ctx.group.sum(gradient), None
 
 
 class _AddUp(torch.autograd.Function):
@@ -289,13 +301,14 @@ class _PutTogether(torch.autograd.Function):
 class _PartOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.layer = group, group.layer
         return value.chunk(group.size, -1)[group.index].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
+        with ctx.group.of_layer(ctx.layer):
+            return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
 
 
 __all__ = ["RankGroup", "TensorGroup"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams
@@ -74,6 +75,8 @@ class Rendezvous:
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: Teams) -> None:
         self._communicator = communicator
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
+        self.exchanged: Callable[[], tuple[int, Sequence[str]]] | None = None
+        """Which tensor group this rank is of, and what it has exchanged since that has met; set by who knows."""
         self.failed = False
         """Nothing collective happens here any more; set by `fail`."""
         self._since = 0
@@ -169,14 +172,14 @@ class Rendezvous:
         """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
         collective follows."""
         ranks = range(self._communicator.world_size)
-        ours = (reason, whereabouts())
+        ours = (reason, whereabouts(), None if self.exchanged is None else self.exchanged())
         told = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks
         ]
-        reason = reason or next((each for each, _ in told if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place) in enumerate(told))
-        text = f"{reason} [{places}]"
+        reason = reason or next((each for each, *_ in told if each), "a rank has given up")
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, _) in enumerate(told))
+        text = f"{reason}{first_difference([exchanged for *_, exchanged in told])} [{places}]"
         self.fail(text)
         return text
 
@@ -191,3 +194,24 @@ class Rendezvous:
             RankError: other ranks have come together for something else.
         """
         self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
+
+
+def first_difference(told: Sequence[tuple[int, Sequence[str]] | None]) -> str:
+    """What ranks of a tensor group have exchanged differently; "" where nothing is known of that.
+
+    Args:
+        told: by rank, its group's number, and its exchanges since the group has met.
+    """
+    firsts: dict[int, tuple[int, Sequence[str]]] = {}
+    for rank, each in enumerate(told):
+        if each is None:
+            continue
+        group, theirs = each
+        first, ours = firsts.setdefault(group, (rank, theirs))
+        for one, another in itertools.zip_longest(ours, theirs, fillvalue="no exchange"):
+            if one != another:
+                return (
+                    f": rank {first} has come to {one} where rank {rank} has come to {another}; layers that are cut have to "
+                    f"be computed in the same order on all ranks of a tensor group, and as often"
+                )
+    return ""
