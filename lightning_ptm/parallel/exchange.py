@@ -171,14 +171,18 @@ class RankGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
-        self._exchange("sum", lambda group: dist.all_reduce(out, group=group), out)
+        self._exchange("sum", lambda group, later: dist.all_reduce(out, group=group, async_op=later), out)
         return out
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
-        self._exchange("gather", lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
+
+        def collective(group: dist.ProcessGroup, later: bool) -> Any:
+            return dist.all_gather_into_tensor(out, value, group=group, async_op=later)
+
+        self._exchange("gather", collective, value)
         return out.view(self.size, *value.shape)
 
     def connect(self, run: Exchanges | None) -> None:
@@ -195,24 +199,32 @@ class RankGroup(TensorGroup):
         pieces = pieces.contiguous()
         if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
             received = torch.empty_like(pieces)
-            self._exchange("sum of pieces", lambda group: dist.all_to_all_single(received, pieces, group=group), pieces)
+
+            def all_to_all(group: dist.ProcessGroup, later: bool) -> Any:
+                return dist.all_to_all_single(received, pieces, group=group, async_op=later)
+
+            self._exchange("sum of pieces", all_to_all, pieces)
             return received.sum(0)
         out = torch.empty_like(pieces[0])
         in_rows = pieces.flatten(0, 1)
-        self._exchange("sum of pieces", lambda group: self._reduce_scatter_flat(out, in_rows, group=group), pieces)
+
+        def reduce_scatter(group: dist.ProcessGroup, later: bool) -> Any:
+            return self._reduce_scatter_flat(out, in_rows, group=group, async_op=later)
+
+        self._exchange("sum of pieces", reduce_scatter, pieces)
         return out
 
-    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
         """The one way to the other ranks.
 
         Args:
             name: of the collective.
-            collective: issues it on a process group.
+            collective: issues it on a process group, asynchronously or not.
             value: what it sends.
         """
         self.exchanges += 1
         if self._run is None:
-            collective(self._group)
+            collective(self._group, False)
         else:
             self._run.issue(self.layer, name, collective, value)
 

@@ -17,7 +17,7 @@ I2: what the user's code may ask for on one rank alone lies behind an occasion a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm.patience import Exchanged
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
@@ -55,24 +56,24 @@ class Exchanges:
         """The occasions behind which the group has met."""
         self._since: list[str] = []
         """The exchanges since then, in words; the last one may be one that the group is to meet for."""
-        rendezvous.exchanged = self.since_met
+        rendezvous.exchanged = communicator.patience.exchanged = self.since_met
 
     def meet_again(self) -> None:
         """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same
         points of a module's calls on all of the group, or where it meets for the next exchange anyway."""
         self._met = None
 
-    def since_met(self) -> tuple[int, Sequence[str]]:
+    def since_met(self) -> Exchanged:
         """The group's number, and what this rank has exchanged since the group has met, and wants to exchange."""
         return self._group, self._since
 
-    def issue(self, layer: str, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    def issue(self, layer: str, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
         """A collective of the group, behind what the current stream has queued, and before what it queues next.
 
         Args:
             layer: whose it is; "": none's.
             name: of the collective.
-            collective: issues it on a process group.
+            collective: as the communicator's.
             value: what it sends; of one shape and dtype on all of the group.
 
         Raises:

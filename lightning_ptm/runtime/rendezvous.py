@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 
 from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams
 from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.comm.patience import Exchanged, first_difference
 from lightning_ptm.errors import RankError
 from lightning_ptm.runtime.whereabouts import whereabouts
 
@@ -75,7 +75,7 @@ class Rendezvous:
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: Teams) -> None:
         self._communicator = communicator
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
-        self.exchanged: Callable[[], tuple[int, Sequence[str]]] | None = None
+        self.exchanged: Callable[[], Exchanged] | None = None
         """Which tensor group this rank is of, and what it has exchanged since that has met; set by who knows."""
         self.failed = False
         """Nothing collective happens here any more; set by `fail`."""
@@ -179,7 +179,8 @@ class Rendezvous:
         ]
         reason = reason or next((each for each, *_ in told if each), "a rank has given up")
         places = ", ".join(f"rank {rank} {place}" for rank, (_, place, _) in enumerate(told))
-        text = f"{reason}{first_difference([exchanged for *_, exchanged in told])} [{places}]"
+        exchanged = {rank: each for rank, (*_, each) in enumerate(told) if each is not None}
+        text = f"{reason}{first_difference(exchanged)} [{places}]"
         self.fail(text)
         return text
 
@@ -194,24 +195,3 @@ class Rendezvous:
             RankError: other ranks have come together for something else.
         """
         self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
-
-
-def first_difference(told: Sequence[tuple[int, Sequence[str]] | None]) -> str:
-    """What ranks of a tensor group have exchanged differently; "" where nothing is known of that.
-
-    Args:
-        told: by rank, its group's number, and its exchanges since the group has met.
-    """
-    firsts: dict[int, tuple[int, Sequence[str]]] = {}
-    for rank, each in enumerate(told):
-        if each is None:
-            continue
-        group, theirs = each
-        first, ours = firsts.setdefault(group, (rank, theirs))
-        for one, another in itertools.zip_longest(ours, theirs, fillvalue="no exchange"):
-            if one != another:
-                return (
-                    f": rank {first} has come to {one} where rank {rank} has come to {another}; layers that are cut have to "
-                    f"be computed in the same order on all ranks of a tensor group, and as often"
-                )
-    return ""

@@ -177,6 +177,11 @@ class Swaps(InParallel):
         return [parts[0], parts[2], parts[1]]
 
 
+class LeavesOut(InParallel):
+    def otherwise(self, parts: list[nn.Module]) -> list[nn.Module]:
+        return parts[:2]
+
+
 class SwapsLayers(PreciseGPT):
     block: type[Block] = Swaps
 
@@ -184,6 +189,10 @@ class SwapsLayers(PreciseGPT):
         super().build()
         for block in self.blocks:
             block.__class__ = self.block
+
+
+class LeavesALayerOut(SwapsLayers):
+    block = LeavesOut
 
 
 def fail_together(kind: type[PreciseGPT], disk: Path) -> tuple[str, float]:
@@ -229,6 +238,17 @@ def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(disk: 
         assert text.startswith("RankError: rank"), text
         assert "rank 0 has come to the sum of blocks.0.feed_forward.project (forward" in text, text
         assert "where rank 1 has come to the sum of blocks.0.attention.project (forward" in text, text
+        assert took_s < PROMPT_S
+
+
+def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) -> None:
+    """Of the last one of a unit the other rank waits for the sum, while this one goes on to the next unit."""
+    outcomes = watch_ranks(fail_together, 2, LeavesALayerOut, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank 0"), text
+        assert "waits in an exchange of its tensor group to which rank 1 does not come" in text, text
+        assert "rank 0 has come to the sum of blocks.0.attention.project (forward" in text, text
         assert took_s < PROMPT_S
 
 

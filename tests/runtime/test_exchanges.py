@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class World:
         self.notes: list[str] = []
         self.met: list[str] = []
         self.absent = False
+        self.patience = SimpleNamespace()
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
         assert (group, size) == (GROUP, SIZE)
@@ -35,7 +37,7 @@ class World:
         self.met.append(exchange)
 
     def issue(self, collective: Any, value: Tensor) -> None:
-        collective(self)
+        collective(self, True)
         self.notes.append("exchange")
 
 
@@ -51,7 +53,7 @@ def exchanges(world: World) -> Exchanges:
 
 
 def exchange(exchanges: Exchanges, name: str = "sum", value: Tensor | None = None, layer: str = "") -> None:
-    exchanges.issue(layer, name, lambda group: None, torch.zeros(2) if value is None else value)
+    exchanges.issue(layer, name, lambda group, later: None, torch.zeros(2) if value is None else value)
 
 
 def test_the_group_meets_before_its_first_exchange_behind_an_occasion(world: World, exchanges: Exchanges) -> None:
