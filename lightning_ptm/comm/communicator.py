@@ -271,7 +271,9 @@ class ProcessGroupCommunicator:
         if within is None:
             # Of this communicator alone: groups are numbered alike on all ranks.
             self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
-        self.patience = Patience(self._board, self._failure_key, self._own_rank) if within is None else within.patience
+        self.patience: Patience = (
+            Patience(self._board, self._failure_key, self._own_rank) if within is None else within.patience
+        )
 
     @property
     def alone(self) -> bool:

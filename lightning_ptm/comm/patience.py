@@ -3,8 +3,8 @@
 Owns how many rounds and exchanges this rank has begun. Knows no tensors, and nothing of what is exchanged but words.
 
 I1: a rank that waits in the round behind this one's last, and has begun fewer exchanges than this one, waits for this rank,
-    and so does this one for it, in its exchange. I2: what is told of a round stays true until this rank comes to it, so nobody
-    reads it too late. I3: who does not wait for long tells nothing and asks nobody.
+    and so does this one for it, in its exchange. I2: what is told of a round stays true until this rank comes to it, so
+    nobody reads it too late. I3: who does not wait for long tells nothing and asks nobody.
 """
 
 from __future__ import annotations

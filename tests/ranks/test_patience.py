@@ -21,7 +21,7 @@ class Board(dict[str, str]):
 
 
 class Collective:
-    """Stands for one that ends when it was waited for so many times in vain."""
+    """Stands for one that ends when it was waited for in vain so many times."""
 
     def __init__(self, board: Board, misses: int = 0, error: str = "") -> None:
         self.board, self.misses, self.error = board, misses, error
@@ -51,7 +51,7 @@ def two_ranks(board: Board) -> tuple[Patience, Patience]:
 
 def test_a_rank_that_waits_for_this_one_elsewhere_is_found_and_what_it_did(board: Board) -> None:
     ours, theirs = two_ranks(board)
-    theirs.in_round(Collective(board, misses=1))
+    theirs.in_round(Collective(board, misses=2))
     with pytest.raises(RankError, match=r"rank 0 waits .* rank 1 does not come.*: rank 0 has come to b .* to c;"):
         ours.in_exchange(Collective(board, misses=9), (0, 1))
 
@@ -70,7 +70,7 @@ def test_a_rank_that_may_still_come_is_waited_for(board: Board, rounds: int, exc
     for _ in range(exchanges):
         theirs.in_exchange(Collective(board), (0, 1))
     for number in range(rounds):
-        theirs.in_round(Collective(board, misses=number == rounds - 1))
+        theirs.in_round(Collective(board, misses=2 * (number == rounds - 1)))
     ours.in_round(Collective(board))
     slow = Collective(board, misses=3)
     ours.in_exchange(slow, (0, 1))
