@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
+from lightning_ptm.comm.patience import Patience
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
@@ -270,6 +271,9 @@ class ProcessGroupCommunicator:
         if within is None:
             # Of this communicator alone: groups are numbered alike on all ranks.
             self._failure_key = f"lightning_ptm/failure/{self._control.group_name}"
+        self.patience: Patience = (
+            Patience(self._board, self._failure_key, self._own_rank) if within is None else within.patience
+        )
 
     @property
     def alone(self) -> bool:
@@ -418,16 +422,23 @@ class ProcessGroupCommunicator:
             handle = self._issue(start)
         return out, Work([handle], [rows, out], self._join, self._guard, told)
 
-    def issue(self, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    def issue(self, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
         """A collective of these ranks, behind what the current stream has queued, and before what it queues next. They have
         agreed that it is the next one.
 
         Args:
-            collective: issues it on a process group and returns when the current stream, or the host, is behind it.
+            collective: issues it on a process group and returns when the current stream is behind it; or, where told that it
+                is asynchronous, its handle.
             value: what it sends; decides on which group.
+
+        Raises:
+            RankError: one of the ranks will not come.
         """
         group = self._data if self._backend.holds(value) else self._control
-        self._issue(lambda: collective(group))
+        if self._backend.collectives == _GLOO or group is self._control:  # the host waits
+            self._issue(lambda: self.patience.in_exchange(collective(group, True), self._ranks))
+        else:
+            self._issue(lambda: collective(group, False))
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.
@@ -452,7 +463,7 @@ class ProcessGroupCommunicator:
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
         def exchange() -> None:
             gloo: Any = self._control._get_backend(self._rows_in.device)
-            gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options).wait()
+            self.patience.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
 
         self._issue(exchange)
         values = self._rows_out.tolist()
@@ -551,7 +562,7 @@ class ProcessGroupCommunicator:
         try:
             return call()
         except RuntimeError as error:
-            if isinstance(error, UsageError):
+            if isinstance(error, (UsageError, RankError)):
                 raise
             # Without its traceback, whose frames name the group and would keep the connections open in `fail`.
             raise RankError(self._explanation(error)) from error.with_traceback(None)

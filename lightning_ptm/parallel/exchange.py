@@ -39,6 +39,8 @@ class TensorGroup:
     def __init__(self, size: int, index: int) -> None:
         self.size = size
         self.index = index
+        self.layer = ""
+        """The layer whose exchanges these are now, by its name in the plan: by it ranks tell exchanges of one shape apart."""
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     # -- differentiable -----------------------------------------------------------------------------------------------
@@ -111,6 +113,15 @@ class TensorGroup:
         """What an exchange results in; a forward that is recomputed is given the result of the first."""
         return once(exchange)
 
+    @contextmanager
+    def of_layer(self, layer: str) -> Iterator[None]:
+        """What is exchanged within is a layer's."""
+        before, self.layer = self.layer, layer
+        try:
+            yield
+        finally:
+            self.layer = before
+
     def sends_back(self, sent_bytes: int) -> None:
         """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""
 
@@ -160,14 +171,18 @@ class RankGroup(TensorGroup):
     @override
     def sum(self, value: Tensor) -> Tensor:
         out = value.clone(memory_format=torch.contiguous_format)
-        self._exchange("sum", lambda group: dist.all_reduce(out, group=group), out)
+        self._exchange("sum", lambda group, later: dist.all_reduce(out, group=group, async_op=later), out)
         return out
 
     @override
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
         out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
-        self._exchange("gather", lambda group: dist.all_gather_into_tensor(out, value, group=group), value)
+
+        def collective(group: dist.ProcessGroup, later: bool) -> Any:
+            return dist.all_gather_into_tensor(out, value, group=group, async_op=later)
+
+        self._exchange("gather", collective, value)
         return out.view(self.size, *value.shape)
 
     def connect(self, run: Exchanges | None) -> None:
@@ -184,26 +199,34 @@ class RankGroup(TensorGroup):
         pieces = pieces.contiguous()
         if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
             received = torch.empty_like(pieces)
-            self._exchange("sum of pieces", lambda group: dist.all_to_all_single(received, pieces, group=group), pieces)
+
+            def all_to_all(group: dist.ProcessGroup, later: bool) -> Any:
+                return dist.all_to_all_single(received, pieces, group=group, async_op=later)
+
+            self._exchange("sum of pieces", all_to_all, pieces)
             return received.sum(0)
         out = torch.empty_like(pieces[0])
         in_rows = pieces.flatten(0, 1)
-        self._exchange("sum of pieces", lambda group: self._reduce_scatter_flat(out, in_rows, group=group), pieces)
+
+        def reduce_scatter(group: dist.ProcessGroup, later: bool) -> Any:
+            return self._reduce_scatter_flat(out, in_rows, group=group, async_op=later)
+
+        self._exchange("sum of pieces", reduce_scatter, pieces)
         return out
 
-    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
         """The one way to the other ranks.
 
         Args:
             name: of the collective.
-            collective: issues it on a process group.
+            collective: issues it on a process group, asynchronously or not.
             value: what it sends.
         """
         self.exchanges += 1
         if self._run is None:
-            collective(self._group)
+            collective(self._group, False)
         else:
-            self._run.issue(name, collective, value)
+            self._run.issue(self.layer, name, collective, value)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 
@@ -254,13 +277,14 @@ class RankGroup(TensorGroup):
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.layer = group, group.layer
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient), None
+        with ctx.group.of_layer(ctx.layer):
+            return ctx.group.sum(gradient), None
 
 
 class _AddUp(torch.autograd.Function):
@@ -289,13 +313,14 @@ class _PutTogether(torch.autograd.Function):
 class _PartOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.layer = group, group.layer
         return value.chunk(group.size, -1)[group.index].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
+        with ctx.group.of_layer(ctx.layer):
+            return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
 
 
 __all__ = ["RankGroup", "TensorGroup"]

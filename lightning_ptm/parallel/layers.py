@@ -53,13 +53,27 @@ def layer(place: Place, between: Between) -> Layer:
     Raises:
         ConfigError: it cannot be cut so.
     """
+    made = _layer(place, between)
+    own, group = made.forward, between.group
+    if own is None or isinstance(own, Around):
+        return made
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with group.of_layer(place.name):
+            return own(*args, **kwargs)
+
+    return dataclasses.replace(made, forward=forward)
+
+
+def _layer(place: Place, between: Between) -> Layer:
     rule, module, group = place.rule, place.module, between.group
     if place.parameter is not None:
         return _parameter(place, group)
     if isinstance(rule, Partial):
         return Layer(partial=tuple(name for name, it in module._parameters.items() if it is not None))
     if isinstance(rule, Summed):
-        return Layer(forward=_summed(module, between))
+        return Layer(forward=_summed(place, between))
     if isinstance(rule, Part):
         return Layer(forward=_part(rule, place, between))
     if isinstance(rule, Entering):
@@ -165,7 +179,6 @@ def _columns(place: Place, rule: Columns, between: Between) -> Layer:
         )
     weight = _weight(module, outputs_first=outputs == 0)
 
-    @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
         if rule.gather:
             out = between.columns(x, weight(), module.bias)
@@ -184,7 +197,6 @@ def _rows(place: Place, rule: Rows, between: Between) -> Layer:
     boxes = {"weight": _box(f"{place.name}.weight", module.weight.shape, inputs, rule.parts, group)}
     weight = _weight(module, outputs_first=inputs == 1)
 
-    @torch.compiler.disable
     def forward(x: Tensor) -> Tensor:
         part = group.part_of(x) if rule.split else x
         if not place.inside:
@@ -209,7 +221,6 @@ def _adapted(place: Place, between: Between) -> Layer:
     if isinstance(rule, Vocabulary) or (isinstance(rule, Columns) and rule.gather):
         return Layer()
 
-    @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(module, *args, **kwargs)
         if isinstance(rule, Rows):
@@ -249,7 +260,6 @@ def _embedding(place: Place, group: TensorGroup) -> Layer:
     box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, Vocabulary) else 1, 1, group)
     own = type(module).forward
 
-    @torch.compiler.disable
     def forward(tokens: Tensor) -> Tensor:
         if own is nn.Embedding.forward:
             return find(tokens)
@@ -291,7 +301,6 @@ def _part(rule: Part, place: Place, between: Between) -> Forward:
     if type(place.module) is not nn.Identity:
         raise _unknown(place)
 
-    @torch.compiler.disable
     def forward(value: Tensor | None) -> Tensor | None:
         if value is None or value.shape[rule.dimension] == 1:
             return value
@@ -309,7 +318,6 @@ def _entering(rule: Entering, place: Place, between: Between) -> Forward:
         )
     own = type(module).forward
 
-    @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = own(module, *args, **kwargs)
         first, entering = out.split([out.shape[-1] - last, last], -1)
@@ -318,7 +326,9 @@ def _entering(rule: Entering, place: Place, between: Between) -> Forward:
     return forward
 
 
-def _summed(module: nn.Module, between: Between) -> Forward:
+def _summed(place: Place, between: Between) -> Forward:
+    module, group = place.module, between.group
+
     def around(own: Forward) -> Forward:
         @torch.compiler.disable
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -326,12 +336,13 @@ def _summed(module: nn.Module, between: Between) -> Forward:
                 floats = isinstance(value, Tensor) and value.is_floating_point()
                 return between.enter(value) if floats else value
 
-            between.begin(training=module.training)
-            try:
-                out = own(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
-            finally:
-                between.end()
-            return between.leave(out)
+            with group.of_layer(place.name):
+                between.begin(training=module.training)
+                try:
+                    out = own(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+                finally:
+                    between.end()
+                return between.leave(out)
 
         return forward
 

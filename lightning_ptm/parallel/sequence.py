@@ -50,13 +50,14 @@ class Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group, ctx.length = group, whole.shape[-2]
+        ctx.group, ctx.layer, ctx.length = group, group.layer, whole.shape[-2]
         return _own(whole, group, _last_token).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _together(ctx.group.gather(gradient), ctx.length), None
+        with ctx.group.of_layer(ctx.layer):
+            return _together(ctx.group.gather(gradient), ctx.length), None
 
 
 class Join(torch.autograd.Function):
@@ -94,7 +95,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, again: Again) -> Tensor:
-        ctx.again = again
+        ctx.again, ctx.layer = again, again.group.layer
         return _together(again.group.gather(part), again.length)
 
     @staticmethod
@@ -102,7 +103,8 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.again.whole = None
         group = ctx.again.group
-        return group.sum_of_piece(_pieces(gradient, group.size, torch.zeros_like)), None
+        with group.of_layer(ctx.layer):
+            return group.sum_of_piece(_pieces(gradient, group.size, torch.zeros_like)), None
 
 
 class Scatter(torch.autograd.Function):
@@ -110,13 +112,14 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group, ctx.length = group, value.shape[-2]
+        ctx.group, ctx.layer, ctx.length = group, group.layer, value.shape[-2]
         return group.kept(lambda: group.sum_of_piece(_pieces(value, group.size, _last_token)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _together(ctx.group.gather(gradient), ctx.length), None
+        with ctx.group.of_layer(ctx.layer):
+            return _together(ctx.group.gather(gradient), ctx.length), None
 
 
 class Product(torch.autograd.Function):
@@ -129,7 +132,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
         out = F.linear(whole, weight, bias)  # under autocast in another dtype
-        ctx.again, ctx.dtypes = again, (whole.dtype, None if bias is None else bias.dtype)
+        ctx.again, ctx.layer, ctx.dtypes = again, again.group.layer, (whole.dtype, None if bias is None else bias.dtype)
         ctx.keeps_whole = inside_checkpoint()
         ctx.save_for_backward((whole if ctx.keeps_whole else part).to(out.dtype), weight)
         return out
@@ -140,7 +143,8 @@ class Product(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        whole = ctx.again.of(kept) if of_weight and not ctx.keeps_whole else kept
+        with ctx.again.group.of_layer(ctx.layer):
+            whole = ctx.again.of(kept) if of_weight and not ctx.keeps_whole else kept
         return (
             (gradient @ weight.to(gradient.dtype)).to(ctx.dtypes[0]) if of_input else None,
             None,

@@ -9,7 +9,8 @@ behind the last occasion, tells each of its ranks that the others have asked wha
 they exchange without a word. Ranks of other groups need no part in that: they wait in their next round until these come to
 theirs.
 
-I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones.
+I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones, or
+have exchanged something else since the one before: each tells a digest of all that it has exchanged, and of whose layers.
 I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
 (`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm.patience import Exchanged
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
@@ -47,30 +50,45 @@ class Exchanges:
         self._executor = executor
         # state
         self._issued = 0
+        self._digest = 0
+        """Of all exchanges so far."""
         self._met: int | None = None
         """The occasions behind which the group has met."""
+        self._since: list[str] = []
+        """The exchanges since then, in words; the last one may be one that the group is to meet for."""
+        rendezvous.exchanged = communicator.patience.exchanged = self.since_met
 
     def meet_again(self) -> None:
         """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same
         points of a module's calls on all of the group, or where it meets for the next exchange anyway."""
         self._met = None
 
-    def issue(self, name: str, collective: Callable[[dist.ProcessGroup], Any], value: Tensor) -> None:
+    def since_met(self) -> Exchanged:
+        """The group's number, and what this rank has exchanged since the group has met, and wants to exchange."""
+        return self._group, self._since
+
+    def issue(self, layer: str, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
         """A collective of the group, behind what the current stream has queued, and before what it queues next.
 
         Args:
+            layer: whose it is; "": none's.
             name: of the collective.
-            collective: issues it on a process group.
+            collective: as the communicator's.
             value: what it sends; of one shape and dtype on all of the group.
 
         Raises:
             RankError: not all of the group come to it, or another rank has failed.
         """
+        phase = "backward" if in_backward() else "forward"
+        what = f"the {name} of {layer or 'no layer'} ({phase}, {tuple(value.shape)}, {value.dtype})"
+        self._since.append(what)
         if self._met != self._executor.occasions:
-            told = f"{self._issued} {name} {tuple(value.shape)} {value.dtype} {in_backward()}"
+            told = f"{self._issued} {self._digest} {what}"
             self._rendezvous.meet_group(self._group, self._communicator.world_size, told)
             self._met = self._executor.occasions
+            self._since = [what]
         self._issued += 1
+        self._digest = crc32(what.encode(), self._digest)
         self._communicator.issue(collective, value)
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import rank_tensor_models
+import torch
 from rank_harness import End, run_ranks, watch_ranks
 from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, train
 from torch import Tensor, nn
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.agreement import Row
+from lightning_ptm.models.gpt import Block
 
 STEPS = 4
 PROMPT_S = 30.0
@@ -153,6 +155,46 @@ class CallsAlone(PreciseGPT):
         return loss
 
 
+class InParallel(Block):
+    """Its parts take the same input, and what they exchange is of one shape. From its third call on, one rank does
+    otherwise, behind the first exchange."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, feed_forward = self.attention, self.feed_forward
+        parts: list[nn.Module] = [attention, feed_forward, attention]
+        self.calls = getattr(self, "calls", 0) + self.training
+        if self.calls > 2 and os.environ["RANK"] == "1":
+            parts = self.otherwise(parts)
+        x = self.attention_norm(x)
+        return x + torch.stack([part(x) for part in parts]).sum(0)
+
+    def otherwise(self, parts: list[nn.Module]) -> list[nn.Module]:
+        return parts
+
+
+class Swaps(InParallel):
+    def otherwise(self, parts: list[nn.Module]) -> list[nn.Module]:
+        return [parts[0], parts[2], parts[1]]
+
+
+class LeavesOut(InParallel):
+    def otherwise(self, parts: list[nn.Module]) -> list[nn.Module]:
+        return parts[:2]
+
+
+class SwapsLayers(PreciseGPT):
+    block: type[Block] = Swaps
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.__class__ = self.block
+
+
+class LeavesALayerOut(SwapsLayers):
+    block = LeavesOut
+
+
 def fail_together(kind: type[PreciseGPT], disk: Path) -> tuple[str, float]:
     """Type and text of this rank's error, and the seconds until it."""
     rank_tensor_models.MODELS["fails"] = kind
@@ -186,6 +228,28 @@ def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type
         assert took_s < PROMPT_S
     assert "This rank asked for logits of which every rank of a tensor group has a part" in outcomes[1].value[0]
     assert "rank 1 at test_tensor_exchanges.py:" in outcomes[1].value[0], outcomes[1].value
+
+
+def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(disk: Path) -> None:
+    """Their sums are of one shape: each rank would go on with the sum of two layers' parts."""
+    outcomes = watch_ranks(fail_together, 2, SwapsLayers, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert "rank 0 has come to the sum of blocks.0.feed_forward.project (forward" in text, text
+        assert "where rank 1 has come to the sum of blocks.0.attention.project (forward" in text, text
+        assert took_s < PROMPT_S
+
+
+def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) -> None:
+    """Of the last one of a unit the other rank waits for the sum, while this one goes on to the next unit."""
+    outcomes = watch_ranks(fail_together, 2, LeavesALayerOut, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank 0"), text
+        assert "waits in an exchange of its tensor group to which rank 1 does not come" in text, text
+        assert "rank 0 has come to the sum of blocks.0.attention.project (forward" in text, text
+        assert took_s < PROMPT_S
 
 
 def test_a_rank_that_calls_the_module_alone_is_an_error_on_all(disk: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +20,14 @@ class World:
     """Stands for the group's communicator, for the meeting points and for the executor: notes what they are asked."""
 
     world_size = SIZE
+    exchanged: Callable[[], tuple[int, Sequence[str]]]
 
     def __init__(self) -> None:
         self.occasions = 0
         self.notes: list[str] = []
         self.met: list[str] = []
         self.absent = False
+        self.patience = SimpleNamespace()
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
         assert (group, size) == (GROUP, SIZE)
@@ -33,7 +37,7 @@ class World:
         self.met.append(exchange)
 
     def issue(self, collective: Any, value: Tensor) -> None:
-        collective(self)
+        collective(self, True)
         self.notes.append("exchange")
 
 
@@ -48,8 +52,8 @@ def exchanges(world: World) -> Exchanges:
     return Exchanges(anything, GROUP, anything, anything)
 
 
-def exchange(exchanges: Exchanges, name: str = "sum", value: Tensor | None = None) -> None:
-    exchanges.issue(name, lambda group: None, torch.zeros(2) if value is None else value)
+def exchange(exchanges: Exchanges, name: str = "sum", value: Tensor | None = None, layer: str = "") -> None:
+    exchanges.issue(layer, name, lambda group, later: None, torch.zeros(2) if value is None else value)
 
 
 def test_the_group_meets_before_its_first_exchange_behind_an_occasion(world: World, exchanges: Exchanges) -> None:
@@ -80,6 +84,34 @@ def test_ranks_that_come_to_different_exchanges_bring_different_words(world: Wor
     assert len(set(world.met)) == len(world.met) == 5
     without_number = {each.partition(" ")[2] for each in world.met}
     assert len(without_number) == 5
+
+
+def words_of_the_next_meeting(layers: list[str]) -> str:
+    world: Any = World()
+    exchanges = Exchanges(world, GROUP, world, world)
+    for layer in ["first", *layers]:
+        exchange(exchanges, layer=layer)
+    world.occasions += 1
+    exchange(exchanges, layer="last")
+    return world.met[-1]
+
+
+def test_a_meeting_tells_what_was_exchanged_since_the_one_before() -> None:
+    """Of layers that exchange tensors of one shape, in which order, and how many."""
+    words = [words_of_the_next_meeting(layers) for layers in (["a", "b"], ["a", "b"], ["b", "a"], ["a"], ["a", "a"])]
+    assert words[0] == words[1]
+    assert len(set(words)) == 4
+
+
+def test_what_a_group_has_met_for_is_not_told_again(world: World, exchanges: Exchanges) -> None:
+    for layer in ("a", "b"):
+        exchange(exchanges, layer=layer)
+    world.occasions += 1
+    exchange(exchanges, layer="c")
+    exchange(exchanges, layer="d")
+    group, told = world.exchanged()
+    assert group == GROUP
+    assert [each.split()[3] for each in told] == ["c", "d"]
 
 
 def test_nothing_is_exchanged_with_a_group_that_does_not_come(world: World, exchanges: Exchanges) -> None:
