@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from devices import on_cuda, on_device
 
 import lightning_ptm.callbacks
 from lightning_ptm.errors import ConfigError
@@ -31,7 +32,6 @@ from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16
 PACKAGES = {"lightning_ptm": Path(lightning_ptm.__path__[0]), "callbacks": Path(lightning_ptm.callbacks.__path__[0])}
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -267,28 +267,28 @@ def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
 @pytest.fixture
 def last() -> Backend:
     """The last device of the machine: with several, not the one that threads begin with."""
-    return backend_here(torch.cuda.device_count() - 1)
+    return backend_here(torch.accelerator.device_count() - 1)
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_a_thread_has_the_device_that_it_was_given(last: Backend) -> None:
     seen: list[int] = []
 
     def work() -> None:
         last.make_current()
-        seen.append(torch.cuda.current_device())
+        seen.append(torch.accelerator.current_device_index())
 
-    before = torch.cuda.current_device()
+    before = torch.accelerator.current_device_index()
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert seen == [last.device.index]
-    assert torch.cuda.current_device() == before
+    assert torch.accelerator.current_device_index() == before
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_streams_follow_and_are_joined(last: Backend) -> None:
     stream = last.stream()
     source = torch.zeros(1 << 20, device=last.device)
@@ -311,7 +311,7 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
     beside = last.bytes_beside(0)
     free = last.free_bytes()
@@ -330,10 +330,59 @@ def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
     first = torch.rand(5, device=last.device)
     last.set_random_state(state)
     assert torch.equal(torch.rand(5, device=last.device), first)
-    assert last.count() == torch.cuda.device_count()
+    assert last.count() == torch.accelerator.device_count()
 
 
 @pytest.mark.gpu
+@on_device
+def test_streams_have_an_order_of_their_own_in_each_thread(last: Backend) -> None:
+    """One stream is entered by two threads at once, and again inside of itself; each has its own back behind that."""
+    last.make_current()
+    stream, before = last.stream(), last.current_stream()
+    both = threading.Barrier(2)
+    found: list[bool] = []
+
+    def enter() -> None:
+        last.make_current()
+        own = last.current_stream()
+        with stream.entered():
+            both.wait(30)
+            found.append(last.current_stream() == stream)
+            both.wait(30)
+        found.append(last.current_stream() == own)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    with stream.entered(), stream.entered():
+        both.wait(30)
+        found.append(last.current_stream() == stream)
+        both.wait(30)
+    thread.join()
+    found.append(last.current_stream() == before != stream)
+    assert found == [True] * 4
+
+
+@pytest.mark.gpu
+@on_device
+@pytest.mark.parametrize("size", [0, 1, 4096, PAGE, 3 * PAGE + 7])
+def test_a_page_locked_region_has_its_bytes_in_ram(last: Backend, size: int) -> None:
+    region = last.host_region(size, pin=True)
+    assert region.tensor.numel() == len(region.memory) == size
+    assert region.pinned == (size > 0)
+    if size:
+        assert region.tensor.is_pinned()
+        assert region.tensor.data_ptr() % 4096 == 0
+        region.memory[-1] = 7
+        assert region.tensor[-1] == 7
+    kept = region.tensor
+    region.close()
+    region.close()
+    assert not region.pinned
+    assert kept.numel() == 0 or kept[-1] == 7  # the memory lives with its last view
+
+
+@pytest.mark.gpu
+@pytest.mark.cuda
 @on_cuda
 def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that spins is one that the CPU's updates lack."""
@@ -351,6 +400,7 @@ def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeyp
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 @on_cuda
 def test_page_locking_that_fails_leaves_no_error_behind(last: CudaBackend) -> None:
     """The runtime would tell of it at the next launch of whoever launches a kernel."""
