@@ -62,6 +62,14 @@ def test_fits_of_two_ranks_have_the_same_bits_and_no_race(order: str, half: int,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_fits_of_two_ranks_on_a_device_of_another_name_have_the_same_bits_and_no_race(
+    half: int, tmp_path: Path
+) -> None:
+    check(range(half, len(CASES_OF_RANKS), 2), "late", tmp_path, world_size=2, **OTHER)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_fits_of_ranks_with_parts_of_layers_have_the_same_bits_and_no_race(order: str, tmp_path: Path) -> None:
     first = len(CASES_OF_RANKS)

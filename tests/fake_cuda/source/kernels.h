@@ -114,6 +114,7 @@ static void log_tensor(const Tensor& t, bool write, const Access& a) {
 struct Aliases {
   std::unordered_map<c10::StorageImpl*, c10::Storage> cpu;
   std::unordered_map<c10::StorageImpl*, c10::Storage> back;
+  std::unordered_map<c10::StorageImpl*, DispatchKeySet> keys;
   std::unordered_map<c10::TensorImpl*, Tensor> orig;
   std::vector<Tensor> keep;
   c10::Storage storage(const c10::Storage& s) {
@@ -130,6 +131,7 @@ struct Aliases {
     if (!t.defined() || !is_ours(t)) return t;
     Tensor r =
         at::detail::make_tensor<c10::TensorImpl>(storage(t.storage()), DispatchKeySet(DispatchKey::CPU), t.dtype());
+    keys[r.storage().unsafeGetStorageImpl()] = t.key_set();
     auto* i = r.unsafeGetTensorImpl();
     i->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
     if (t.unsafeGetTensorImpl()->is_wrapped_number()) i->set_wrapped_number(true);
@@ -156,7 +158,11 @@ struct Aliases {
       back[r.storage().unsafeGetStorageImpl()] = st;
       keep.push_back(r);
     }
-    Tensor o = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(st), DispatchKeySet(KEY), r.dtype());
+    // A view of a tensor that knows of gradients does so, too, in torch.inference_mode.
+    Tensor o = b == back.end()
+                   ? at::detail::make_tensor<c10::TensorImpl>(c10::Storage(st), DispatchKeySet(KEY), r.dtype())
+                   : at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(st),
+                                                              keys[r.storage().unsafeGetStorageImpl()], r.dtype());
     o.unsafeGetTensorImpl()->set_sizes_and_strides(r.sizes(), r.strides(), r.storage_offset());
     if (r.is_conj()) o._set_conj(true);
     if (r.is_neg()) o._set_neg(true);
