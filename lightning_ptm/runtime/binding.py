@@ -76,6 +76,8 @@ class FlatBinding:
         self._written: str | None = None
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
+        self._left: dict[int, Tensor] = {}
+        """Gradients that wait for the parameter of their slot to come back to their device."""
         self._ended = False
         self.lent = False
         """Whether the parameters are in the user's hands, with storage that is not ours."""
@@ -139,10 +141,10 @@ class FlatBinding:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
-            for slot, parameter in enumerate(self.parameters):
+            for slot in range(len(self.parameters)):
                 self._check_shape(slot)
                 theirs = self._theirs.get(slot)
-                parameter.data = self.view(full, slot) if theirs is None else theirs
+                self._set(slot, self.view(full, slot) if theirs is None else theirs)
             self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
         self._theirs = {}
@@ -157,9 +159,9 @@ class FlatBinding:
         """
         self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():
-            for slot, (parameter, nothing) in enumerate(zip(self.parameters, self.nothing(), strict=True)):
+            for slot, nothing in enumerate(self.nothing()):
                 self._check_shape(slot)
-                parameter.data = nothing
+                self._set(slot, nothing)
         self._base = None
         self.lent = False
         self._ended = ended
@@ -169,7 +171,7 @@ class FlatBinding:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
         self.unbind(ended=True)
         with torch._C.DisableTorchFunctionSubclass():
-            for slot, (parameter, dtype) in enumerate(zip(self.parameters, dtypes, strict=True)):
+            for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
                 # Takes addresses, and no memory as long as nobody writes to it.
                 nothing = (
@@ -177,7 +179,15 @@ class FlatBinding:
                     if strides is None
                     else torch.empty_strided(shape, strides, dtype=dtype)
                 )
-                parameter.data = nothing
+                self._set(slot, nothing)
+
+    def _set(self, slot: int, value: Tensor) -> None:
+        parameter = self.parameters[slot]
+        left = set_data(parameter, value)
+        if left is not None:
+            self._left[slot] = left
+        elif self._left and slot in self._left and self._left[slot].device == value.device:
+            parameter.grad = self._left.pop(slot)
 
     def open(self) -> None:
         """From here on the parameters are used: they can be read as long as they are bound."""
@@ -307,8 +317,8 @@ class FlatBinding:
         self._note_writes()
         self._theirs = self.replaced()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, value in zip(self.parameters, values, strict=True):
-                parameter.data = value
+            for slot, value in enumerate(values):
+                self._set(slot, value)
         self.lent = True
         self._change_kinds()
 
@@ -320,7 +330,7 @@ class FlatBinding:
         """Gives a parameter storage of its own again (end of a run)."""
         parameter = self.parameters[slot]
         parameter.__class__ = self._open_kinds[slot]
-        parameter.data = value
+        self._set(slot, value)
 
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
@@ -364,3 +374,27 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int,
     if stride is None:
         return None
     return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))
+
+
+def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
+    """`parameter.data = value`, also from and to devices of other libraries, where torch refuses to give a parameter another
+    device, and `Module.to` makes new parameters. This one stays the same object, with its hooks and its gradient.
+
+    Returns:
+        The gradient, where it is shown of pages (shown.py) and cannot come along; else None.
+    """
+    try:
+        parameter.data = value
+        return None
+    except RuntimeError:
+        if torch._has_compatible_shallow_copy_type(parameter, value):
+            raise
+    hooks, later_hooks, gradient = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, parameter.grad
+    # `.data` counts writes by itself, which a detached tensor would not.
+    torch._C._swap_tensor_impl(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
+    # The dictionaries are the object's; what calls them went with the other tensor.
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, later_hooks
+    if gradient is None or type(gradient) is not Tensor:
+        return gradient
+    parameter.grad = gradient.to(value.device)
+    return None

@@ -1,4 +1,4 @@
-"""A stand-in for NCCL on the fake device: imported behind `fake_device`, before process groups are made.
+"""A stand-in for NCCL on the fake device, whatever its name: imported behind `fake_device`, before process groups are made.
 
 As NCCL's, a group's collectives run on a stream of its own, behind what the current stream has queued when they are issued;
 `Work.wait` makes the current stream wait, not the host, and keeps the tensors until then. gloo carries the bytes.
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from fake_device import lib
+from fake_library import NAME as DEVICE
+from fake_library import lib
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 
@@ -52,7 +53,7 @@ class _Work(dist._Work):  # type: ignore[name-defined, misc]
         self._tensors: Sequence[Tensor] = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.accelerator.current_stream().wait_event(self._event)
         self._tensors = ()
         return True
 
@@ -74,7 +75,7 @@ def _done() -> Any:
 
 
 class FakeNccl(dist.ProcessGroup):
-    """A process group of CUDA tensors; those of the host, which the real one refuses, go by gloo at once (Lightning's
+    """A process group of the device's tensors; those of the host, which the real one refuses, go by gloo at once (Lightning's
     objects, for which torch asks a group of this kind for no device)."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -125,7 +126,7 @@ class FakeNccl(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier().wait()
-        torch.cuda.synchronize()  # as NCCL's, which waits for a sum on the device
+        torch.accelerator.synchronize()  # as NCCL's, which waits for a sum on the device
         return _done()
 
     def shutdown(self) -> None: ...
@@ -141,14 +142,14 @@ class FakeNccl(dist.ProcessGroup):
         collective: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> Any:
         with torch.no_grad():
-            if not inputs[0].is_cuda:
+            if inputs[0].device.type != DEVICE:
                 for output, result in zip(outputs, collective(inputs), strict=True):
                     output.copy_(result.view(output.shape))
                 return _done()
             if self._stream is None:
-                self._stream = torch.cuda.Stream(inputs[0].device)
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+                self._stream = torch.Stream(inputs[0].device)
+            self._stream.wait_stream(torch.accelerator.current_stream())
+            with self._stream:
                 for output, result in zip(outputs, collective([_read(each) for each in inputs]), strict=True):
                     _write(output, result)
                 return _Work(self._stream.record_event(), (*inputs, *outputs))
@@ -184,7 +185,7 @@ def _in_place_of_nccl(function: Callable[..., Any], place: int) -> Callable[...,
     return call
 
 
-dist.Backend.register_backend(NAME, FakeNccl, devices=["cuda"])
+dist.Backend.register_backend(NAME, FakeNccl, devices=[DEVICE])
 for _name, _place in (("init_process_group", 0), ("new_group", 2)):
     _function = _in_place_of_nccl(getattr(c10d, _name), _place)
     setattr(dist, _name, _function)

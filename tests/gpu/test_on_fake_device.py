@@ -25,23 +25,26 @@ PARTS = {
     "runs": ("tests/gpu/test_cuda.py", 12),
 }
 """Folders with tests of the marker, and how many there are at least."""
-QUICK = [("memory", "late")]
+PARTS_OF_OTHERS = {"memory": ("tests/memory", 40), "update": ("tests/update", 3)}
+"""The same of tests that need no CUDA."""
+CHOICES = [
+    *(("cuda", part, order) for part in PARTS for order in ORDERS),
+    *(("other", part, order) for part in PARTS_OF_OTHERS for order in ORDERS),
+]
+QUICK = [("cuda", "memory", "late"), ("other", "update", "late")]
 
 
 @pytest.mark.parametrize(
-    ("part", "order"),
-    [
-        pytest.param(part, order, marks=() if (part, order) in QUICK else pytest.mark.slow)
-        for part in PARTS
-        for order in ORDERS
-    ],
+    ("name", "part", "order"),
+    [pytest.param(*choice, marks=() if choice in QUICK else pytest.mark.slow) for choice in CHOICES],
 )
-def test_no_test_has_a_race(part: str, order: str) -> None:
-    folder, least = PARTS[part]
-    flags = ["-q", "-m", "gpu", "--show-capture=no"]
+def test_no_test_has_a_race(name: str, part: str, order: str) -> None:
+    """On the device that torch calls so."""
+    folder, least = (PARTS if name == "cuda" else PARTS_OF_OTHERS)[part]
+    flags = ["-q", "-m", "gpu" if name == "cuda" else "gpu and not cuda", "--show-capture=no"]
     for plugin in ("fake_cuda_plugin", "no:cacheprovider", "no:xdist"):
         flags += ["-p", plugin]
-    done = on_fake("-m", "pytest", *flags, folder, limit_s=580, **ORDERS[order])
+    done = on_fake("-m", "pytest", *flags, folder, limit_s=580, FAKE_CUDA_NAME=name, **ORDERS[order])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     assert ", 0 races" in done.stdout
     passed = int(done.stdout.split(" passed")[0].split()[-1])

@@ -7,18 +7,21 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from devices import on_cuda, on_device
 
 import lightning_ptm.callbacks
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.backend import (
-    KINDS,
     Backend,
     CpuBackend,
-    CudaBackend,
     CurrentStream,
+    _makes_streams,
+    apart,
     backend_here,
     backend_of,
     in_ram,
@@ -29,7 +32,6 @@ from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16
 PACKAGES = {"lightning_ptm": Path(lightning_ptm.__path__[0]), "callbacks": Path(lightning_ptm.callbacks.__path__[0])}
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -43,11 +45,13 @@ def files_with(pattern: str) -> list[str]:
 
 
 def test_cuda_is_named_in_one_file() -> None:
-    assert files_with(r"torch\.cuda\b|\bcudart\b|from torch import .*\bcuda\b") == ["lightning_ptm/memory/backend.py"]
+    assert files_with(r"torch\.cuda\b|\bcudart\b|from torch import .*\bcuda\b") == [
+        "lightning_ptm/memory/accelerators.py"
+    ]
 
 
 def test_nobody_else_asks_what_the_device_is() -> None:
-    kinds = "|".join(KINDS)
+    kinds = "cpu|cuda|xpu|mps|npu|hpu"
     asks = rf"\bis_(?:cuda|cpu)\b|[!=]=\s*[\"'](?:{kinds})[\"']|[\"'](?:{kinds})[\"']\s*[!=]="
     # Models use public names only, and whether Apex's optimizer suits their parameters is nothing that a run decides. What
     # stands for logits names the attributes that it answers itself.
@@ -65,12 +69,70 @@ def test_the_search_reaches_the_files() -> None:
 
 def test_a_device_names_its_backend() -> None:
     assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
-    second = backend_of(torch.device("cuda", 1))  # asks CUDA nothing
+    assert (CpuBackend().name, CpuBackend().apart, CpuBackend().collectives) == ("cpu", False, "gloo")
+    with pytest.raises(ConfigError, match=r"pages cannot live on meta devices, only on cpu.*; choose one of these"):
+        backend_of("meta")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, *, streams: bool = True) -> None:
+    """torch answers as on a machine with such an accelerator, with nothing behind the answers."""
+    there, made = torch.device(kind), iter(range(100))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: -1)
+    monkeypatch.setattr(torch, "Stream", lambda device: next(made) if streams else -1)
+    monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=lambda stream: None))
+    _makes_streams.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget_pretences() -> Iterator[None]:
+    yield
+    _makes_streams.cache_clear()
+
+
+def test_torchs_accelerator_is_a_backend_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "xpu")
+    second = backend_of(torch.device("xpu", 1))
+    assert second == AcceleratorBackend(torch.device("xpu:1")) != backend_of("xpu:0")
+    assert (second.name, second.apart, second.collectives) == ("xpu", True, "xccl")
+    assert backend_here() == AcceleratorBackend(torch.device("xpu"))
+    assert backend_here(1) == second
+    with pytest.raises(ConfigError, match="pages cannot live on cuda devices, only on cpu and xpu"):
+        backend_of("cuda")
+
+
+def test_cuda_has_its_own_and_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    second = backend_of(torch.device("cuda", 1))
     assert second == CudaBackend(torch.device("cuda:1")) != backend_of("cuda:0")
     assert (second.name, second.apart, second.collectives) == ("cuda", True, "nccl")
-    assert set(KINDS) == {"cpu", "cuda"}
-    with pytest.raises(ConfigError, match="pages cannot live on meta devices, only on cpu and cuda"):
-        backend_of("meta")
+    assert second != AcceleratorBackend(torch.device("cuda:1"))
+
+
+def test_a_device_without_streams_is_refused_and_its_machine_computes_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, "mps", streams=False)  # a new stream is the old one
+    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams there, .*; use accelerator='cpu'"):
+        backend_of("mps")
+    assert backend_here() == CpuBackend()
+    monkeypatch.undo()
+    pretend(monkeypatch, "mps")
+    monkeypatch.setattr(torch, "Stream", lambda device: torch.device("nothing"))  # raises
+    with pytest.raises(ConfigError, match="no streams"):
+        backend_of("mps")
+
+
+def test_collectives_that_nobody_has_registered_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no library of collectives between meta devices.*; use devices=1"):
+        AcceleratorBackend(torch.device("meta")).collectives  # noqa: B018
+
+
+def test_kinds_of_devices_of_other_machines_are_those_that_torch_knows() -> None:
+    assert [apart(kind) for kind in ("cpu", "cuda", "xpu")] == [False, True, True]
+    for unknown in ("gpu", "cuda:0", ""):
+        with pytest.raises(ConfigError, match=f"no devices of the kind '{unknown}'"):
+            apart(unknown)
 
 
 def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:
@@ -205,28 +267,28 @@ def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
 @pytest.fixture
 def last() -> Backend:
     """The last device of the machine: with several, not the one that threads begin with."""
-    return backend_here(torch.cuda.device_count() - 1)
+    return backend_here(torch.accelerator.device_count() - 1)
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_a_thread_has_the_device_that_it_was_given(last: Backend) -> None:
     seen: list[int] = []
 
     def work() -> None:
         last.make_current()
-        seen.append(torch.cuda.current_device())
+        seen.append(torch.accelerator.current_device_index())
 
-    before = torch.cuda.current_device()
+    before = torch.accelerator.current_device_index()
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert seen == [last.device.index]
-    assert torch.cuda.current_device() == before
+    assert torch.accelerator.current_device_index() == before
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_streams_follow_and_are_joined(last: Backend) -> None:
     stream = last.stream()
     source = torch.zeros(1 << 20, device=last.device)
@@ -249,7 +311,7 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
 
 
 @pytest.mark.gpu
-@on_cuda
+@on_device
 def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
     beside = last.bytes_beside(0)
     free = last.free_bytes()
@@ -268,10 +330,59 @@ def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
     first = torch.rand(5, device=last.device)
     last.set_random_state(state)
     assert torch.equal(torch.rand(5, device=last.device), first)
-    assert last.count() == torch.cuda.device_count()
+    assert last.count() == torch.accelerator.device_count()
 
 
 @pytest.mark.gpu
+@on_device
+def test_streams_have_an_order_of_their_own_in_each_thread(last: Backend) -> None:
+    """One stream is entered by two threads at once, and again inside of itself; each has its own back behind that."""
+    last.make_current()
+    stream, before = last.stream(), last.current_stream()
+    both = threading.Barrier(2)
+    found: list[bool] = []
+
+    def enter() -> None:
+        last.make_current()
+        own = last.current_stream()
+        with stream.entered():
+            both.wait(30)
+            found.append(last.current_stream() == stream)
+            both.wait(30)
+        found.append(last.current_stream() == own)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    with stream.entered(), stream.entered():
+        both.wait(30)
+        found.append(last.current_stream() == stream)
+        both.wait(30)
+    thread.join()
+    found.append(last.current_stream() == before != stream)
+    assert found == [True] * 4
+
+
+@pytest.mark.gpu
+@on_device
+@pytest.mark.parametrize("size", [0, 1, 4096, PAGE, 3 * PAGE + 7])
+def test_a_page_locked_region_has_its_bytes_in_ram(last: Backend, size: int) -> None:
+    region = last.host_region(size, pin=True)
+    assert region.tensor.numel() == len(region.memory) == size
+    assert region.pinned == (size > 0)
+    if size:
+        assert region.tensor.is_pinned()
+        assert region.tensor.data_ptr() % 4096 == 0
+        region.memory[-1] = 7
+        assert region.tensor[-1] == 7
+    kept = region.tensor
+    region.close()
+    region.close()
+    assert not region.pinned
+    assert kept.numel() == 0 or kept[-1] == 7  # the memory lives with its last view
+
+
+@pytest.mark.gpu
+@pytest.mark.cuda
 @on_cuda
 def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that spins is one that the CPU's updates lack."""
@@ -289,6 +400,7 @@ def test_the_host_does_not_spin_while_it_waits_for_a_mark(last: Backend, monkeyp
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 @on_cuda
 def test_page_locking_that_fails_leaves_no_error_behind(last: CudaBackend) -> None:
     """The runtime would tell of it at the next launch of whoever launches a kernel."""

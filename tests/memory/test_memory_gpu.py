@@ -1,4 +1,4 @@
-"""The allocator on a CUDA device."""
+"""The allocator on a device of its own."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import HERE, keep_busy, on_device
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory import Allocator, PagedTensor
-from lightning_ptm.memory.backend import backend_of
+from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.terms import TIERS, Tier
 
 from .conftest import PAGE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, on_device]
 
 
 @pytest.fixture(params=[True, False], ids=["pinned", "pageable"])
 def allocator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Allocator]:
     with Allocator(
         page_size=PAGE,
-        backend=backend_of("cuda:0"),
+        backend=backend_here(0),
         sizes=dict.fromkeys(TIERS, 32 * PAGE),
         disk_paths=[tmp_path],
         pin_host=request.param,
@@ -52,7 +53,7 @@ def test_copy_over_every_link(allocator: Allocator, source_tier: Tier, target_ti
 
 def test_device_region_is_on_a_block(allocator: Allocator) -> None:
     tensor = allocator.allocate("x", 8, torch.float32, Tier.DEVICE).tensor()
-    assert tensor.is_cuda
+    assert tensor.device == torch.device(HERE.type, 0)
     assert tensor.data_ptr() % 4096 == 0
 
 
@@ -75,7 +76,7 @@ def test_copies_start_behind_the_kernels_that_make_their_source(allocator: Alloc
     device = allocator.allocate("x", PAGE // 4, torch.float32, Tier.DEVICE)
     host = allocator.allocate("y", PAGE // 4, torch.float32, Tier.HOST)
     disk = allocator.allocate("z", PAGE // 4, torch.float32, Tier.DISK)
-    torch.cuda._sleep(20_000_000)  # the kernel below starts late; a copy that did not wait would see the old bytes
+    keep_busy()  # the kernel below starts late; a copy that did not wait would see the old bytes
     device.tensor().fill_(5.0)
     to_host, to_disk = allocator.copy(device, host), allocator.copy(device, disk)
     to_host.wait()
@@ -92,4 +93,4 @@ def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
 
 def test_device_without_room_says_what_to_lower() -> None:
     with pytest.raises(CapacityError, match="lower device_memory"):
-        Allocator(page_size=PAGE, backend=backend_of("cuda:0"), sizes={Tier.DEVICE: 1 << 50})
+        Allocator(page_size=PAGE, backend=backend_here(0), sizes={Tier.DEVICE: 1 << 50})

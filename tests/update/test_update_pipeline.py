@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import HERE, on_device
 from paged_training import (
     GROUPS,
     PAGE_SIZE,
@@ -558,15 +559,15 @@ def test_default_chunk_is_a_page_of_float32() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_device
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
-def test_on_cuda(home: Tier) -> None:
+def test_on_a_device(home: Tier) -> None:
     """Masters on the device are updated there; masters on the host on the CPU, the compute copy sent to the device."""
     from lightning_ptm.memory import Allocator
 
     mib = 1 << 20
     optimizer = optim.AdamW([torch.nn.Parameter(torch.ones(5000))], lr=1e-2)
-    plain = torch.nn.Parameter(torch.ones(5000, device="cuda" if home is Tier.DEVICE else "cpu"))
+    plain = torch.nn.Parameter(torch.ones(5000, device=HERE if home is Tier.DEVICE else "cpu"))
     plain_optimizer = optim.AdamW([plain], lr=1e-2, fused=True)
     backend = backend_here()
     with Allocator(
@@ -585,7 +586,7 @@ def test_on_cuda(home: Tier) -> None:
             given = random_gradients(step, torch.bfloat16, [(5000,)])[0]
             assert given is not None
             gradient.tensor()[:5000].copy_(given)
-            torch.cuda.synchronize()
+            backend.synchronize()
             plain.grad = given.to(plain.device).float()
             plain_optimizer.step()
             hyper = snapshot(optimizer, traits)

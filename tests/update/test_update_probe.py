@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import HERE, on_device
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
@@ -230,8 +231,8 @@ def test_hooks_of_the_users_object_are_not_run_for_every_page() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda() -> None:
-    traits = probe(optim.AdamW(parameters()), device="cuda")
+@on_device
+def test_on_a_device() -> None:
+    traits = probe(optim.AdamW(parameters()), device=HERE)
     assert traits.groups[0].fused
     assert [slot.name for slot in traits.slots] == ["exp_avg", "exp_avg_sq"]
