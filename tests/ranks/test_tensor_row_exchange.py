@@ -124,6 +124,21 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
     assert saved.shape == (96, 768)
 
 
+def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
+    """Optimizer states of 8 bits, which are decoded chunk by chunk, beside fp32 weights, which are exchanged as they lie."""
+    given = {"state_dict_type": "sharded", "units": ["Wide"], "state_dtype": "int8", **settings}
+    options = {"max_steps": 2, "callbacks": [Saves(target, None)], "use_distributed_sampler": False}
+    trainer = trainer_of(2, 2, given, precision="32-true", **options)
+    trainer.fit(Module(), DataLoader([row.float() for row in rows(2)], 1))  # type: ignore[arg-type]
+
+
+def test_states_that_are_decoded_are_exchanged_beside_weights_that_are_not(tmp_path: Path) -> None:
+    run_ranks(save_in_fewer_bits, 2, tmp_path / "now", {})
+    run_ranks(save_in_fewer_bits, 2, tmp_path / "behind", {"async_save": True})
+    now = files_of(tmp_path / "now")
+    assert len(now) == 3 and now == files_of(tmp_path / "behind")
+
+
 def test_what_lies_in_ram_is_exchanged_in_fewer_pieces_than_it_has_pages(tmp_path: Path) -> None:
     """A weight of 36864 elements on each rank, and the optimizer's two states of it, in pages of 8192."""
     assert run_ranks(count, 2, tmp_path / "x", {}) == [3, 3]
