@@ -1,11 +1,12 @@
 """`lightning-ptm plan` against reality: seconds of a step as planned from a probe of this machine, and as measured.
 
 In each repeat a probe, then a turn of every run: GPT 25M and 124M, everything in RAM, masters on disk, lock-free updates
-(at most 16 steps late). The plan is made from the medians of the probes' numbers; it knows nothing of the runs.
+(at most 16 steps late); and in RAM and with masters on disk on two ranks that divide layers and the threads, planned from a
+probe that is launched on two ranks. The plan is made from the medians of the probes' numbers; it knows nothing of the runs.
 Ratio: the longer of the two times over the shorter. Also the peak of pages, planned over measured, for which one step is
 enough.
 
-Takes about six minutes. What a number of the prediction comes from is said in `lightning_ptm/forecasting/counting.py` (what
+Takes about nine minutes. What a number of the prediction comes from is said in `lightning_ptm/forecasting/counting.py` (what
 is counted), `probe.py` (rates) and `lightning_ptm/forecasting/clock.py` (what waits for what).
 """
 
@@ -52,10 +53,14 @@ MODELS: dict[str, tuple[dict[str, int | bool], int]] = {
 def runs(size: str, args: argparse.Namespace, folder: Path) -> dict[str, Side]:
     """The settings of one model, by name."""
     disk = {"disk_path": str(folder), "disk_memory": "8GiB", "page_size": f"{args.page_size}MiB"}
+    on_disk = {**disk, "master_home": "disk"}
+    divided = {"tensor_parallel_size": 2}
     settings: dict[str, dict[str, object]] = {
         "in RAM": {},
-        "masters on disk": {**disk, "master_home": "disk"},
+        "masters on disk": on_disk,
         "lock-free": {**disk, "lock_free": True, "max_staleness": 16},
+        "tensor 2 in RAM": divided,
+        "tensor 2 masters on disk": {**on_disk, **divided},
     }
     model, batch = MODELS[size]
     found = {}
@@ -66,16 +71,21 @@ def runs(size: str, args: argparse.Namespace, folder: Path) -> dict[str, Side]:
             "precision": "bf16-mixed",
             "settings": {**given, **dict(args.set), "restore_weights": False},
         }
-        title = f"{size} {name}"
-        found[title] = Side(title, "configured", options, threads=args.threads, environment=side_environment(args))
+        title, ranks = f"{size} {name}", 2 if "tensor_parallel_size" in given else 1
+        options["devices"] = ranks
+        threads = max(1, args.threads // ranks)
+        found[title] = Side(
+            title, "configured", options, ranks=ranks, threads=threads, environment=side_environment(args)
+        )
     return found
 
 
-def probed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One probe of this machine, with the threads of the runs."""
-    command = [sys.executable, str(ROOT / "main.py"), "probe", "--disk", str(folder)]
+def probed(args: argparse.Namespace, folder: Path, ranks: int) -> dict[str, Any]:
+    """One probe of this machine by so many ranks, with the threads of the runs."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launch, str(ROOT / "main.py"), "probe", "--disk", str(folder)]
     command += ["--quick"] if args.quick else []
-    threads = str(args.threads)
+    threads = str(max(1, args.threads // ranks))
     environment = {**os.environ, **side_environment(args), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
     found: dict[str, Any] = yaml.safe_load(answer.stdout)
@@ -97,8 +107,8 @@ def middle(values: Sequence[Any]) -> Any:
     return int(found) if isinstance(values[0], int) else found
 
 
-def predictions(sides: Mapping[str, Side], machine: Path, folder: Path) -> dict[str, Any]:
-    """What the plan says of each run."""
+def predictions(sides: Mapping[str, Side], machines: Mapping[int, Path], folder: Path) -> dict[str, Any]:
+    """What the plan says of each run, on the machine as so many ranks have found it."""
     from lightning_ptm.commands.plan import forecast
 
     found = {}
@@ -114,7 +124,7 @@ def predictions(sides: Mapping[str, Side], machine: Path, folder: Path) -> dict[
             "data": {"class_path": "lightning_ptm.data.TextBytes", "init_args": side.options["data"]},
         }
         config.write_text(yaml.safe_dump(document))
-        found[title] = forecast(config, str(machine))[0]
+        found[title] = forecast(config, str(machines[side.ranks]))[0]
     return found
 
 
@@ -134,7 +144,8 @@ def show(scores: Mapping[str, Score], planned: Mapping[str, Any]) -> None:
     for title, score in scores.items():
         plan = planned[title]
         links = {use.link.value: use.busy_s for use in plan.timing.links}
-        cells = (plan.timing.compute_s, links["update_device"], links["disk_read"], links["disk_write"])
+        names = ("update_device", "disk_read", "disk_write", "collective", "tensor_exchange")
+        cells = (plan.timing.compute_s, *(links[name] for name in names))
         rows.append(
             (
                 title,
@@ -144,7 +155,8 @@ def show(scores: Mapping[str, Score], planned: Mapping[str, Any]) -> None:
                 f"{plan.seconds / score.step_s:.2f}",
             )
         )
-    show_table(("run", "compute", "update", "disk read", "disk write", "planned", "measured", "ratio"), rows)
+    parts = ("compute", "update", "disk read", "disk write", "gathers", "exchanges")
+    show_table(("run", *parts, "planned", "measured", "ratio"), rows)
 
 
 def main() -> None:
@@ -159,24 +171,26 @@ def main() -> None:
         if args.sides:
             sides = {title: side for title, side in sides.items() if title in args.sides.split(",")}
         turns: dict[str, list[Any]] = {title: [] for title in sides}
-        probes = []
+        probes: dict[int, list[Any]] = {side.ranks: [] for side in sides.values()}
         lead = {
             title: args.warmup if args.quick else LEAD_STEPS for title, side in sides.items() if _is_lock_free(side)
         }
         longer = {} if args.quick else dict.fromkeys(lead, LONGER)
         with Race(list(sides.values())) as race:
             for repeat in range(args.repeats):
-                probes.append(probed(args, folder))
+                for ranks, known in probes.items():
+                    known.append(probed(args, folder, ranks))
                 found = race.run(
                     repeats=1, steps=args.steps, warmup=0 if repeat else args.warmup, before=lead, longer=longer
                 )
                 for title, score in found.items():
                     turns[title] += score.turns
         scores = {title: Score(title, tuple(taken)) for title, taken in turns.items()}
-        machine = folder / "machine.yaml"
-        machine.write_text(yaml.safe_dump(middle(probes)))
-        print(machine.read_text())
-        planned = predictions(sides, machine, folder)
+        machines = {ranks: folder / f"machine-{ranks}.yaml" for ranks in probes}
+        for ranks, machine in machines.items():
+            machine.write_text(yaml.safe_dump(middle(probes[ranks])))
+            print(machine.read_text())
+        planned = predictions(sides, machines, folder)
     show_scores(scores, tokens_per_step=SEQUENCE)
     show(scores, planned)
     publish("predictions.py", args, bars(scores, planned), scores)

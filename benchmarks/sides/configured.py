@@ -1,7 +1,7 @@
 """This project's own GPT on its own text, with this project's strategy: what a config file of `fit` describes.
 
 Options: `model`, `data` and `settings` are the arguments of `lightning_ptm.models.GPT`, `lightning_ptm.data.TextBytes` and
-AngelPTMStrategy; `precision`; `device` "cpu" or "cuda".
+AngelPTMStrategy; `precision`; `devices`; `device` "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import Any
 from lightning.pytorch import Trainer
 from race import Baton, current_rss_bytes
 
-from sides.trainer import Pacer, make_strategy
+from sides.trainer import Pacer
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
     """Take part in the race until it is over."""
+    from lightning_ptm import AngelPTMStrategy
     from lightning_ptm.data import TextBytes
     from lightning_ptm.models import GPT
 
-    strategy = make_strategy(options["settings"])
+    strategy = AngelPTMStrategy(**options["settings"])
     empty = current_rss_bytes()
     trainer = Trainer(
         accelerator=options.get("device", "cpu"),
-        devices=1,
+        devices=options.get("devices", 1),
         strategy=strategy,
         precision=options["precision"],
         max_epochs=-1,

@@ -29,6 +29,9 @@ from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, 
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import RangeWriter, SaveOps, Source
 
+_AT_ONCE_BYTES = 16 << 20
+"""Of what stays where it is in RAM, so much is taken together: each message of a tensor group is one more wait for all."""
+
 _Put = Callable[[str, int, Tensor | Source, bool], None]
 """Writes to a file, from an offset on, bytes, which may stay as they are until all is written."""
 
@@ -79,14 +82,38 @@ def bytes_here(kind: ShardedKind) -> int:
     return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
 
 
+def at_once(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> int:
+    """Elements of a flat that a save takes together.
+
+    Args:
+        cell_numel: of what comes through buffers, is decoded, or changes meanwhile.
+        changing: training goes on meanwhile.
+    """
+    if not _stays(flat, changing=changing):
+        return cell_numel
+    return max(cell_numel, _AT_ONCE_BYTES // flat.paged.dtype.itemsize)
+
+
+def _stays(flat: ShardedFlat, *, changing: bool) -> bool:
+    """Whether it lies in RAM as it will in a file, until all is written."""
+    paged = flat.paged
+    return not changing and isinstance(paged, PagedTensor) and paged.tier.addressable and in_ram(paged.tensor())
+
+
 def parts_of(
-    put: _Put, files: StateFiles, kinds: Sequence[ShardedKind], exchange: RowExchange | None, *, changing: bool
+    put: _Put,
+    files: StateFiles,
+    kinds: Sequence[ShardedKind],
+    exchange: RowExchange | None,
+    *,
+    cell_numel: int,
+    changing: bool,
 ) -> tuple[list[Part], list[Callable[[], None]]]:
     """What to do with paged elements, and how to write those that no page holds, which never change.
 
     Args:
         exchange: of whole rows of what is cut by columns; None: each rank writes its own elements.
-        changing: training goes on meanwhile.
+        cell_numel, changing: see `at_once`.
     """
     parts: list[Part] = []
     outside: list[Callable[[], None]] = []
@@ -94,15 +121,13 @@ def parts_of(
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
         for flat in kind.flats:
             if flat.segments:
-                stays = not changing and isinstance(flat.paged, PagedTensor) and _in_ram(flat.paged)
-                parts.append(Part(flat.paged, partial(_put, put, file.name, starts, flat, exchange, stays), flat.cells))
+                stays = _stays(flat, changing=changing)
+                write = partial(_put, put, file.name, starts, flat, exchange, stays)
+                cells = None if stays else flat.cells
+                parts.append(Part(flat.paged, write, cells, at_once(flat, cell_numel, changing=changing)))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside
-
-
-def _in_ram(paged: PagedTensor) -> bool:
-    return paged.tier.addressable and in_ram(paged.tensor())
 
 
 def _put(

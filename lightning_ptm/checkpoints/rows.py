@@ -1,8 +1,10 @@
-"""Sharded saves of what ranks cut by columns: they exchange columns, a page at a time, so that each writes whole rows.
+"""Sharded saves of what ranks cut by columns: they exchange columns, so that each writes whole rows.
 
 A part's rows are short stretches of the file, hundreds or thousands in a page, and each would be a write of its own. The
 ranks of a tensor group own the same elements of their parts, so a page of each together is whole rows of the file, of which
-each rank writes an equal share. What a page has of a row that begins or ends elsewhere is written from where it is.
+each rank writes an equal share. What a page has of a row that begins or ends elsewhere is written from where it is. Where
+states lie in RAM, a page is here several of them (`folder_contents.at_once`): an exchange of one costs as much in hand-offs
+between threads and ranks as in bytes.
 
 A page is on its way while what came before is written, since ranks that waited for each other would leave the disk idle.
 
@@ -145,21 +147,20 @@ class RowExchange:
 
     Args:
         group: the ranks with the other parts, in the order of the parts.
-        flats: all that this rank writes, in this order.
-        page_numel: elements of a flat that are given to `begin` at once.
+        flats: all that this rank writes, in this order, and how many elements of each are given to `begin` at once.
 
     Raises:
         InternalError: on all ranks of the group, if they would exchange other rows (I1).
     """
 
-    def __init__(self, group: Communicator, flats: Iterable[ShardedFlat], page_numel: int) -> None:
+    def __init__(self, group: Communicator, flats: Iterable[tuple[ShardedFlat, int]]) -> None:
         self._group = group
         pages = [
             rows
-            for flat in flats
+            for flat, numel in flats
             if not group.alone
-            for start in range(0, flat.paged.numel, page_numel)
-            if (rows := self._rows_in(flat, start, min(flat.paged.numel, start + page_numel)))
+            for start in range(0, flat.paged.numel, numel)
+            if (rows := self._rows_in(flat, start, min(flat.paged.numel, start + numel)))
         ]
         counts = group.exchange((len(pages), sum(each.numel(0) for rows in pages for each in rows), 0))
         if len(set(counts)) > 1:

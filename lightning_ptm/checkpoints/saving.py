@@ -21,7 +21,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.folder_contents import StateFiles, bytes_here, index_of, parts_of, write_dictionary
+from lightning_ptm.checkpoints.folder_contents import (
+    StateFiles,
+    at_once,
+    bytes_here,
+    index_of,
+    parts_of,
+    write_dictionary,
+)
 from lightning_ptm.checkpoints.rows import RowExchange
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
@@ -138,12 +145,12 @@ class Saving:
 
     def _begin_snapshot(self, files: StateFiles, kinds: Sequence[ShardedKind], *, behind: bool) -> None:
         """What is written is the states of now. Collective."""
-        engine = self._engine
+        engine, cell_numel = self._engine, self._engine.saved_at_once
         if not behind:  # I2
             with engine.together():
-                flats = [flat for kind in kinds for flat in kind.flats]
-                self._exchange = RowExchange(engine.with_other_parts, flats, engine.saved_at_once)
-        parts, self._outside = parts_of(self._put, files, kinds, self._exchange, changing=behind)
+                flats = [(flat, at_once(flat, cell_numel, changing=False)) for kind in kinds for flat in kind.flats]
+                self._exchange = RowExchange(engine.with_other_parts, flats)
+        parts, self._outside = parts_of(self._put, files, kinds, self._exchange, cell_numel=cell_numel, changing=behind)
         self._snapshot = engine.begin_snapshot(parts)
 
     def _write_now(self) -> None:

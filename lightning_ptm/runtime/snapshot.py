@@ -34,11 +34,13 @@ class Part:
 
     Attributes:
         cells: where its cells begin; None: they are of equal length.
+        at_once: elements that are read together, and of a cell of equal length; None: as the snapshot says.
     """
 
     paged: Elements
     put: Callable[[int, Tensor], None]
     cells: Sequence[int] | None = None
+    at_once: int | None = None
 
 
 class _State(enum.Enum):
@@ -52,20 +54,22 @@ class Snapshot:
 
     Args:
         parts: what to take, in this order.
-        cell_numel: elements of a cell, but for parts that have cells of their own; as many are read at once. Stretches that
-            are announced are cells.
+        cell_numel: elements of a cell, but for parts that say otherwise; as many are read at once. Stretches that are
+            announced are cells.
         buffers: for parts on disk.
     """
 
     def __init__(self, allocator: Allocator, parts: Sequence[Part], cell_numel: int, buffers: pieces.Buffers) -> None:
         self._allocator = allocator
-        self._cell_numel = cell_numel
         self._buffers = buffers
 
         # State, under the condition's lock; a part's cells by the number of its paged tensor.
         self._changed = threading.Condition()
         self._parts = {part.paged.id: part for part in parts}
-        self._starts = {part.paged.id: part.cells or range(0, part.paged.numel, cell_numel) for part in parts}
+        self._at_once = {part.paged.id: part.at_once or cell_numel for part in parts}
+        self._starts = {
+            part.paged.id: part.cells or range(0, part.paged.numel, self._at_once[part.paged.id]) for part in parts
+        }
         """Where cells begin."""
         self._cells = {key: [_State.THERE] * len(starts) for key, starts in self._starts.items()}
         self._failure: BaseException | None = None
@@ -100,7 +104,7 @@ class Snapshot:
         with interrupted_later():
             try:
                 if self._claim(part.paged, start):
-                    numel = min(self._cell_numel, part.paged.numel - start)
+                    numel = min(self._at_once[part.paged.id], part.paged.numel - start)
                     self._put(part, start, pieces.elements_of(part.paged, values, numel).cpu())
             except Exception:
                 return  # I3
@@ -148,9 +152,9 @@ class Snapshot:
                 if self._state(paged, first) is not _State.THERE:
                     continue
                 self._set(paged, first, _State.BEING_TAKEN)
-            end = self._end(paged, first)
-            for start in range(first, end, self._cell_numel):
-                yield start, min(self._cell_numel, end - start)
+            end, numel = self._end(paged, first), self._at_once[paged.id]
+            for start in range(first, end, numel):
+                yield start, min(numel, end - start)
 
     def _place(self, paged: Elements, start: int) -> int:
         """Of the cell that has an element."""

@@ -23,6 +23,7 @@ from lightning_ptm import sharded
 from lightning_ptm.checkpoints.rows import RowExchange, Table
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CheckpointError, InternalError
+from lightning_ptm.events import Event
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.values import ShardedFlat
@@ -67,6 +68,7 @@ class Saves(L.Callback):
     def __init__(self, target: Path, culprit: int | None) -> None:
         self.target, self.culprit = target, culprit
         self.seen = ""
+        self.exchanges = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step != 1:
@@ -77,15 +79,28 @@ class Saves(L.Callback):
             with pytest.raises(CheckpointError) as caught:
                 trainer.save_checkpoint(self.target.with_name("never"))
             self.seen, strategy.save_ops = str(caught.value), None
-        trainer.save_checkpoint(self.target)
+        with strategy.trace_events(self.hear):
+            trainer.save_checkpoint(self.target)
+
+    def hear(self, event: Event) -> None:
+        self.exchanges += event.name == "all_to_all"
 
 
 def save(ranks: int, tensor: int, target: Path, settings: dict[str, Any], culprit: int | None = None) -> str:
+    return saved(ranks, tensor, target, settings, culprit).seen
+
+
+def count(target: Path, settings: dict[str, Any]) -> int:
+    """Exchanges of a save."""
+    return saved(2, 2, target, settings, None).exchanges
+
+
+def saved(ranks: int, tensor: int, target: Path, settings: dict[str, Any], culprit: int | None) -> Saves:
     saves = Saves(target, culprit)
     given = {"state_dict_type": "sharded", "units": ["Wide"], **settings}
     trainer = trainer_of(ranks, tensor, given, max_steps=2, callbacks=[saves], use_distributed_sampler=False)
     trainer.fit(Module(), DataLoader(rows(2), 1))  # type: ignore[arg-type]
-    return saves.seen
+    return saves
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -107,6 +122,26 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
         assert len(written) < 96, f"rank {rank} wrote {len(written)} stretches, of 3 kinds of 96 rows"
     saved = sharded.load(tmp_path / "now")["state_dict"]["blocks.0.project.weight"]
     assert saved.shape == (96, 768)
+
+
+def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
+    """Optimizer states of 8 bits, which are decoded chunk by chunk, beside fp32 weights, which are exchanged as they lie."""
+    given = {"state_dict_type": "sharded", "units": ["Wide"], "state_dtype": "int8", **settings}
+    options = {"max_steps": 2, "callbacks": [Saves(target, None)], "use_distributed_sampler": False}
+    trainer = trainer_of(2, 2, given, precision="32-true", **options)
+    trainer.fit(Module(), DataLoader([row.float() for row in rows(2)], 1))  # type: ignore[arg-type]
+
+
+def test_states_that_are_decoded_are_exchanged_beside_weights_that_are_not(tmp_path: Path) -> None:
+    run_ranks(save_in_fewer_bits, 2, tmp_path / "now", {})
+    run_ranks(save_in_fewer_bits, 2, tmp_path / "behind", {"async_save": True})
+    now = files_of(tmp_path / "now")
+    assert len(now) == 3 and now == files_of(tmp_path / "behind")
+
+
+def test_what_lies_in_ram_is_exchanged_in_fewer_pieces_than_it_has_pages(tmp_path: Path) -> None:
+    """A weight of 36864 elements on each rank, and the optimizer's two states of it, in pages of 8192."""
+    assert run_ranks(count, 2, tmp_path / "x", {}) == [3, 3]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -166,7 +201,7 @@ def exchange_all() -> list[str]:
             shard = torch.cat([torch.zeros(64, dtype=dtype), part])
             for stays in (True, False):
                 found = Found()
-                exchange = RowExchange(group, [flat], PAGE_NUMEL)
+                exchange = RowExchange(group, [(flat, PAGE_NUMEL)])
                 for start in range(0, shard.numel(), PAGE_NUMEL):
                     page = shard[start : start + PAGE_NUMEL].clone()
                     exchange.begin(flat, start, page, found, stays=stays)
@@ -199,7 +234,7 @@ def fail_after(pages: int) -> str:
 def write_until(pages: int, group: Communicator) -> str:
     flat = flat_of(group.rank, torch.float32)
     shard = torch.zeros(flat.paged.numel)
-    exchange = RowExchange(group, [flat], PAGE_NUMEL)
+    exchange = RowExchange(group, [(flat, PAGE_NUMEL)])
     starts = list(range(0, shard.numel(), PAGE_NUMEL))
     for page, start in enumerate(starts):
         if group.rank == 1 and page == pages:
@@ -229,7 +264,7 @@ def begin_before_the_other() -> int:
     group = connect()
     others = group.part([[0, 1]])
     flat, found = flat_of(group.rank, torch.float32), Found()
-    exchange = RowExchange(group, [flat], flat.paged.numel)
+    exchange = RowExchange(group, [(flat, flat.paged.numel)])
     if group.rank == 1:
         others.all_reduce(torch.zeros(1))
     exchange.begin(flat, 0, torch.zeros(flat.paged.numel), found, stays=True)
@@ -257,7 +292,7 @@ def test_a_table_fills_from_any_byte_to_any_other(first: int) -> None:
 def differ() -> str:
     group = connect()
     with pytest.raises(InternalError) as caught:
-        RowExchange(group, [flat_of(group.rank, torch.float32, 200 * group.rank)], PAGE_NUMEL)
+        RowExchange(group, [(flat_of(group.rank, torch.float32, 200 * group.rank), PAGE_NUMEL)])
     return str(caught.value)
 
 

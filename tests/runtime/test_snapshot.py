@@ -201,3 +201,14 @@ def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Alloca
     snapshot.take_all()
     tensors[1].tensor()[: 3 * CELL].fill_(torch.nan)
     assert all(torch.equal(into, values) for into in taken)
+
+
+def test_a_part_that_says_how_much_is_taken_at_once_is_taken_so(allocator: Allocator) -> None:
+    taken: list[tuple[int, int]] = []
+    tensors = [allocator.allocate("states", 3 * CELL, torch.float32, Tier.DEVICE) for _ in range(2)]
+    parts = [
+        Part(paged, lambda start, values: taken.append((start, values.numel())), at_once=at_once)
+        for paged, at_once in zip(tensors, (2 * CELL, None), strict=True)
+    ]
+    Snapshot(allocator, parts, CELL, Buffers(allocator, [])).take_all()
+    assert taken == [(0, 2 * CELL), (2 * CELL, CELL), (0, CELL), (CELL, CELL), (2 * CELL, CELL)]
