@@ -224,15 +224,17 @@ def kill_ranks_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, 
     """Other numbers of ranks at each start; one rank or all are killed, at any moment from the first on."""
     (folder / "disk").mkdir(parents=True)
     chance = random.Random(seed)
-    steps = 12 * kills
+    steps = 4 * kills
     starts: list[tuple[int, int]] = []
     shared = in_shared_memory()
     for _ in range(kills):
         ranks = chance.randint(1, 3)
         processes = runs.start(folder, f"{kind}+auto", steps, ranks)
-        said = [] if chance.random() < 0.2 else [runs.line()]
-        time.sleep(chance.random() * 0.5)
-        kill(processes if chance.random() < 0.3 else [chance.choice(processes)])
+        # Who waits for a rank that never came is ended by what has started them, or by the strategy's timeout.
+        early = chance.random() < 0.2
+        said = [] if early else [runs.line()]
+        time.sleep(chance.random())
+        kill(processes if early or chance.random() < 0.3 else [chance.choice(processes)])
         said += runs.until_gone()
         starts += [(ranks, step) for step in began(said)]
         assert os.listdir(folder / "disk") == []
@@ -241,11 +243,6 @@ def kill_ranks_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, 
     starts += [(ranks, step) for step in began(runs.to_the_end(folder, f"{kind}+auto", steps, ranks))]
     check_nothing_left(folder, shared)
     check_resumed_by_hand(runs, folder, kind, starts, steps)
-
-
-@pytest.mark.parametrize("kind", ["sharded"])
-def test_ranks_killed_now_and_then(runs: Runs, kind: str, tmp_path: Path) -> None:
-    kill_ranks_again_and_again(runs, tmp_path / "it", kind, kills=2, seed=4)
 
 
 @pytest.mark.slow
