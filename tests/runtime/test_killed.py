@@ -22,6 +22,7 @@ from killed_run import step_of
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.sharded import load
+from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.storage.index import PARTIAL, is_sharded
 
 
@@ -216,6 +217,11 @@ def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tupl
 def check_nothing_left(folder: Path, shared: set[str]) -> None:
     """But checkpoints under their names."""
     assert os.listdir(folder / "disk") == []
+    # One whose writer was killed while it removed or committed it has no lock, and is taken for a dead one's when it is old.
+    for partial in (folder / "kept").glob(f"{PARTIAL}*"):
+        assert not (partial / "writer.lock").exists()
+        os.utime(partial, (0, 0))
+    remove_stale(folder / "kept")
     assert all(re.fullmatch(r"step=\d+\.ckpt", entry.name) for entry in (folder / "kept").iterdir())
     assert in_shared_memory() <= shared
 
