@@ -200,7 +200,7 @@ def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: boo
     """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
     optimizer = plain_optimizer(optimizer)
     found: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer)):
+    for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer), letting_go=True):
         if keep and state:
             found[id(parameter)] = state
     for parameter in parameters_of(optimizer):  # in this order, as a plain optimizer has them

@@ -17,7 +17,6 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -101,7 +100,9 @@ class Allocator:
             regions: dict[Tier, Region] = {}
             for tier, count in frames.items():
                 if tier.addressable:
-                    regions[tier] = _made(tier, backend, count * page_size, pin=pin_host)
+                    size = count * page_size
+                    made = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin_host)
+                    regions[tier] = made
                     undo.callback(regions[tier].close)
                     if poison:
                         regions[tier].tensor.fill_(POISON)
@@ -280,6 +281,13 @@ class Allocator:
             started = self._begin_move(tensor, tensor.tier, contiguous=True)
         self._copier.launch(started).wait()
 
+    def discard(self, tensor: PagedTensor) -> None:
+        """A tensor's contents are lost, its pages stay its own: the system has their RAM meanwhile. Raises as `release`."""
+        with self._lock:
+            self._check_usable(tensor)
+            self._copier.unless_busy(lambda: self._ledgers[tensor.tier].check_vacate(tensor.id, tensor.pages))
+            self._machine.discard(tensor.tier, tensor.pages)
+
     def live_tensors(self) -> tuple[PagedTensor, ...]:
         """Every tensor that is not released, in order of allocation."""
         with self._lock:
@@ -305,9 +313,7 @@ class Allocator:
     def __enter__(self) -> Allocator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # The lock is held.
@@ -334,8 +340,7 @@ class Allocator:
         for span in tensor.pages:
             if not tensor.tier.addressable:
                 assert self._machine.disk is not None and self._poison_page is not None
-                poison = self._poison_page.memory[: span.bytes]
-                self._machine.disk.write(span.frame, span.offset_bytes, [poison])
+                self._machine.disk.write(span.frame, span.offset_bytes, [self._poison_page.memory[: span.bytes]])
             else:
                 start = span.frame * self.page_size + span.offset_bytes
                 self._machine.regions[tensor.tier].tensor[start : start + span.bytes].fill_(POISON)
@@ -371,11 +376,6 @@ class Allocator:
             raise UsageError(f"{tensor.name} is released; allocate it again")
         if tensor.moving:
             raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
-
-
-def _made(tier: Tier, backend: Backend, size_bytes: int, *, pin: bool) -> Region:
-    """The bytes of a tier that has addresses, by what its row tells."""
-    return backend.device_region(size_bytes) if tier.computes else backend.host_region(size_bytes, pin=pin)
 
 
 def _check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:

@@ -73,6 +73,12 @@ class CopyMachine:
         """Whether a copy between two RAM tiers goes on after it was launched."""
         return self.apart and (source.computes or target.computes)
 
+    def discard(self, tier: Tier, spans: Sequence[PageSpan]) -> None:
+        """What is on `spans` is lost; RAM behind it goes back to the system."""
+        if tier in self.regions:
+            for each in extents(spans, self.page_size, 0, sum(span.bytes for span in spans)):
+                self.regions[tier].discard(each.start_bytes, each.stop_bytes - each.start_bytes)
+
     def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""
         size_bytes = numel * dtype.itemsize

@@ -27,6 +27,9 @@ class Region(Protocol):
 
     tensor: torch.Tensor
 
+    def discard(self, start: int, size_bytes: int) -> None:
+        """What is in these bytes is lost; RAM behind them goes back to the system, which gives zeros when they are used."""
+
     def close(self) -> None: ...
 
 
@@ -51,6 +54,7 @@ class HostRegion:
 
     def __init__(self, size_bytes: int, *, lock: PageLocks | None = None) -> None:
         self._lock: PageLocks | None = None
+        self._mapping: mmap.mmap | None = None
         if size_bytes == 0:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             self.memory = memoryview(bytearray())
@@ -63,6 +67,7 @@ class HostRegion:
                 "lower host_memory (device_memory on a CPU)"
             ) from error
         _advise(mapping)
+        self._mapping = mapping
         self.memory = memoryview(mapping)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         if lock is not None:
@@ -74,11 +79,19 @@ class HostRegion:
         """Whether it is page-locked."""
         return self._lock is not None
 
+    def discard(self, start: int, size_bytes: int) -> None:
+        """As Region's: of the system's whole pages among them, unless they are page-locked."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._mapping is not None and self._lock is None and first < stop:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
     def close(self) -> None:
         """Give the memory up; it is unmapped when the last view dies (I4)."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.unlock_pages(self.tensor.data_ptr())
+        self._mapping = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.memory = memoryview(bytearray())
 
@@ -151,6 +164,9 @@ class DeviceRegion:
             ) from error
         start = -whole.data_ptr() % BLOCK_BYTES
         self.tensor = whole[start : start + size_bytes]
+
+    def discard(self, start: int, size_bytes: int) -> None:
+        """The device keeps what it has given."""
 
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)

@@ -299,7 +299,11 @@ class Values:
         for spec, parameter, value in self._parameters():
             yield spec.name, parameter, put_together(value, spec.box, self._communicator)
 
-    def _parameters(self) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
+    def _parameters(self, *, letting_go: bool = False) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
+        """
+        Args:
+            letting_go: masters, which nobody else has ever seen, lose their RAM when they have been read.
+        """
         flats = [(store, binding, flat) for store in self._stores for binding, flat in _all_flats(store)]
         sizes = [self._precise_bytes(binding, flat) for _, binding, flat in flats]
         with self._progress.bar("gathering weights", sum(sizes)) as seen:
@@ -309,6 +313,9 @@ class Values:
                     original = self._originals.get(id(parameter))
                     value = binding.view(whole, slot) if original is None else original
                     yield binding.layout.slots[slot].spec, parameter, value
+                master = self._master(flat) if letting_go and flat is not None else None
+                if master is not None:
+                    self._allocator.discard(master)
                 seen(size_bytes)
 
     def _precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
@@ -371,13 +378,18 @@ class Values:
                 yield store, binding, update, known
 
     def optimizer_states(
-        self, optimizer: int, copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone()
+        self,
+        optimizer: int,
+        copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone(),
+        *,
+        letting_go: bool = False,
     ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated; of a part, of
         the larger one (I4).
 
         Args:
             copy_of: makes the copies of element-wise state, by the parameter's name.
+            letting_go: each state loses its RAM when it has been copied: they are read for the last time.
         """
         flats = list(self._states_of(optimizer))
         sizes = [
@@ -397,6 +409,9 @@ class Values:
                             value = put_together(view, spec.box, self._communicator)
                             state[name] = copy_of(spec.name, value)
                     del whole  # no two of them at once
+                    paged = update.states.slots.get(name) if letting_go and update is not None else None
+                    if paged is not None:
+                        self._allocator.discard(paged)
                 for slot, state in states.items():
                     yield binding.parameters[slot], state
                 seen(size_bytes)
@@ -639,7 +654,7 @@ class Values:
             for binding, _ in _all_flats(store)
             for slot in binding.replaced()
         }
-        for _, parameter, value in self._parameters():
+        for _, parameter, value in self._parameters(letting_go=True):
             if id(parameter) in theirs:
                 continue  # the user's own storage stays, as anywhere
             binding, slot = slots[id(parameter)]

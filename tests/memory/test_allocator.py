@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError, UsageError
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory import Allocator, PagedTensor, region
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
@@ -675,3 +675,41 @@ def test_a_chunk_across_two_pages_of_one_file_is_one_transfer(
 
     assert home.pages[0].frame == before.pages[0].frame
     assert sorted(files.moved) == sorted(transfers * 6)
+
+
+# -- contents that nobody reads again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system_page", [4096, 16384, 65536])
+def test_discarded_contents_leave_ram_and_neighbours_keep_theirs(
+    make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, system_page: int
+) -> None:
+    monkeypatch.setattr(region.mmap, "PAGESIZE", system_page)
+    allocator = make_allocator(poison=False)
+    numel = 3 * PAGE // 4 + 3 * 1024  # ends inside of a page, where the next one begins
+    before, between, after = (
+        allocator.allocate(name, numel, torch.float32, Tier.DEVICE, shared_tail=True) for name in ("a", "b", "c")
+    )
+    for value, tensor in ((1.0, before), (2.0, between), (3.0, after)):
+        tensor.tensor().fill_(value)
+    free = allocator.free_bytes(Tier.DEVICE)
+    allocator.discard(between)
+    assert allocator.free_bytes(Tier.DEVICE) == free
+    assert before.tensor().eq(1.0).all() and after.tensor().eq(3.0).all()
+    given_back = between.tensor().eq(0.0)
+    assert given_back.any() and (between.tensor().eq(2.0) | given_back).all()
+    between.tensor().fill_(4.0)
+    allocator.release(between)
+    with pytest.raises(UsageError, match="is released"):
+        allocator.discard(between)
+
+
+def test_discarding_on_the_disk_does_nothing(make_allocator: MakeAllocator) -> None:
+    allocator = make_allocator(poison=False)
+    there, ram = (allocator.allocate("x", PAGE // 4, torch.float32, tier) for tier in (Tier.DISK, Tier.HOST))
+    ram.tensor().fill_(5.0)
+    allocator.copy(ram, there).wait()
+    allocator.discard(there)
+    ram.tensor().fill_(0.0)
+    allocator.copy(there, ram).wait()
+    assert ram.tensor().eq(5.0).all()

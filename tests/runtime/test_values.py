@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from drawn_by_hand import PAGE, LaidOut, Net, adam, drawn, laid_out
+from plain_loop import TrainModule, make_trainer, vectors
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
@@ -367,3 +369,43 @@ def test_masters_are_the_homes_that_count(disk: Path) -> None:
         assert made.values.precise(flat).dtype is torch.float32
         (update,) = made.flats[1]
         assert made.values.segments(flat) is update.states.segments
+
+
+class Wide(TrainModule):
+    """16 units of 4 MiB of weights each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+
+    def loss(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+
+class MemoryOfTheEnd(L.Callback):
+    """What is resident when the run's end begins; the most that is from then on."""
+
+    before = 0
+
+    def on_train_end(self, *_: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self.now("VmHWM")
+
+    @staticmethod
+    def now(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_is_given_back_at_the_end_does_not_lie_in_ram_twice(strategy_at: Any, precision: str) -> None:
+    memory = MemoryOfTheEnd()
+    strategy = strategy_at("ram", page_size="1MiB", poison=False)
+    module = Wide()
+    trainer = make_trainer(strategy, precision, max_epochs=1, callbacks=[memory])
+    trainer.fit(module, vectors(2, 4, 1024).loader())
+    grown = memory.now("VmHWM") - memory.before
+    assert len(trainer.optimizers[0].state) == 16
+    assert grown < (96 << 20), f"{grown >> 20} MiB: the weights have 64, and with the optimizer's states 192"
