@@ -116,6 +116,9 @@ class Settings:
             Trainer's root folder.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
             than exceed it. 0 gives the numbers of a synchronous run.
+        staleness_warmup: With `lock_free`: the first so many optimizer steps of a training wait for their updates, with the
+            numbers of a synchronous run; `max_staleness` holds from then on. A run that goes on from a checkpoint counts the
+            steps before it. In the first steps, when loss falls fastest, staleness costs most.
         hold_updates: With `lock_free` and a `max_staleness` of 8 or more: updates wait until about three quarters of it are
             lacking, as far as the disk is fast enough. The gradients of many steps are then applied in one pass: fewer
             bytes to and from the disk, and compute has cores and memory to itself meanwhile. What it costs is staleness.
@@ -174,6 +177,7 @@ class Settings:
     sequence_parallel: bool = False
     lock_free: bool = False
     max_staleness: int = 1
+    staleness_warmup: int = 0
     hold_updates: bool = False
     forecast: bool = True
     half_products: Literal["auto", "native", "fp32"] = "auto"
@@ -218,8 +222,15 @@ class Settings:
                 "state_dict_type='sharded', or async_save=False"
             )
         self._check_parallel()
-        if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
+        for name in ("max_staleness", "staleness_warmup"):
+            steps = getattr(self, name)
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+                raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
+        if self.staleness_warmup and not self.lock_free:
+            raise ConfigError(
+                f"staleness_warmup={self.staleness_warmup} with lock_free=False: each step waits for its update anyway; give "
+                f"lock_free=True, or leave it out"
+            )
         if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
             raise ConfigError(
                 f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "

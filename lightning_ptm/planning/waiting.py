@@ -135,15 +135,20 @@ class Waiting(Generic[F]):
         flats: in the order in which a forward pass uses them.
         spares: kinds of the pages for new versions, each as often as there are such pages.
         room: jobs are started until this much is in hand, and two at least.
+        learns: see the attribute.
+
+    Attributes:
+        learns: whether jobs that begin now learn forecasts.
     """
 
-    def __init__(self, flats: Sequence[F], spares: Iterable[Hashable], *, room: int) -> None:
+    def __init__(self, flats: Sequence[F], spares: Iterable[Hashable], *, room: int, learns: bool = True) -> None:
         self.flats = list(flats)
         for place, flat in enumerate(self.flats):
             flat.place = place
         self._free = Counter(spares)
         self._total = Counter(self._free)
         self._room = room
+        self.learns = learns
         self._in_hand: list[F] = []
 
         self.told: Callable[[Act], None] | None = None
@@ -229,7 +234,8 @@ class Waiting(Generic[F]):
                 self._in_hand.append(flat)
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
-                ahead = min(max(1, flat.late), REACH) if flat.foreseeable and 0 < steps <= REACH else 0
+                learns = self.learns and flat.foreseeable and 0 < steps <= REACH
+                ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
                 self._tell(Act(Doing.BEGINS, flat.place, steps))
         return begun

@@ -99,6 +99,7 @@ class LockFree:
 
     Attributes:
         max_staleness: in steps.
+        warmup: optimizer steps of the training with a staleness of 0, before.
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
@@ -107,6 +108,7 @@ class LockFree:
     """
 
     max_staleness: int
+    warmup: int
     spares: tuple[Row, ...]
     gradients: tuple[Row, ...]
     cores: int
@@ -888,6 +890,7 @@ def _lock_free(
     paced = paced_steps(bound) if request.settings.hold_updates else 1
     return LockFree(
         bound,
+        request.settings.staleness_warmup,
         tuple(spares),
         tuple(gradients),
         max(1, cores // 2),

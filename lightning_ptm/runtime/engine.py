@@ -291,6 +291,7 @@ class Engine:
             self.updater,
             pages.spares(),
             max_staleness=blueprint.lock_free.max_staleness,
+            warmup=blueprint.lock_free.warmup,
             room=blueprint.staging_chunks,
             cores=blueprint.lock_free.cores,
             forecast=blueprint.lock_free.forecast,

@@ -7,6 +7,7 @@ are the buffering thread's (update/buffering.py).
 I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
     micro-batch ends: forward, recomputed forward and backward see one version.
 I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
+    In the warm-up it lacks none: the numbers are those of a synchronous run.
     Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
 I4: where updates are held back (planning/pace.py), a gradient waits here or in the buffers; nobody waits for it.
@@ -123,6 +124,7 @@ class LockFreeUpdates(UpdateScheduler):
         updater: not running yet; the buffering thread has the use of it until `close`.
         spares: pages for versions in the making, as `Waiting` counts them.
         max_staleness: steps whose gradients a parameter in use may lack.
+        warmup: steps of the training in which it may lack none; they end with an iteration.
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
         forecast: parameters in use forecast the updates that they lack (update/forecast.py).
@@ -139,6 +141,7 @@ class LockFreeUpdates(UpdateScheduler):
         spares: Sequence[PagedTensor],
         *,
         max_staleness: int,
+        warmup: int,
         room: int,
         cores: int,
         forecast: bool,
@@ -148,6 +151,9 @@ class LockFreeUpdates(UpdateScheduler):
         super().__init__(flats, optimizers)
         self._units = units
         self._max_staleness = max_staleness
+        self._warmup = warmup
+        self._bound = 0 if warmup else max_staleness
+        """Steps whose gradients a parameter in use may lack now."""
         self._clocks = [_Clock(flat=flat) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
@@ -174,6 +180,7 @@ class LockFreeUpdates(UpdateScheduler):
             spares,
             room=room,
             cores=cores,
+            learns=not warmup,
         )
         sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
         self._pace = Pace(max_staleness, sizes) if paced else None
@@ -186,7 +193,7 @@ class LockFreeUpdates(UpdateScheduler):
         gradient = flat.gradient
         source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()
         place = self._place_of[id(flat)]
-        if self._staleness(place) > self._max_staleness:
+        if self._staleness(place) > self._bound:
             # Steps without a forward in between: with a bound of 0 each must be an update of its own.
             self._catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
@@ -201,6 +208,8 @@ class LockFreeUpdates(UpdateScheduler):
         self._hold(place, contribution)
         for each in begin:
             self._hand_on(each, begin=True)
+        if self._warmup:
+            self._begin_now([place])
 
     def _offer(self, place: int, contribution: Contribution, *, begin: bool) -> None:
         clock = self._clocks[place]
@@ -244,7 +253,7 @@ class LockFreeUpdates(UpdateScheduler):
         """Brings the parameters that compute has to where this contribution is expected to take them."""
         clock = self._clocks[place]
         published = self._buffering.published(place)
-        if clock.forecast is None or not clock.foresees(self._max_staleness, published=published):
+        if clock.forecast is None or not clock.foresees(self._bound, published=published):
             return
         store = clock.flat.store
         if not store.resident:
@@ -289,10 +298,18 @@ class LockFreeUpdates(UpdateScheduler):
     def begin_iteration(self, *, training: bool) -> None:
         self._read.clear()
         self._training = self._graph_open = training
+        if self._warmup and training and self.number_of_step() >= self._warmup:
+            self._end_warmup()
         if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:
             self._adopt_all()
+
+    def _end_warmup(self) -> None:
+        self._warmup, self._bound = 0, self._max_staleness
+        self._buffering.learn()
+        if self._pace is not None:
+            self._pace.drained()
 
     def pending(self, unit: int) -> bool:
         unread = self._unread(unit)
@@ -328,7 +345,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     def _needed(self, clock: _Clock) -> int:
         """Contributions that the version that is read next must include."""
-        return max(clock.received - self._max_staleness, clock.needed)
+        return max(clock.received - self._bound, clock.needed)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
@@ -421,8 +438,8 @@ class LockFreeUpdates(UpdateScheduler):
         if (newer.applied if newer is not None else clock.adopted) < clock.needed:
             return False
         if newer is not None:
-            return clock.received - newer.applied <= self._max_staleness
-        return clock.may_read(self._max_staleness)
+            return clock.received - newer.applied <= self._bound
+        return clock.may_read(self._bound)
 
     def _need_one_more(self, place: int) -> None:
         """What waits longest of a flat has to be in the version that is read next (I5)."""

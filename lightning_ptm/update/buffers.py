@@ -211,18 +211,24 @@ class Buffers:
         flats: in the order in which a forward pass uses them.
         spares: pages for new versions.
         submit: starts a flat's job, which writes the pages; `finish` is to be called when it has ended.
-        room: see `Waiting`.
+        room, learns: see `Waiting`.
     """
 
     def __init__(
-        self, flats: Sequence[FlatBuffer], spares: Iterable[PagedTensor], submit: Submit, *, room: int = 2
+        self,
+        flats: Sequence[FlatBuffer],
+        spares: Iterable[PagedTensor],
+        submit: Submit,
+        *,
+        room: int = 2,
+        learns: bool = True,
     ) -> None:
         self._submit = submit
         self._spares: dict[Hashable, list[PagedTensor]] = {}
         for tensor in spares:
             self._spares.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
         kinds = [kind for kind, tensors in self._spares.items() for _ in tensors]
-        self.policy = Waiting(flats, kinds, room=room)
+        self.policy = Waiting(flats, kinds, room=room, learns=learns)
 
     def offer(self, flat: FlatBuffer, contribution: Contribution, *, begin: bool = True) -> None:
         """A reduced, eligible gradient has come; it is held back unless the flat's pass may `begin`."""
@@ -247,6 +253,10 @@ class Buffers:
         if begin:
             self.policy.begin(flat)
         self._feed()
+
+    def learn(self) -> None:
+        """Jobs that begin from now on learn forecasts."""
+        self.policy.learns = True
 
     def begin(self, flat: FlatBuffer) -> None:
         """What has come for a flat is held back no longer."""

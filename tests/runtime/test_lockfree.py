@@ -246,6 +246,61 @@ def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) 
     assert not torch.equal(late.losses[2], plain.losses[2])
 
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "forecast": {"max_staleness": 3},
+    "not forecast": {"max_staleness": 3, "forecast": False},
+    "held": {"max_staleness": 8, "hold_updates": True},
+}
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("kind", UPDATES)
+def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
+    strategy_at, monkeypatch, where, cores, kind
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    plain = PlainLoop(ScheduledStack, accumulate=2, clip=0.5).run(BATCHES)
+    gate = Gate()
+    strategy = strategy_at(where, **UPDATES[kind], staleness_warmup=4, poison=False)
+    strategy.file_ops = gate
+
+    def after(batch: int) -> None:
+        if batch == 8:  # the end of step 4
+            gate.open_.clear()
+        elif batch == 12:
+            gate.open_.set()
+
+    watch = Watch(after)
+    ours = run(strategy, built(), watch, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    equal = [torch.equal(mine, theirs) for mine, theirs in zip(ours.losses, plain.losses, strict=True)]
+    assert all(equal[:8]) and not any(equal[10:]), equal
+    assert [seen.staleness.maximum for seen, _ in watch.seen[:8]] == [0] * 8  # type: ignore[union-attr]
+    assert watch.seen[-1][0].staleness.maximum > 0  # type: ignore[union-attr]
+    assert_all_applied(watch.seen[-1][1], 6)
+
+
+def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_at, tmp_path) -> None:
+    """And is over in one that resumes behind it."""
+    settings = {**UPDATES["held"], "staleness_warmup": 24}
+    plain = PlainLoop(ScheduledStack, epochs=3).run(BATCHES)
+    path = tmp_path / "last.ckpt"
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(path)
+
+    losses, staleness = [], []
+    for epochs in (1, 2, 3):
+        watch, module = Watch(), built()
+        trainer = make_trainer(strategy_at("lock_free", **settings), callbacks=[watch, Saves()], max_epochs=epochs)
+        trainer.fit(module, BATCHES.loader(), ckpt_path=str(path) if epochs > 1 else None)
+        losses += module.losses
+        staleness.append(watch.seen[-1][0].staleness.maximum)  # type: ignore[union-attr]
+    equal = [torch.equal(mine, theirs) for mine, theirs in zip(losses, plain.losses, strict=True)]
+    assert all(equal[:24]) and not any(equal[26:]), equal
+    assert staleness[:2] == [0, 0] and staleness[2] > 0
+
+
 class Seen(Block):
     """Notes the bytes of its weights whenever they are read."""
 
@@ -611,6 +666,9 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
             "a max_staleness of 8 or more, or leave it out",
         ),
         ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
+        ({"lock_free": True, "staleness_warmup": -1}, "staleness_warmup=-1: give a number of steps, 0 or more"),
+        ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
+        ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
 )
