@@ -124,8 +124,10 @@ class Settings:
             bytes to and from the disk, and compute has cores and memory to itself meanwhile. What it costs is staleness.
         forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
-            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Not where
-            updates are held.
+            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Where
+            updates are held, only with a `forecast_reach` of `max_staleness` or more.
+        forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
+            Each step of a forecast takes compute a pass over the parameters.
         half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
@@ -180,6 +182,7 @@ class Settings:
     staleness_warmup: int = 0
     hold_updates: bool = False
     forecast: bool = True
+    forecast_reach: int = 2
     half_products: Literal["auto", "native", "fp32"] = "auto"
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
@@ -226,6 +229,8 @@ class Settings:
             steps = getattr(self, name)
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
                 raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
+        if isinstance(self.forecast_reach, bool) or not isinstance(self.forecast_reach, int) or self.forecast_reach < 1:
+            raise ConfigError(f"forecast_reach={self.forecast_reach!r}: give a number of steps, 1 or more")
         if self.staleness_warmup and not self.lock_free:
             raise ConfigError(
                 f"staleness_warmup={self.staleness_warmup} with lock_free=False: each step waits for its update anyway; give "

@@ -103,7 +103,7 @@ class LockFree:
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
-        forecast: parameters in use forecast the updates that they lack.
+        forecast: parameters in use forecast the updates that they lack, `reach` at most.
         paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held.
     """
 
@@ -114,6 +114,7 @@ class LockFree:
     cores: int
     cores_in_all: int
     forecast: bool
+    reach: int
     paced_steps: int
 
 
@@ -895,8 +896,9 @@ def _lock_free(
         tuple(gradients),
         max(1, cores // 2),
         cores,
-        # A forecast reaches two steps: where more are lacking most of the time, it would come and go.
-        request.settings.forecast and bound > 0 and paced == 1,
+        # Where more are lacking most of the time than it reaches, it would come and go.
+        request.settings.forecast and bound > 0 and (paced == 1 or request.settings.forecast_reach >= bound),
+        request.settings.forecast_reach,
         paced,
     )
 

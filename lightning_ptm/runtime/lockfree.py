@@ -110,6 +110,11 @@ class _Clock(Reading):
     def held_steps(self) -> int:
         return len(self.held.origins) if self.held is not None else 0
 
+    @property
+    def offered(self) -> int:
+        """Contributions that the buffering thread knows of, or soon will."""
+        return self.received - self.held_steps
+
     def take(self, version: Version) -> None:
         """Compute reads this one from now on."""
         self.adopt(version.applied, version.seen, learned=version.forecast is not None)
@@ -127,7 +132,7 @@ class LockFreeUpdates(UpdateScheduler):
         warmup: steps of the training in which it may lack none; they end with an iteration.
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
-        forecast: parameters in use forecast the updates that they lack (update/forecast.py).
+        forecast: parameters in use forecast the updates that they lack (update/forecast.py); reach: as many at most.
         paced: updates are held back as far as the bound allows (planning/pace.py).
         adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
     """
@@ -145,6 +150,7 @@ class LockFreeUpdates(UpdateScheduler):
         room: int,
         cores: int,
         forecast: bool,
+        reach: int,
         paced: bool,
         adds: bool,
     ) -> None:
@@ -152,9 +158,11 @@ class LockFreeUpdates(UpdateScheduler):
         self._units = units
         self._max_staleness = max_staleness
         self._warmup = warmup
+        self._learns = not warmup
+        """Whether updates learn forecasts."""
         self._bound = 0 if warmup else max_staleness
         """Steps whose gradients a parameter in use may lack now."""
-        self._clocks = [_Clock(flat=flat) for of_unit in flats for flat in of_unit]
+        self._clocks = [_Clock(flat=flat, reach=reach) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
@@ -181,6 +189,7 @@ class LockFreeUpdates(UpdateScheduler):
             room=room,
             cores=cores,
             learns=not warmup,
+            reach=reach,
         )
         sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
         self._pace = Pace(max_staleness, sizes) if paced else None
@@ -255,14 +264,20 @@ class LockFreeUpdates(UpdateScheduler):
         published = self._buffering.published(place)
         if clock.forecast is None or not clock.foresees(self._bound, published=published):
             return
-        store = clock.flat.store
-        if not store.resident:
+        if not clock.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
+        self._add_forecast(clock, contribution)
+
+    @staticmethod
+    def _add_forecast(clock: _Clock, contribution: Contribution) -> None:
+        """On pages that nobody reads now."""
+        assert clock.forecast is not None
+        store, steps = clock.flat.store, len(contribution.origins)
         contribution.settle()
         store.await_reads()
-        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform)
-        clock.seen += 1
+        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform, steps)
+        clock.seen += steps
         clock.exact = False
 
     def _handed_over(self) -> None:
@@ -298,18 +313,23 @@ class LockFreeUpdates(UpdateScheduler):
     def begin_iteration(self, *, training: bool) -> None:
         self._read.clear()
         self._training = self._graph_open = training
-        if self._warmup and training and self.number_of_step() >= self._warmup:
-            self._end_warmup()
+        if self._warmup and training:
+            self._warm_up(self.number_of_step())
         if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:
             self._adopt_all()
 
-    def _end_warmup(self) -> None:
-        self._warmup, self._bound = 0, self._max_staleness
-        self._buffering.learn()
-        if self._pace is not None:
-            self._pace.drained()
+    def _warm_up(self, step: int) -> None:
+        if step >= self._warmup - 1 and not self._learns:
+            # Whoever computes with what comes of this step's gradients may forecast the next.
+            self._learns = True
+            self._buffering.learn(self._steps)
+        if step >= self._warmup:
+            self._catch_up(range(len(self._clocks)))  # what is read from now on was forecast
+            self._warmup, self._bound = 0, self._max_staleness
+            if self._pace is not None:
+                self._pace.drained()
 
     def pending(self, unit: int) -> bool:
         unread = self._unread(unit)
@@ -337,7 +357,8 @@ class LockFreeUpdates(UpdateScheduler):
             self._buffering.wait(partial(self._has_news, late))
 
     def _hurry(self, places: Sequence[int]) -> None:
-        self._begin_now(places)
+        # Others only lack a forecast, which comes without a pass.
+        self._begin_now(place for place in places if self._buffering.applied(place) < self._needed(self._clocks[place]))
         for place in places:
             clock = self._clocks[place]
             clock.hurried = self._needed(clock)
@@ -354,7 +375,7 @@ class LockFreeUpdates(UpdateScheduler):
             return True  # to be asked for
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only what can be collected: one that still lacks a forecast would be news again and again.
-        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
+        return any(self._buffering.peek(place, self._clocks[place].offered) is not None for place in unread)
 
     def finish_all(self) -> None:
         newer = [clock for place, clock in enumerate(self._clocks) if place in self._read and self._has_newer(place)]
@@ -434,7 +455,7 @@ class LockFreeUpdates(UpdateScheduler):
             return False  # it is not known what waits
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
-        newer = self._buffering.peek(place, clock.received)
+        newer = self._buffering.peek(place, clock.offered)
         if (newer.applied if newer is not None else clock.adopted) < clock.needed:
             return False
         if newer is not None:
@@ -469,7 +490,7 @@ class LockFreeUpdates(UpdateScheduler):
         store = self._units[unit]
         for place in self._unread(unit):
             clock = self._clocks[place]
-            version = self._buffering.collect(place, clock.received)
+            version = self._buffering.collect(place, clock.offered)
             if version is None:
                 continue
             flat = clock.flat.store
@@ -478,6 +499,9 @@ class LockFreeUpdates(UpdateScheduler):
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
             clock.take(version)
+            held = clock.held
+            if held is not None and clock.forecast is not None and clock.received - clock.adopted <= clock.reach:
+                self._add_forecast(clock, held)
 
 
 def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:

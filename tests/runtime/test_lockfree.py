@@ -166,9 +166,10 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores) -> None:
+@pytest.mark.parametrize("reach", [2, 16])
+def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores, reach) -> None:
     monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)  # tests compute with one thread
-    strategy = strategy_at(where, max_staleness=16, hold_updates=True)
+    strategy = strategy_at(where, max_staleness=16, hold_updates=True, forecast_reach=reach)
     watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
     module = built()
     make_trainer(strategy, callbacks=[watch]).fit(module, tokens(44).loader())
@@ -265,7 +266,7 @@ def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
     strategy.file_ops = gate
 
     def after(batch: int) -> None:
-        if batch == 8:  # the end of step 4
+        if batch == 9:  # in the fifth step
             gate.open_.clear()
         elif batch == 12:
             gate.open_.set()
@@ -299,6 +300,44 @@ def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_
     equal = [torch.equal(mine, theirs) for mine, theirs in zip(losses, plain.losses, strict=True)]
     assert all(equal[:24]) and not any(equal[26:]), equal
     assert staleness[:2] == [0, 0] and staleness[2] > 0
+
+
+class Plain(Stack):
+    """Without momentum, at one rate and in fp32, a forecast is the update itself, but for its rounding."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
+def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
+    strategy_at, monkeypatch, where, cores, settings
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    batches = tokens(40)
+    plain = PlainLoop(Plain, "32-true").run(batches)
+    far = []
+    for reach in (16, 2):
+        gate = Gate()
+        strategy = strategy_at(where, staleness_warmup=2, forecast_reach=reach, poison=False, **settings)
+        strategy.file_ops = gate
+
+        def after(step: int, gate: Gate = gate) -> None:
+            if step % 10 == 4 and len(settings) == 1:  # what is held needs no slow disk
+                gate.open_.clear()
+            elif step % 10 == 9:
+                gate.open_.set()
+
+        watch, module = Watch(after), built(Plain)
+        make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, batches.loader())
+        assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+        assert_all_applied(watch.seen[-1][1], 40)
+        pairs = zip(module.losses, plain.losses, strict=True)
+        far.append(max(abs(float(ours - theirs)) for ours, theirs in pairs))
+        if reach == 16:
+            assert all(torch.allclose(ours, plain.weights[name], atol=1e-3) for name, ours in module.named_parameters())
+    assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
 
 
 class Seen(Block):
@@ -583,7 +622,8 @@ def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
             if trainer.global_step == 7:
                 trainer.save_checkpoint(tmp_path / "seven.ckpt")
 
-    for settings in ({"max_staleness": 0}, {"max_staleness": 3}, {"max_staleness": 16, "hold_updates": True}):
+    held = {"max_staleness": 16, "hold_updates": True}
+    for settings in ({"max_staleness": 0}, {"max_staleness": 3}, held, {**held, "forecast_reach": 16}):
         make_trainer(strategy_at("lock_free", **settings), callbacks=[Saves()]).fit(built(), BATCHES.loader())
         saved = torch.load(tmp_path / "seven.ckpt", weights_only=False)
         states = saved["optimizer_states"][0]["state"]
@@ -668,6 +708,7 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
         ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
         ({"lock_free": True, "staleness_warmup": -1}, "staleness_warmup=-1: give a number of steps, 0 or more"),
         ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
+        ({"lock_free": True, "forecast_reach": 0}, "forecast_reach=0: give a number of steps, 1 or more"),
         ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
