@@ -340,6 +340,25 @@ def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
     assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_so_they_do_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(
+    strategy_at, monkeypatch, cores
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    batches = tokens(60)
+    plain = PlainLoop(Plain, "32-true", accumulate=2, clip=0.5).run(batches)
+    settings = {"max_staleness": 8, "hold_updates": True, "staleness_warmup": 2, "forecast_reach": 8}
+    strategy = strategy_at("lock_free", recompute="all", **settings)
+    watch = Watch(lambda batch: strategy.engine.drain() if batch == 33 else None)  # between two micro-batches
+    module = built(Plain)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    make_trainer(strategy, "32-true", callbacks=[watch], **options).fit(module, batches.loader())
+    pairs = zip(module.losses, plain.losses, strict=True)
+    assert max(abs(float(ours - theirs)) for ours, theirs in pairs) < 1e-4
+    assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+    assert_all_applied(watch.seen[-1][1], 30)
+
+
 class Seen(Block):
     """Notes the bytes of its weights whenever they are read."""
 
