@@ -9,7 +9,8 @@ seeds of lock-free loss over synchronous loss, at most 1.01, at a mean staleness
 those of Adam and AdamW in one call that comes near them (update/merged.py). "each-apart" always takes them one by one. The
 others take a single step: with the mean or sum of gradients, and the sum, mean or newest of learning rates.
 `--no-forecast` lets compute use parameters as they are. `--hold-updates` holds updates as that setting does: give it
-staleness and a fast disk, `--max-staleness 16 --disk-mb-per-s 2000`.
+staleness and a fast disk, `--max-staleness 16 --disk-mb-per-s 2000`. `--warmup` and `--reach` are `staleness_warmup` and
+`forecast_reach`.
 
 The column "of > 2" tells which share of all gradients was applied in updates of more than two steps, which is what "each" and
 "each-apart" do differently. With `--max-staleness 2` it is next to nothing, and a run then tells about forecasts; for the
@@ -115,6 +116,8 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
         "max_staleness": args.max_staleness,
         "forecast": not args.no_forecast,
         "hold_updates": lock_free and args.hold_updates,
+        "staleness_warmup": args.warmup if lock_free else 0,
+        "forecast_reach": args.reach,
     }
     original, merge = buffering.combined, job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
@@ -162,6 +165,8 @@ def main() -> None:
     parser.add_argument("--disk-mb-per-s", type=float, default=100.0, help="bandwidth of the slowed disk")
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--no-forecast", action="store_true", help="compute uses parameters as they are")
+    parser.add_argument("--reach", type=int, default=REACH, help="updates that are forecast")
+    parser.add_argument("--warmup", type=int, default=0, help="steps that wait for their updates, before")
     parser.add_argument("--hold-updates", action="store_true", help="updates wait for one another")
     parser.add_argument("--rules", default=OURS, help=f"by comma, of {', '.join((OURS, APART, *RULES))}")
     args = quicken(parser.parse_args())
@@ -201,6 +206,10 @@ def main() -> None:
             name += ", no forecast"
         if args.hold_updates:
             name += ", updates held"
+        if args.warmup:
+            name += f", behind {args.warmup} synchronous steps"
+        if args.reach != REACH:
+            name += f", forecasts reach {args.reach}"
         what = f"main job, {len(mine)} seeds, {name}, mean staleness {staleness:.2f}: validation loss over synchronous"
         bars.append(
             Bar(what, mean(run.loss for run in mine), mean(waiting.values()), "nats", ratio, LIMIT, at_least=False)

@@ -116,13 +116,18 @@ class Settings:
             Trainer's root folder.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
             than exceed it. 0 gives the numbers of a synchronous run.
+        staleness_warmup: With `lock_free`: the first so many optimizer steps of a training wait for their updates, with the
+            numbers of a synchronous run; `max_staleness` holds from then on. A run that goes on from a checkpoint counts the
+            steps before it. In the first steps, when loss falls fastest, staleness costs most.
         hold_updates: With `lock_free` and a `max_staleness` of 8 or more: updates wait until about three quarters of it are
             lacking, as far as the disk is fast enough. The gradients of many steps are then applied in one pass: fewer
             bytes to and from the disk, and compute has cores and memory to itself meanwhile. What it costs is staleness.
         forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
-            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Not where
-            updates are held.
+            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Where
+            updates are held, only with a `forecast_reach` of `max_staleness` or more.
+        forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
+            Each step of a forecast takes compute a pass over the parameters.
         half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
@@ -174,8 +179,10 @@ class Settings:
     sequence_parallel: bool = False
     lock_free: bool = False
     max_staleness: int = 1
+    staleness_warmup: int = 0
     hold_updates: bool = False
     forecast: bool = True
+    forecast_reach: int = 2
     half_products: Literal["auto", "native", "fp32"] = "auto"
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
@@ -218,8 +225,17 @@ class Settings:
                 "state_dict_type='sharded', or async_save=False"
             )
         self._check_parallel()
-        if isinstance(self.max_staleness, bool) or not isinstance(self.max_staleness, int) or self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness!r}: give a number of steps, 0 or more")
+        for name in ("max_staleness", "staleness_warmup"):
+            steps = getattr(self, name)
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+                raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
+        if isinstance(self.forecast_reach, bool) or not isinstance(self.forecast_reach, int) or self.forecast_reach < 1:
+            raise ConfigError(f"forecast_reach={self.forecast_reach!r}: give a number of steps, 1 or more")
+        if self.staleness_warmup and not self.lock_free:
+            raise ConfigError(
+                f"staleness_warmup={self.staleness_warmup} with lock_free=False: each step waits for its update anyway; give "
+                f"lock_free=True, or leave it out"
+            )
         if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
             raise ConfigError(
                 f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "

@@ -114,8 +114,8 @@ class Beside:
         spares: pages for versions in the making, by kind.
         rates: of this rank.
         chunk_numel: elements that travel together; staging: chunks that hold buffers at once.
-        max_staleness: steps whose gradients a parameter in use may lack; forecast: they are forecast.
-        paced_steps: steps between two updates of a flat, one flat after the other (pace.py); 1: as soon as they can.
+        max_staleness: steps whose gradients a parameter in use may lack; reach: so many are forecast, where they are.
+        paced: updates are held (pace.py).
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Beside:
         staging: int,
         max_staleness: int,
         paced: bool = False,
+        reach: int | None = None,
     ) -> None:
         # Configuration.
         self._rates = rates
@@ -135,7 +136,9 @@ class Beside:
         # State.
         self._flats = [_Flat(flat, chunk_numel) for flat in flats]
         kinds = [kind for kind, count in spares.items() for _ in range(count)]
-        self.waiting = Waiting(self._flats, kinds, room=staging)
+        self.waiting = Waiting(self._flats, kinds, room=staging, reach=reach)
+        for each in self._flats:
+            each.have.reach = self.waiting.reach
         self._pace = Pace(max_staleness, [flat.numel for flat in flats]) if paced else None
         self._of_unit: dict[int, list[_Flat]] = {}
         for flat in self._flats:

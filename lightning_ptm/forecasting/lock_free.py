@@ -57,5 +57,6 @@ def beside_compute(
         staging=max(1, blueprint.staging_chunks),
         max_staleness=lock_free.max_staleness,
         paced=lock_free.paced_steps > 1,
+        reach=lock_free.reach,
     )
     return beside.run(trace, micro_batches=accumulate, step_s=node.step_s or 0.0)

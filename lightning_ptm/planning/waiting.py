@@ -8,7 +8,7 @@ I1: exactly once. A contribution is counted in one place: waiting, taken by one 
     what comes while a job runs waits for the next.
 I2: one job at a time for a flat, so its updates follow each other.
 I3: a version that is published forecasts what has been received and is not in it, unless it cannot be, or is more than
-    `REACH`.
+    forecasts reach.
 I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
     for, or soon will.
 I5: what is held back is applied when its pass is asked for (pace.py), when compute waits for it, or when more comes that it
@@ -20,14 +20,15 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from lightning_ptm.errors import InternalError
 
 REACH = 2
-"""Updates that are forecast, and steps that are taken one by one. What lacks more is used as it is: so far ahead a forecast
-may overshoot, and each step of it costs compute a pass over the parameters. What waits for longer is applied at once."""
+"""Steps that are taken one by one, of momentum that a forecast follows, and, unless more is asked for, of updates that are
+forecast. What lacks more is used as it is: each step of a forecast costs compute a pass over the parameters. What waits for
+longer is applied at once."""
 
 _NONE = object()
 """Of no parameters: nothing is added to it."""
@@ -118,8 +119,8 @@ class Begin(Generic[F]):
 
     Attributes:
         steps: contributions that it applies; 0: it publishes exact parameters.
-        at_once: in one call of the optimizer, where that can be: too far for a forecast, and too many to take one by one.
-        ahead: updates for which it learns a forecast; 0: it learns none.
+        at_once: in one call of the optimizer, where that can be: too many to take one by one.
+        ahead: updates for which momentum is followed in the forecast that it learns; 0: it learns none.
     """
 
     flat: F
@@ -135,15 +136,30 @@ class Waiting(Generic[F]):
         flats: in the order in which a forward pass uses them.
         spares: kinds of the pages for new versions, each as often as there are such pages.
         room: jobs are started until this much is in hand, and two at least.
+        learns: whether jobs learn forecasts from the first on.
+        reach: updates that are forecast; None: `REACH`.
+
+    Attributes:
+        learns_from: jobs of this step's gradients, and of later ones, learn forecasts; None: no job does.
     """
 
-    def __init__(self, flats: Sequence[F], spares: Iterable[Hashable], *, room: int) -> None:
+    def __init__(
+        self,
+        flats: Sequence[F],
+        spares: Iterable[Hashable],
+        *,
+        room: int,
+        learns: bool = True,
+        reach: int | None = None,
+    ) -> None:
         self.flats = list(flats)
         for place, flat in enumerate(self.flats):
             flat.place = place
         self._free = Counter(spares)
         self._total = Counter(self._free)
         self._room = room
+        self.learns_from = 0 if learns else None
+        self.reach = REACH if reach is None else reach
         self._in_hand: list[F] = []
 
         self.told: Callable[[Act], None] | None = None
@@ -159,7 +175,7 @@ class Waiting(Generic[F]):
                 this one forecast (I3).
         """
         flat.received += steps
-        foreseen = unseen is not None and flat.received - unseen <= REACH
+        foreseen = unseen is not None and flat.received - unseen <= self.reach
         if unseen is not None:
             flat.exact = False
         last = flat.sums[-1] if flat.sums else None
@@ -198,7 +214,7 @@ class Waiting(Generic[F]):
         flat.applied += taken.steps
         flat.late = flat.pending
         flat.learned = flat.learned or learned
-        foreseen = flat.learned and bool(flat.sums) and flat.late <= REACH
+        foreseen = flat.learned and bool(flat.sums) and flat.late <= self.reach
         flat.exact = not learned and not foreseen
         return self._tell(Act(Doing.PUBLISHED, flat.place, taken.steps, foreseen))
 
@@ -229,7 +245,9 @@ class Waiting(Generic[F]):
                 self._in_hand.append(flat)
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
-                ahead = min(max(1, flat.late), REACH) if flat.foreseeable and 0 < steps <= REACH else 0
+                learns = self.learns_from is not None and flat.taken.since >= self.learns_from
+                learns = learns and flat.foreseeable and 0 < steps <= self.reach
+                ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
                 self._tell(Act(Doing.BEGINS, flat.place, steps))
         return begun
@@ -240,10 +258,10 @@ class Waiting(Generic[F]):
         return act
 
 
-def forecasts_all(received: int, applied: int, seen: int) -> bool:
+def forecasts_all(received: int, applied: int, seen: int, reach: int) -> bool:
     """Whether a version that includes `applied` contributions, and includes or forecasts `seen`, forecasts all of so many,
-    as far as can be."""
-    return seen >= received or received - applied > REACH
+    as far as forecasts `reach`."""
+    return seen >= received or received - applied > reach
 
 
 @dataclass(slots=True)
@@ -254,12 +272,14 @@ class Reading:
         received: contributions that it has produced.
         adopted: those in the version that it reads; seen: those that this includes or forecasts.
         learned: whether it can forecast more.
+        reach: updates that are forecast.
     """
 
     received: int = 0
     adopted: int = 0
     seen: int = 0
     learned: bool = False
+    reach: int = field(default_factory=lambda: REACH)
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
         """Another version is read from now on."""
@@ -268,7 +288,9 @@ class Reading:
     def may_read(self, max_staleness: int) -> bool:
         """Whether the version may be read: it lacks no more, and where it forecasts, it forecasts all it lacks."""
         lacks = self.received - self.adopted
-        return lacks <= max_staleness and (not self.learned or forecasts_all(self.received, self.adopted, self.seen))
+        return lacks <= max_staleness and (
+            not self.learned or forecasts_all(self.received, self.adopted, self.seen, self.reach)
+        )
 
     def foresees(self, max_staleness: int, *, published: bool) -> bool:
         """Whether the version is brought to where the contribution that comes now will take it.
@@ -276,4 +298,4 @@ class Reading:
         Not where the next to be read is another, which is `published`: that forecasts it itself.
         """
         lacks = self.received + 1 - self.adopted
-        return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, REACH)
+        return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, self.reach)

@@ -99,19 +99,22 @@ class LockFree:
 
     Attributes:
         max_staleness: in steps.
+        warmup: optimizer steps of the training with a staleness of 0, before.
         spares: pages for versions in the making (update/buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
-        forecast: parameters in use forecast the updates that they lack.
+        forecast: parameters in use forecast the updates that they lack, `reach` at most.
         paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held.
     """
 
     max_staleness: int
+    warmup: int
     spares: tuple[Row, ...]
     gradients: tuple[Row, ...]
     cores: int
     cores_in_all: int
     forecast: bool
+    reach: int
     paced_steps: int
 
 
@@ -899,12 +902,14 @@ def _lock_free(
     paced = paced_steps(bound) if request.settings.hold_updates else 1
     return LockFree(
         bound,
+        request.settings.staleness_warmup,
         tuple(spares),
         tuple(gradients),
         max(1, cores // 2),
         cores,
-        # A forecast reaches two steps: where more are lacking most of the time, it would come and go.
-        request.settings.forecast and bound > 0 and paced == 1,
+        # Where more are lacking most of the time than it reaches, it would come and go.
+        request.settings.forecast and bound > 0 and (paced == 1 or request.settings.forecast_reach >= bound),
+        request.settings.forecast_reach,
         paced,
     )
 

@@ -291,9 +291,11 @@ class Engine:
             self.updater,
             pages.spares(),
             max_staleness=blueprint.lock_free.max_staleness,
+            warmup=blueprint.lock_free.warmup,
             room=blueprint.staging_chunks,
             cores=blueprint.lock_free.cores,
             forecast=blueprint.lock_free.forecast,
+            reach=blueprint.lock_free.reach,
             paced=blueprint.lock_free.paced_steps > 1,
             adds=torch.get_num_threads() >= blueprint.lock_free.cores_in_all,
         )

@@ -7,6 +7,7 @@ are the buffering thread's (update/buffering.py).
 I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
     micro-batch ends: forward, recomputed forward and backward see one version.
 I2: what is read lacks the gradients of at most `max_staleness` steps; compute waits for the rest.
+    In the warm-up it lacks none: the numbers are those of a synchronous run.
     Where it was forecast, the version forecasts all of these.
 I3: at a drain, produced == applied + skipped for every flat.
 I4: where updates are held back (planning/pace.py), a gradient waits here or in the buffers; nobody waits for it.
@@ -109,6 +110,11 @@ class _Clock(Reading):
     def held_steps(self) -> int:
         return len(self.held.origins) if self.held is not None else 0
 
+    @property
+    def offered(self) -> int:
+        """Contributions that the buffering thread knows of, or soon will."""
+        return self.received - self.held_steps
+
     def take(self, version: Version) -> None:
         """Compute reads this one from now on."""
         self.adopt(version.applied, version.seen, learned=version.forecast is not None)
@@ -123,9 +129,10 @@ class LockFreeUpdates(UpdateScheduler):
         updater: not running yet; the buffering thread has the use of it until `close`.
         spares: pages for versions in the making, as `Waiting` counts them.
         max_staleness: steps whose gradients a parameter in use may lack.
+        warmup: steps of the training in which it may lack none; they end with an iteration.
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
-        forecast: parameters in use forecast the updates that they lack (update/forecast.py).
+        forecast: parameters in use forecast the updates that they lack (update/forecast.py); reach: as many at most.
         paced: updates are held back as far as the bound allows (planning/pace.py).
         adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
     """
@@ -139,16 +146,23 @@ class LockFreeUpdates(UpdateScheduler):
         spares: Sequence[PagedTensor],
         *,
         max_staleness: int,
+        warmup: int,
         room: int,
         cores: int,
         forecast: bool,
+        reach: int,
         paced: bool,
         adds: bool,
     ) -> None:
         super().__init__(flats, optimizers)
         self._units = units
         self._max_staleness = max_staleness
-        self._clocks = [_Clock(flat=flat) for of_unit in flats for flat in of_unit]
+        self._warmup = warmup
+        self._learns = not warmup
+        """Whether updates learn forecasts."""
+        self._bound = 0 if warmup else max_staleness
+        """Steps whose gradients a parameter in use may lack now."""
+        self._clocks = [_Clock(flat=flat, reach=reach) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         self._places = [[next(place) for _ in of_unit] for of_unit in flats]
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
@@ -174,6 +188,8 @@ class LockFreeUpdates(UpdateScheduler):
             spares,
             room=room,
             cores=cores,
+            learns=not warmup,
+            reach=reach,
         )
         sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
         self._pace = Pace(max_staleness, sizes) if paced else None
@@ -186,7 +202,7 @@ class LockFreeUpdates(UpdateScheduler):
         gradient = flat.gradient
         source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()
         place = self._place_of[id(flat)]
-        if self._staleness(place) > self._max_staleness:
+        if self._staleness(place) > self._bound:
             # Steps without a forward in between: with a bound of 0 each must be an update of its own.
             self._catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
@@ -201,6 +217,8 @@ class LockFreeUpdates(UpdateScheduler):
         self._hold(place, contribution)
         for each in begin:
             self._hand_on(each, begin=True)
+        if self._warmup:
+            self._begin_now([place])
 
     def _offer(self, place: int, contribution: Contribution, *, begin: bool) -> None:
         clock = self._clocks[place]
@@ -244,16 +262,22 @@ class LockFreeUpdates(UpdateScheduler):
         """Brings the parameters that compute has to where this contribution is expected to take them."""
         clock = self._clocks[place]
         published = self._buffering.published(place)
-        if clock.forecast is None or not clock.foresees(self._max_staleness, published=published):
+        if clock.forecast is None or not clock.foresees(self._bound, published=published):
             return
-        store = clock.flat.store
-        if not store.resident:
+        if not clock.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
+        self._add_forecast(clock, contribution)
+
+    @staticmethod
+    def _add_forecast(clock: _Clock, contribution: Contribution) -> None:
+        """On pages that nobody reads now."""
+        assert clock.forecast is not None
+        store, steps = clock.flat.store, len(contribution.origins)
         contribution.settle()
         store.await_reads()
-        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform)
-        clock.seen += 1
+        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform, steps)
+        clock.seen += steps
         clock.exact = False
 
     def _handed_over(self) -> None:
@@ -289,10 +313,23 @@ class LockFreeUpdates(UpdateScheduler):
     def begin_iteration(self, *, training: bool) -> None:
         self._read.clear()
         self._training = self._graph_open = training
+        if self._warmup and training:
+            self._warm_up(self.number_of_step())
         if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:
             self._adopt_all()
+
+    def _warm_up(self, step: int) -> None:
+        if step >= self._warmup - 1 and not self._learns:
+            # Whoever computes with what comes of this step's gradients may forecast the next.
+            self._learns = True
+            self._buffering.learn(self._steps)
+        if step >= self._warmup:
+            self._catch_up(range(len(self._clocks)))  # what is read from now on was forecast
+            self._warmup, self._bound = 0, self._max_staleness
+            if self._pace is not None:
+                self._pace.drained()
 
     def pending(self, unit: int) -> bool:
         unread = self._unread(unit)
@@ -320,7 +357,8 @@ class LockFreeUpdates(UpdateScheduler):
             self._buffering.wait(partial(self._has_news, late))
 
     def _hurry(self, places: Sequence[int]) -> None:
-        self._begin_now(places)
+        # Others only lack a forecast, which comes without a pass.
+        self._begin_now(place for place in places if self._buffering.applied(place) < self._needed(self._clocks[place]))
         for place in places:
             clock = self._clocks[place]
             clock.hurried = self._needed(clock)
@@ -328,7 +366,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     def _needed(self, clock: _Clock) -> int:
         """Contributions that the version that is read next must include."""
-        return max(clock.received - self._max_staleness, clock.needed)
+        return max(clock.received - self._bound, clock.needed)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
@@ -337,7 +375,7 @@ class LockFreeUpdates(UpdateScheduler):
             return True  # to be asked for
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only what can be collected: one that still lacks a forecast would be news again and again.
-        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
+        return any(self._buffering.peek(place, self._clocks[place].offered) is not None for place in unread)
 
     def finish_all(self) -> None:
         newer = [clock for place, clock in enumerate(self._clocks) if place in self._read and self._has_newer(place)]
@@ -417,12 +455,12 @@ class LockFreeUpdates(UpdateScheduler):
             return False  # it is not known what waits
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
-        newer = self._buffering.peek(place, clock.received)
+        newer = self._buffering.peek(place, clock.offered)
         if (newer.applied if newer is not None else clock.adopted) < clock.needed:
             return False
         if newer is not None:
-            return clock.received - newer.applied <= self._max_staleness
-        return clock.may_read(self._max_staleness)
+            return clock.received - newer.applied <= self._bound
+        return clock.may_read(self._bound)
 
     def _need_one_more(self, place: int) -> None:
         """What waits longest of a flat has to be in the version that is read next (I5)."""
@@ -452,7 +490,7 @@ class LockFreeUpdates(UpdateScheduler):
         store = self._units[unit]
         for place in self._unread(unit):
             clock = self._clocks[place]
-            version = self._buffering.collect(place, clock.received)
+            version = self._buffering.collect(place, clock.offered)
             if version is None:
                 continue
             flat = clock.flat.store
@@ -461,6 +499,9 @@ class LockFreeUpdates(UpdateScheduler):
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
             clock.take(version)
+            held = clock.held
+            if held is not None and clock.forecast is not None and clock.received - clock.adopted <= clock.reach:
+                self._add_forecast(clock, held)
 
 
 def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:

@@ -78,8 +78,8 @@ class Arithmetic:
                 progress, self._merged_hyper(progress), start, parameter, slots, target, reader, progress.merged
             )
             self._step(chunk, [self._counted(run, progress.merged[run.group]) for run in runs])
-            if whole_target:
-                windows[TARGET].copy_(parameter)
+            before = self._copy_of(parameter) if job.forecast is not None else None
+            _end(progress, start, runs, before, windows, whole_target=whole_target, taken=len(job.steps))
             return
         for count, hyper in enumerate(job.steps):
             if count:
@@ -90,14 +90,7 @@ class Arithmetic:
             if job.forecast is not None and hyper is job.hyper:
                 before = self._copy_of(parameter)
             self._step(_Chunk(progress, hyper, start, parameter, slots, target, reader), runs_now)
-        if job.forecast is not None and before is not None:
-            for run in runs_now:
-                place = (run.start - start, run.numel)
-                moments = {name: slots[name].narrow(0, *place) for name in states.slot_names[run.group]}
-                job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), moments)
-            windows[TARGET].copy_(before)
-        elif whole_target:
-            windows[TARGET].copy_(parameter)
+        _end(progress, start, runs_now, before, windows, whole_target=whole_target)
 
     @staticmethod
     def _update_whole(
@@ -254,6 +247,33 @@ class Arithmetic:
         if key not in self._scratch:
             self._scratch[key] = torch.empty(self._block_numel, dtype=parameter.dtype, device=parameter.device)
         return self._scratch[key]
+
+
+def _end(
+    progress: JobUnderWay,
+    start: int,
+    runs: Sequence[Run],
+    before: torch.Tensor | None,
+    windows: Mapping[str, torch.Tensor],
+    *,
+    whole_target: bool,
+    taken: int = 1,
+) -> None:
+    """A chunk is updated: its forecast is learned, and the target written.
+
+    Args:
+        runs: with their scalars before the last `taken` steps, which were one call.
+        before: what a forecast needs: the parameters before them, or, where they were several, room for as many.
+    """
+    job, parameter = progress.job, windows[PARAMETER]
+    if job.forecast is not None and before is not None:
+        for run in runs:
+            place = (run.start - start, run.numel)
+            moments = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
+            job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), moments, taken)
+        windows[TARGET].copy_(before)
+    elif whole_target:
+        windows[TARGET].copy_(parameter)
 
 
 def _is_direct(job: UpdateJob, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -62,6 +62,8 @@ class Buffering:
         spares: pages for new versions.
         room: chunks of all jobs in hand at once, about.
         cores: CPU cores that the updater's arithmetic may use, and this thread's.
+        learns: whether updates learn forecasts from the first on.
+        reach: updates that are forecast; None: a few.
     """
 
     def __init__(
@@ -72,12 +74,16 @@ class Buffering:
         *,
         room: int,
         cores: int,
+        learns: bool = True,
+        reach: int | None = None,
     ) -> None:
         self._updater = updater
         self._flats = list(flats)
         self._cores = cores
         self._of_buffer = {id(flat.buffer): flat for flat in flats}
-        self._buffers = Buffers([flat.buffer for flat in flats], spares, self._submit, room=room)
+        self._buffers = Buffers(
+            [flat.buffer for flat in flats], spares, self._submit, room=room, learns=learns, reach=reach
+        )
 
         self.updates = 0
         """Jobs finished since the start; written by the thread."""
@@ -103,6 +109,10 @@ class Buffering:
         """Hand over a reduced gradient; it is applied exactly once, some time later: not before `begin` or `hurry`."""
         self.check()
         self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution, begin))
+
+    def learn(self, step: int) -> None:
+        """Updates with gradients of this step, and of later ones, learn forecasts."""
+        self._messages.put(partial(self._buffers.learn, step))
 
     def begin(self, flat: int) -> None:
         """What was handed over of a flat and held back may be applied."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_ptm.planning import waiting
 from lightning_ptm.planning.waiting import Begin, Doing, Flat, Waiting, forecasts_all
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
@@ -101,9 +102,10 @@ class Version:
     Attributes:
         pages: they are in.
         applied: contributions that they include.
-        seen: contributions that they include or forecast, where they forecast any and lack no more than `waiting.REACH`.
+        seen: contributions that they include or forecast, where they forecast any and lack no more than `reach`.
         forecast: of the next update; None: there is none.
         exact: they are the master parameters, rounded.
+        reach: updates that are forecast.
     """
 
     pages: PagedTensor
@@ -111,10 +113,11 @@ class Version:
     seen: int
     forecast: Forecast | None = None
     exact: bool = True
+    reach: int = dataclasses.field(default_factory=lambda: waiting.REACH)
 
     def fits(self, received: int) -> bool:
         """Whether it forecasts all of so many contributions, as far as can be."""
-        return self.forecast is None or forecasts_all(received, self.applied, self.seen)
+        return self.forecast is None or forecasts_all(received, self.applied, self.seen, self.reach)
 
 
 class VersionSlot:
@@ -211,18 +214,25 @@ class Buffers:
         flats: in the order in which a forward pass uses them.
         spares: pages for new versions.
         submit: starts a flat's job, which writes the pages; `finish` is to be called when it has ended.
-        room: see `Waiting`.
+        room, learns, reach: see `Waiting`.
     """
 
     def __init__(
-        self, flats: Sequence[FlatBuffer], spares: Iterable[PagedTensor], submit: Submit, *, room: int = 2
+        self,
+        flats: Sequence[FlatBuffer],
+        spares: Iterable[PagedTensor],
+        submit: Submit,
+        *,
+        room: int = 2,
+        learns: bool = True,
+        reach: int | None = None,
     ) -> None:
         self._submit = submit
         self._spares: dict[Hashable, list[PagedTensor]] = {}
         for tensor in spares:
             self._spares.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
         kinds = [kind for kind, tensors in self._spares.items() for _ in tensors]
-        self.policy = Waiting(flats, kinds, room=room)
+        self.policy = Waiting(flats, kinds, room=room, learns=learns, reach=reach)
 
     def offer(self, flat: FlatBuffer, contribution: Contribution, *, begin: bool = True) -> None:
         """A reduced, eligible gradient has come; it is held back unless the flat's pass may `begin`."""
@@ -247,6 +257,10 @@ class Buffers:
         if begin:
             self.policy.begin(flat)
         self._feed()
+
+    def learn(self, step: int) -> None:
+        """Jobs of this step's gradients, and of later ones, learn forecasts."""
+        self.policy.learns_from = step
 
     def begin(self, flat: FlatBuffer) -> None:
         """What has come for a flat is held back no longer."""
@@ -275,7 +289,8 @@ class Buffers:
         if ended.foreseen:
             for contribution in flat.waiting:
                 flat.foresee(target, contribution)
-        unseen = flat.slot.publish(Version(target, flat.applied, flat.received, flat.forecast, flat.exact))
+        version = Version(target, flat.applied, flat.received, flat.forecast, flat.exact, self.policy.reach)
+        unseen = flat.slot.publish(version)
         if unseen is not None:
             self._take_back(unseen.pages)
         self._feed()

@@ -22,6 +22,7 @@ import torch
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.gradient import GradientSource, ParameterGradients, Transform
+from lightning_ptm.update.merged import FIRST_MOMENT
 from lightning_ptm.update.shadow import HyperParameters
 from lightning_ptm.update.states import FlatStates, Run
 from lightning_ptm.update.traits import OptimizerTraits
@@ -128,18 +129,33 @@ class Forecast:
         """Whether the curvature may be changed: that of `last` is read by others."""
         self._stretches: list[_Stretch] = []
 
-    def learn(self, run: Run, before: torch.Tensor, parameter: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
+    def learn(
+        self,
+        run: Run,
+        before: torch.Tensor,
+        parameter: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        taken: int = 1,
+    ) -> None:
         """A run was updated. Afterwards `before` holds what it will be after `ahead` steps of momentum alone.
 
         Args:
-            run: with its scalars before the step.
+            run: with its scalars before the step, or steps.
             before: its master values before the step; parameter: after; slots: after. All (run.numel,).
+            taken: steps that were taken in one call (merged.py). What `before` held is of no use then: not the last step
+                alone has led from there.
         """
         group = self._hyper.groups[run.group]
-        steps = _steps(run, group) + 1
+        steps = _steps(run, group) + taken
         rule = _rule(self._kind, group, steps)
         repeated = sum(rule.persistence**step for step in range(1, self._ahead + 1))
-        torch.lerp(before, parameter, 1.0 + repeated, out=before)
+        if taken == 1:
+            torch.lerp(before, parameter, 1.0 + repeated, out=before)
+        else:
+            first, second = (1.0 - float(beta) ** steps for beta in group["betas"])
+            torch.mul(slots["exp_avg_sq"], 1.0 / second, out=before).sqrt_().add_(rule.eps)
+            torch.div(slots[FIRST_MOMENT], before, out=before)
+            before.mul_(-float(group["lr"]) / first * repeated).add_(parameter)
         if rule.second_moment is not None:
             learned = self._learned.get((run.start, run.stop), 0)
             if not 0 <= steps - learned <= learned // _REUSE:

@@ -72,6 +72,34 @@ def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(step
     assert (job.at_once, job.ahead) == ((False, 1) if steps <= REACH else (True, 0))
 
 
+def test_a_forecast_that_reaches_further_is_learned_from_steps_that_are_taken_at_once() -> None:
+    flat = Flat("a kind", foreseeable=True)
+    waiting = Waiting([flat], ["a kind"] * 2, room=2, reach=12)
+    for steps, ahead in ((12, 1), (13, 0)):
+        for step in range(steps):
+            waiting.hold(flat, step)
+        waiting.begin(flat)
+        (job,) = waiting.next_jobs()
+        assert (job.steps, job.at_once, job.ahead) == (steps, True, ahead)
+        waiting.finish(flat, learned=bool(ahead))
+        waiting.give_back("a kind")
+    have = Reading(received=13, adopted=1, seen=2, learned=True, reach=12)
+    assert not have.may_read(16)
+    have.seen = 13
+    assert have.may_read(16) and not have.foresees(16, published=False)
+    have.adopted = 2
+    assert have.foresees(16, published=False) and not have.foresees(11, published=False)
+
+
+def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
+    flats = [Flat("a kind", foreseeable=True) for _ in range(2)]
+    waiting = Waiting(flats, ["a kind"] * 4, room=2, learns=False)
+    offer(waiting, flats[0], 6)
+    waiting.learns_from = 7
+    offer(waiting, flats[1], 7)
+    assert [job.ahead for job in waiting.next_jobs()] == [0, 1]
+
+
 def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
     waiting, (flat,) = waiting_of(foreseeable=True)
     for late in (1, REACH, REACH + 1):

@@ -85,6 +85,7 @@ CASES = {
     "held, by turns, accumulated": Case(ByTurns, HELD, accumulate=2, waits=1),
     "held, clipped": Case(Clipped, HELD, "32-true"),
     "held, two optimizers": Case(Adversaries, HELD),
+    "held, forecast, behind a warm-up": Case(Ledger, {**HELD, "forecast_reach": 8, "staleness_warmup": 2}),
     "held, overflowing": Case(Overflowing, HELD, "16-mixed"),
     "held, reduced once": Case(Ledger, {**HELD, "reduce_gradients": "each_step"}, accumulate=2),
 }

@@ -460,19 +460,23 @@ def test_freed_memory(freed: str, free: int, settings: dict[str, Any], keeps: bo
 
 
 @pytest.mark.parametrize(
-    ("staleness", "hold", "forecast", "forecasts", "held"),
+    ("staleness", "hold", "forecast", "reach", "forecasts", "held"),
     [
-        (1, False, True, True, False),
-        (0, False, True, False, False),
-        (1, False, False, False, False),
-        (8, True, True, False, True),
+        (1, False, True, 2, True, False),
+        (0, False, True, 2, False, False),
+        (1, False, False, 2, False, False),
+        (8, True, True, 2, False, True),
+        (8, True, True, 7, False, True),
+        (8, True, True, 8, True, True),
+        (8, True, False, 8, False, True),
     ],
 )
-def test_forecasts_are_for_updates_that_are_not_held(
-    staleness: int, hold: bool, forecast: bool, forecasts: bool, held: bool
+def test_forecasts_are_for_updates_that_are_not_held_or_reach_all_that_may_be_lacking(
+    staleness: int, hold: bool, forecast: bool, reach: int, forecasts: bool, held: bool
 ) -> None:
-    found = drawn(lock_free=True, disk_path="/d", max_staleness=staleness, hold_updates=hold, forecast=forecast)
-    assert found.lock_free is not None
+    settings = {"max_staleness": staleness, "hold_updates": hold, "forecast": forecast, "forecast_reach": reach}
+    found = drawn(lock_free=True, disk_path="/d", staleness_warmup=5, **settings)
+    assert found.lock_free is not None and (found.lock_free.warmup, found.lock_free.reach) == (5, reach)
     assert (found.lock_free.forecast, found.lock_free.paced_steps > 1) == (forecasts, held)
     assert found.lock_free.max_staleness == staleness
 

@@ -166,9 +166,10 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores) -> None:
+@pytest.mark.parametrize("reach", [2, 16])
+def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores, reach) -> None:
     monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)  # tests compute with one thread
-    strategy = strategy_at(where, max_staleness=16, hold_updates=True)
+    strategy = strategy_at(where, max_staleness=16, hold_updates=True, forecast_reach=reach)
     watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
     module = built()
     make_trainer(strategy, callbacks=[watch]).fit(module, tokens(44).loader())
@@ -244,6 +245,118 @@ def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) 
     )
     assert torch.equal(late.losses[0], plain.losses[0])
     assert not torch.equal(late.losses[2], plain.losses[2])
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "forecast": {"max_staleness": 3},
+    "not forecast": {"max_staleness": 3, "forecast": False},
+    "held": {"max_staleness": 8, "hold_updates": True},
+}
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("kind", UPDATES)
+def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
+    strategy_at, monkeypatch, where, cores, kind
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    plain = PlainLoop(ScheduledStack, accumulate=2, clip=0.5).run(BATCHES)
+    gate = Gate()
+    strategy = strategy_at(where, **UPDATES[kind], staleness_warmup=4, poison=False)
+    strategy.file_ops = gate
+
+    def after(batch: int) -> None:
+        if batch == 9:  # in the fifth step
+            gate.open_.clear()
+        elif batch == 12:
+            gate.open_.set()
+
+    watch = Watch(after)
+    ours = run(strategy, built(), watch, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    equal = [torch.equal(mine, theirs) for mine, theirs in zip(ours.losses, plain.losses, strict=True)]
+    assert all(equal[:8]) and not any(equal[10:]), equal
+    assert [seen.staleness.maximum for seen, _ in watch.seen[:8]] == [0] * 8  # type: ignore[union-attr]
+    assert watch.seen[-1][0].staleness.maximum > 0  # type: ignore[union-attr]
+    assert_all_applied(watch.seen[-1][1], 6)
+
+
+def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_at, tmp_path) -> None:
+    """And is over in one that resumes behind it."""
+    settings = {**UPDATES["held"], "staleness_warmup": 24}
+    plain = PlainLoop(ScheduledStack, epochs=3).run(BATCHES)
+    path = tmp_path / "last.ckpt"
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(path)
+
+    losses, staleness = [], []
+    for epochs in (1, 2, 3):
+        watch, module = Watch(), built()
+        trainer = make_trainer(strategy_at("lock_free", **settings), callbacks=[watch, Saves()], max_epochs=epochs)
+        trainer.fit(module, BATCHES.loader(), ckpt_path=str(path) if epochs > 1 else None)
+        losses += module.losses
+        staleness.append(watch.seen[-1][0].staleness.maximum)  # type: ignore[union-attr]
+    equal = [torch.equal(mine, theirs) for mine, theirs in zip(losses, plain.losses, strict=True)]
+    assert all(equal[:24]) and not any(equal[26:]), equal
+    assert staleness[:2] == [0, 0] and staleness[2] > 0
+
+
+class Plain(Stack):
+    """Without momentum, at one rate and in fp32, a forecast is the update itself, but for its rounding."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
+def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
+    strategy_at, monkeypatch, where, cores, settings
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    batches = tokens(40)
+    plain = PlainLoop(Plain, "32-true").run(batches)
+    far = []
+    for reach in (16, 2):
+        gate = Gate()
+        strategy = strategy_at(where, staleness_warmup=2, forecast_reach=reach, poison=False, **settings)
+        strategy.file_ops = gate
+
+        def after(step: int, gate: Gate = gate) -> None:
+            if step % 10 == 4 and len(settings) == 1:  # what is held needs no slow disk
+                gate.open_.clear()
+            elif step % 10 == 9:
+                gate.open_.set()
+
+        watch, module = Watch(after), built(Plain)
+        make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, batches.loader())
+        assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+        assert_all_applied(watch.seen[-1][1], 40)
+        pairs = zip(module.losses, plain.losses, strict=True)
+        far.append(max(abs(float(ours - theirs)) for ours, theirs in pairs))
+        if reach == 16:
+            assert all(torch.allclose(ours, plain.weights[name], atol=1e-3) for name, ours in module.named_parameters())
+    assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_so_they_do_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(
+    strategy_at, monkeypatch, cores
+) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    batches = tokens(60)
+    plain = PlainLoop(Plain, "32-true", accumulate=2, clip=0.5).run(batches)
+    settings = {"max_staleness": 8, "hold_updates": True, "staleness_warmup": 2, "forecast_reach": 8}
+    strategy = strategy_at("lock_free", recompute="all", **settings)
+    watch = Watch(lambda batch: strategy.engine.drain() if batch == 33 else None)  # between two micro-batches
+    module = built(Plain)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    make_trainer(strategy, "32-true", callbacks=[watch], **options).fit(module, batches.loader())
+    pairs = zip(module.losses, plain.losses, strict=True)
+    assert max(abs(float(ours - theirs)) for ours, theirs in pairs) < 1e-4
+    assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+    assert_all_applied(watch.seen[-1][1], 30)
 
 
 class Seen(Block):
@@ -528,7 +641,8 @@ def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
             if trainer.global_step == 7:
                 trainer.save_checkpoint(tmp_path / "seven.ckpt")
 
-    for settings in ({"max_staleness": 0}, {"max_staleness": 3}, {"max_staleness": 16, "hold_updates": True}):
+    held = {"max_staleness": 16, "hold_updates": True}
+    for settings in ({"max_staleness": 0}, {"max_staleness": 3}, held, {**held, "forecast_reach": 16}):
         make_trainer(strategy_at("lock_free", **settings), callbacks=[Saves()]).fit(built(), BATCHES.loader())
         saved = torch.load(tmp_path / "seven.ckpt", weights_only=False)
         states = saved["optimizer_states"][0]["state"]
@@ -611,6 +725,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
             "a max_staleness of 8 or more, or leave it out",
         ),
         ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
+        ({"lock_free": True, "staleness_warmup": -1}, "staleness_warmup=-1: give a number of steps, 0 or more"),
+        ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
+        ({"lock_free": True, "forecast_reach": 0}, "forecast_reach=0: give a number of steps, 1 or more"),
+        ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
 )

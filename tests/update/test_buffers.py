@@ -50,7 +50,13 @@ class Bench:
     """Buffers whose jobs end when a test says so; `readers` is what compute holds of each flat."""
 
     def __init__(
-        self, flats: int = 1, spares: int = 2, room: int = 2, sizes: Sequence[int] = (), foreseeable: bool = False
+        self,
+        flats: int = 1,
+        spares: int = 2,
+        room: int = 2,
+        sizes: Sequence[int] = (),
+        foreseeable: bool = False,
+        reach: int | None = None,
     ) -> None:
         self.jobs: list[Job] = []
         self.flats = [
@@ -58,7 +64,8 @@ class Bench:
             for index, size in enumerate(sizes or [1] * flats)
         ]
         self.held = {flat.name: pages(index) for index, flat in enumerate(self.flats)}
-        self.buffers = Buffers(self.flats, (pages(100 + index) for index in range(spares)), self._start, room=room)
+        spare = (pages(100 + index) for index in range(spares))
+        self.buffers = Buffers(self.flats, spare, self._start, room=room, reach=reach)
 
     def _start(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
         self.jobs.append(Job(begun.flat, contribution, target))

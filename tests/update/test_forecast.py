@@ -101,6 +101,36 @@ def test_it_comes_near_what_the_next_update_does(twin_of, name, steps, home) -> 
     assert float((foreseen - after).norm() / (now - after).norm()) < tolerance
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_what_was_updated_for_several_steps_at_once_is_forecast_as_well(twin_of, name, ahead) -> None:
+    """The target holds what momentum makes of the master, as one more step after these would have left it."""
+    make, _ = OPTIMIZERS[name]
+    twin = twin_of(make)
+    forecast = learn(twin, 12)
+    hyper = twin.hyper()
+    many = Forecast(twin.states, hyper, ahead, forecast)
+    earlier = [hyper] * 5
+    job = twin.job(signs(50), earlier=earlier, merge=True, forecast=many, fresh_target=True)
+    twin.updater.finish(twin.updater.submit(job))
+    twin.updater.drain()
+    merged, foreseen = master(twin), copy(twin)
+    # The same by hand: a step of the same size with a gradient that only keeps the moments as large as they are.
+    again = twin.job([None if each is None else torch.zeros_like(each) for each in signs(0)], fresh_target=True)
+    twin.updater.finish(twin.updater.submit(again))
+    twin.updater.drain()
+    first = 0.9 if name == "adam" else 0.8
+    second = 0.999 if name == "adam" else 0.95
+    alone = (master(twin) - merged) * second**0.5  # zeros let the second moment shrink
+    decayed = -0.01 * 0.1 * merged if name == "adamw" else 0.0
+    alone = alone - decayed * second**0.5
+    wanted = alone * sum(first**step for step in range(ahead))
+    assert float((foreseen - merged - wanted).norm() / wanted.norm()) < 0.05
+    # And it answers to gradients.
+    many.add_(twin.target.tensor(), source(twin, signs(100)), Transform())
+    assert not torch.equal(copy(twin), master(twin))
+
+
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_in_16_bits_it_is_as_good_as_their_rounding(twin_of, compute) -> None:
     twin = twin_of(lambda groups: optim.Adam(groups, lr=0.05), compute=compute)

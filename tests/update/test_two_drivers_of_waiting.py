@@ -28,6 +28,7 @@ class Both(Beside):
         sizes = [chance.choice([1, 4, 10]) for _ in range(chance.randint(1, 8))]
         spares, room = chance.randint(1, 4), chance.choice([2, 8, 30])
         foreseeable, bound = seed % 2 == 0, chance.choice([0, 1, 2, 4, 16])
+        reach = chance.choice([waiting.REACH, waiting.REACH, 16])
         work = sum(sizes) * CHUNK
         rates = BesideRates(
             update_bytes_per_s=28 * work / chance.choice([0.1, 1.0, 5.0]),
@@ -45,9 +46,10 @@ class Both(Beside):
             chunk_numel=CHUNK,
             staging=room,
             max_staleness=bound,
-            paced=not foreseeable and bound >= 4,
+            paced=(not foreseeable or reach >= bound) and bound >= 4,
+            reach=reach,
         )
-        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable)
+        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable, reach=reach)
         self.planned: list[Act] = []
         self.done: list[Act] = []
         self.waiting.told = self.planned.append
