@@ -3,7 +3,7 @@
 I1: a function finds what it would find in a process of its own: environment, folder, output, random numbers, warnings and the
 path of modules are set anew for each. I2: a process goes on only when its last function has returned and left nothing behind
 that the next could see: no thread, no child, no handler of a signal, no other function or class in modules of
-torch.distributed, of the package or of the tests than before.
+torch.distributed or of the package, and nothing else in modules of the tests, than before.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Surroundings:
         self._random = numpy.random.get_state(), torch.get_rng_state()
         self._handlers = [signal.getsignal(each) for each in _SIGNALS]
         self._modules: dict[str, dict[Any, Any]] = {}
-        """Of the modules seen so far, what there was of functions and classes, by whose it is and its name."""
+        """Of the modules seen so far, what they held, by name."""
 
     def set_up(self, job: Job) -> None:
         """I1."""
@@ -142,8 +142,7 @@ class Surroundings:
     def remember(self) -> None:
         """What modules hold now, of those that were not there before."""
         for name, module in list(sys.modules.items()):
-            ours = name.startswith(_WATCHED) or (getattr(module, "__file__", None) or "").startswith(_TESTS)
-            if ours and name not in self._modules:
+            if name not in self._modules and (name.startswith(_WATCHED) or _is_of_tests(module)):
                 self._modules[name] = dict(_held(module))
 
     def are_as_they_were(self) -> bool:
@@ -164,15 +163,26 @@ class Surroundings:
         )
 
     def _holds(self, name: str, before: dict[Any, Any]) -> bool:
-        now = dict(_held(sys.modules[name])) if name in sys.modules else {}
-        return all(now.get(key) is value for key, value in before.items())
+        if name not in sys.modules:
+            return False
+        now = dict(_held(sys.modules[name]))
+        as_many = len(now) == len(before) or not _is_of_tests(sys.modules[name])  # others import what they lack later
+        return as_many and all(now.get(key) is value for key, value in before.items())
 
 
-def _held(module: types.ModuleType) -> Iterator[tuple[tuple[str, str], Any]]:
+def _is_of_tests(module: types.ModuleType) -> bool:
+    return (getattr(module, "__file__", None) or "").startswith(_TESTS)
+
+
+def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
+    """By name, its functions and classes, and theirs; of a module of tests all that it holds, and what its lists hold."""
+    kinds: tuple[type, ...] = (object,) if _is_of_tests(module) else _KINDS
     for name, value in list(vars(module).items()):
-        if issubclass(type(value), _KINDS):
-            yield ("", name), value
+        if issubclass(type(value), kinds) and not name.startswith("__"):
+            yield name, value
+            if type(value) in (list, dict, set) and kinds is not _KINDS:
+                elements = value.values() if isinstance(value, dict) else value
+                yield from (((name, place), each) for place, each in enumerate(elements))
         if issubclass(type(value), type) and value.__module__ == module.__name__:
-            yield from (
-                ((name, inner), each) for inner, each in list(vars(value).items()) if issubclass(type(each), _KINDS)
-            )
+            inner = [pair for pair in vars(value).items() if not pair[0].startswith(("__", "_abc_"))]
+            yield from (((name, each), held) for each, held in inner if issubclass(type(held), kinds))

@@ -81,6 +81,7 @@ def leave_behind(what: str) -> int:
         "a_function": lambda: setattr(dist, "all_reduce", lambda *_: None),
         "a_method_of_ours": lambda: setattr(AngelPTMStrategy, "setup", lambda *_: None),
         "a_function_of_a_test": lambda: setattr(sys.modules[__name__], "who_am_i", lambda *_: None),
+        "a_list_of_a_test": lambda: IMPORTED.append("more"),
         "a_dtype": lambda: torch.set_default_dtype(torch.float64),
     }[what]()
     return os.getpid()
@@ -120,7 +121,16 @@ def test_a_process_that_goes_on_finds_what_a_new_one_finds() -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["an_error", "a_thread", "a_handler", "a_function", "a_method_of_ours", "a_function_of_a_test", "a_dtype"],
+    [
+        "an_error",
+        "a_thread",
+        "a_handler",
+        "a_function",
+        "a_method_of_ours",
+        "a_function_of_a_test",
+        "a_list_of_a_test",
+        "a_dtype",
+    ],
 )
 def test_a_process_in_which_something_was_left_behind_does_not_go_on(what: str) -> None:
     before = run_ranks(leave_behind, 2, "nothing")
