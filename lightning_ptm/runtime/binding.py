@@ -137,6 +137,18 @@ class FlatBinding:
                 f"use sparse=False in its embedding"
             )
 
+    def gradients(self) -> list[Tensor | None]:
+        """What is in `.grad` of each parameter, of closed ones, too."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter.grad for parameter in self.parameters]
+
+    def take_gradient(self, slot: int) -> Tensor | None:
+        """What was in `.grad` of the parameter of `slot`, where nothing is from now on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = self.parameters[slot]
+            gradient, parameter.grad = parameter.grad, None
+        return gradient
+
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         self._note_writes()
@@ -287,9 +299,9 @@ class FlatBinding:
             )
 
     def _is_replaced(self, slot: int) -> bool:
-        place = self.layout.slots[slot]
-        ours = self._nan if self._base is None else self._base[place.start :]
-        return place.numel > 0 and self.parameters[slot].data_ptr() != ours.data_ptr()
+        place, base = self.layout.slots[slot], self._base
+        ours = self._nan.data_ptr() if base is None else base.data_ptr() + place.start * base.itemsize
+        return place.numel > 0 and self.parameters[slot].data_ptr() != ours
 
     def replaced(self) -> dict[int, Tensor]:
         """By slot, what the user has put in the place of our data (`parameter.data = ...`): the values of these parameters.

@@ -122,14 +122,14 @@ class FlatGradient:
     def resolve(self) -> None:
         """The user may have assigned what another parameter's `.grad` shows: it is a tensor of its own from now on. To be
         called of all flats before any of them changes."""
-        for slot, parameter in enumerate(self.store.binding.parameters):
-            grad = parameter.grad
+        binding = self.store.binding
+        for slot, grad in enumerate(binding.gradients()):
             if (
                 isinstance(grad, ShownGradient)
                 and grad is not self._shown.get(slot)
                 and grad is not self._used.get(slot)
             ):
-                parameter.grad = grad.clone()
+                binding.parameters[slot].grad = grad.clone()
 
     def hide(self) -> None:
         """A backward pass begins, which adds to `.grad`."""
@@ -150,6 +150,8 @@ class FlatGradient:
 
     def _refuse_hooks_on_sums(self) -> None:
         """A hook behind the accumulation of a gradient finds in `.grad` what is added to a sum that is elsewhere."""
+        if not self._shown and all(each is None for each in self._whole):
+            return
         for slot, parameter in enumerate(self.store.binding.parameters):
             elsewhere = self._whole[slot] is not None or parameter.grad is self._shown.get(slot, self)
             if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the run's own
@@ -352,10 +354,9 @@ class FlatGradient:
 
     def here(self) -> list[bool]:
         """For each parameter of the flat, whether it has a gradient that was not collected."""
-        parameters = self.store.binding.parameters
         return [
-            (p.grad is not None and not isinstance(p.grad, ShownGradient)) or whole is not None
-            for p, whole in zip(parameters, self._whole, strict=True)
+            (grad is not None and not isinstance(grad, ShownGradient)) or whole is not None
+            for grad, whole in zip(self.store.binding.gradients(), self._whole, strict=True)
         ]
 
     def postpone(self) -> None:
@@ -364,16 +365,15 @@ class FlatGradient:
         if not self._sums:
             return
         self._check_dense()
-        for slot, parameter in enumerate(self.store.binding.parameters):
-            if parameter.grad is not None:
-                sum_ = self._whole[slot]
-                self._whole[slot] = parameter.grad.to(self.route.dtype) if sum_ is None else sum_.add_(parameter.grad)
-                self._let_go_of_grad(parameter)
+        for slot, sum_ in enumerate(self._whole):
+            grad = self._take_grad(slot)  # one by one: what has been added up is freed
+            if grad is not None:
+                self._whole[slot] = grad.to(self.route.dtype) if sum_ is None else sum_.add_(grad)
 
     def _check_dense(self) -> None:
-        for slot, parameter in enumerate(self.store.binding.parameters):
-            if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
-                self.store.binding.check_dense(slot, parameter.grad)
+        for slot, grad in enumerate(self.store.binding.gradients()):
+            if grad is not None and not isinstance(grad, ShownGradient):
+                self.store.binding.check_dense(slot, grad)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
@@ -439,7 +439,7 @@ class FlatGradient:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        self._let_go_of_grad(parameter)
+        self._take_grad(slot)
         self._filled = self._present[slot] = True
 
     def _add_here(self, pages: Tensor) -> None:
@@ -448,29 +448,30 @@ class FlatGradient:
         filled, self._filled = self._filled, True
         if not filled:
             pages.zero_()
-        for slot, parameter in enumerate(binding.parameters):
-            if parameter.grad is not None:
+        for slot in range(len(self._present)):
+            grad = self._take_grad(slot)
+            if grad is not None:
                 view = binding.view(pages, slot)
                 if filled:
-                    view.add_(parameter.grad)
+                    view.add_(grad)
                 else:
-                    view.copy_(parameter.grad)
+                    view.copy_(grad)
                 self._present[slot] = True
-                self._let_go_of_grad(parameter)
 
     def _drop(self) -> None:
         """Gradients that were not collected are forgotten, or are elsewhere now."""
-        for slot, parameter in enumerate(self.store.binding.parameters):
-            self._let_go_of_grad(parameter)
+        for slot in range(len(self._whole)):
+            self._take_grad(slot)
             if slot in self._shown:
                 self._shown.pop(slot).retire(partial(self._refuse, slot, _EARLIER))
         self._whole = [None] * len(self._whole)
 
-    def _let_go_of_grad(self, parameter: Tensor) -> None:
-        """What is in `.grad` has been read by the current stream; autograd may have made it on another one."""
-        if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
-            self._allocator.backend.used_here(parameter.grad)
-        parameter.grad = None
+    def _take_grad(self, slot: int) -> Tensor | None:
+        """What was in `.grad` is the current stream's, which reads it last; autograd may have made it on another one."""
+        grad = self.store.binding.take_gradient(slot)
+        if grad is not None and not isinstance(grad, ShownGradient):
+            self._allocator.backend.used_here(grad)
+        return grad
 
     def _take(self, what: str, numel: int, dtype: torch.dtype | None = None) -> PagedTensor:
         """Device pages in a row, for a buffer; by default of the parameters' dtype.
@@ -554,8 +555,8 @@ class FlatGradient:
         return ShardGradient(self._pages, tuple(self._present))
 
     def _in_grad(self) -> list[Tensor | None]:
-        parameters = self.store.binding.parameters
-        return [p.grad if here else None for p, here in zip(parameters, self.here(), strict=True)]
+        gradients = self.store.binding.gradients()
+        return [grad if here else None for grad, here in zip(gradients, self.here(), strict=True)]
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
         """Gives the gradient away: nothing of it is left here.

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +172,7 @@ class FlatStates:
         self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
         """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
+        self._within: dict[tuple[int, int], tuple[Segment, ...]] = {}
 
         self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
         self._updated_elsewhere: set[int] = set()  # parameters that their owner, another rank, has updated
@@ -352,9 +354,7 @@ class FlatStates:
 
     def started(self, start: int, numel: int) -> bool:
         """Whether any slot element in this stretch of the shard holds state already."""
-        return any(
-            self._scalars[segment.parameter] is not None for segment in self.segments_within(start, start + numel)
-        )
+        return any(self._scalars[each.parameter] is not None for each in self.segments_within(start, start + numel))
 
     def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[Run]:
         """Runs of a stretch of the shard, in order (I3).
@@ -391,10 +391,10 @@ class FlatStates:
         close()
         return runs
 
-    def segments_within(self, start: int, stop: int) -> Iterator[Segment]:
+    def segments_within(self, start: int, stop: int) -> tuple[Segment, ...]:
         """The parameters' stretches in [start, stop) of the shard."""
-        for index in range(bisect.bisect_right(self._segment_stops, start), len(self.segments)):
-            segment = self.segments[index]
-            if segment.start >= stop:
-                return
-            yield segment.cut(start, stop)
+        if (start, stop) not in self._within:  # cut once: all steps have the same chunks
+            behind = itertools.islice(self.segments, bisect.bisect_right(self._segment_stops, start), None)
+            inside = itertools.takewhile(lambda segment: segment.start < stop, behind)
+            self._within[start, stop] = tuple(segment.cut(start, stop) for segment in inside)
+        return self._within[start, stop]

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import fit, tokens
+from tiny_models import Stack
 from torch import nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime import closed as module
 from lightning_ptm.runtime.closed import ClosedParameter, closed_class, reopen
 
 
@@ -85,3 +88,21 @@ def test_it_is_the_same_object_of_its_own_class() -> None:
 def test_it_is_not_copied(take: Callable[[Any], Any]) -> None:
     with pytest.raises(UsageError, match="cannot be copied or pickled while a run is in progress"):
         take(closed())
+
+
+def test_a_step_asks_closed_parameters_little(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question goes through Python: a step's own are asked of the tensors behind."""
+    asked = []
+
+    def noting(function: Any, known: Callable[[Any], bool] = module._is_about_values) -> bool:
+        asked.append(function)
+        return known(function)
+
+    def questions(steps: int) -> int:
+        asked.clear()
+        fit(Stack, tokens(steps), strategy_at("ram"))
+        return len(asked)
+
+    monkeypatch.setattr(module, "_is_about_values", noting)
+    # zero_grad of torch's optimizers looks at each parameter once.
+    assert 0 < questions(4) - questions(2) <= 2 * len(list(Stack().parameters()))

@@ -86,6 +86,16 @@ def test_runs_are_as_long_as_they_may_be() -> None:
     assert [run.numel for run in states_of(flat).runs(0, flat.shard_numel, everything)] == [164, 128, 64]
 
 
+def test_a_chunk_is_cut_into_segments_once() -> None:
+    states = states_of(make_flat([(300,), (5000,), (70,)], [0, 0, 0], torch.float32))
+    start, stop = 10 * ALIGN_NUMEL, 60 * ALIGN_NUMEL
+    cut = states.segments_within(start, stop)
+    expected = [each.cut(start, stop) for each in states.segments if each.start < stop and each.stop > start]
+    assert list(cut) == expected
+    assert states.segments_within(start, stop) is cut
+    assert states.segments_within(start, stop + ALIGN_NUMEL) != cut
+
+
 def test_restored_scalars_are_shared_by_value() -> None:
     flat = make_flat([(64,), (64,), (64,)], [0, 0, 0], torch.float32)
     states = states_of(flat)
