@@ -1,4 +1,4 @@
-"""The only code that touches a parameter's storage (`param.data`).
+"""The only code that decides a parameter's storage (`param.data`).
 
 Owns the link between one flat's layout and the parameters that are views of it. Knows tensors, never tiers or plans.
 
@@ -22,6 +22,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.closed import ClosedParameter, closed_class
+from lightning_ptm.runtime.parameter_data import set_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -386,27 +387,3 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int,
     if stride is None:
         return None
     return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))
-
-
-def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
-    """`parameter.data = value`, also from and to devices of other libraries, where torch refuses to give a parameter another
-    device, and `Module.to` makes new parameters. This one stays the same object, with its hooks and its gradient.
-
-    Returns:
-        The gradient, where it is shown of pages (shown.py) and cannot come along; else None.
-    """
-    try:
-        parameter.data = value
-        return None
-    except RuntimeError:
-        if torch._has_compatible_shallow_copy_type(parameter, value):
-            raise
-    hooks, later_hooks, gradient = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, parameter.grad
-    # `.data` counts writes by itself, which a detached tensor would not.
-    torch._C._swap_tensor_impl(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
-    # The dictionaries are the object's; what calls them went with the other tensor.
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, later_hooks
-    if gradient is None or type(gradient) is not Tensor:
-        return gradient
-    parameter.grad = gradient.to(value.device)
-    return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.binding import FlatBinding, set_data
+from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.shown import ShownGradient
 
@@ -258,40 +258,6 @@ def test_the_end_of_a_run() -> None:
 def test_as_many_parameters_as_slots() -> None:
     with pytest.raises(InternalError, match="flat 0 has 4 slots and 0 parameters"):
         FlatBinding(layout(), [], torch.float32, torch.device("cpu"))
-
-
-def test_a_parameter_stays_itself_where_torch_refuses_it_another_device() -> None:
-    """As to devices of other libraries, here to `meta` and back: Module.to would make another object without hooks."""
-    parameter = nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match="incompatible tensor type"):
-        parameter.data = torch.empty(3, device="meta")
-    seen: list[str] = []
-    parameter.register_hook(lambda gradient: seen.append("hook"))
-    parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("later hook"))
-    parameter.grad = torch.ones(3)
-
-    assert set_data(parameter, torch.empty(3, device="meta")) is None
-    assert type(parameter) is nn.Parameter
-    assert parameter.is_meta
-    assert parameter.is_leaf
-    assert parameter.requires_grad
-    assert parameter.grad.is_meta
-    parameter.grad = None
-    base = torch.full((5,), 2.0)
-    set_data(parameter, base[1:4])
-    base.add_(1)  # of which its own count of writes knows nothing
-    version = parameter._version
-    parameter.mul(parameter).sum().backward()
-    assert seen == ["hook", "later hook"]
-    assert parameter.grad.tolist() == [6.0] * 3
-    base.add_(1)
-    assert parameter._version == version
-
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    set_data(frozen, torch.empty(3, device="meta"))
-    assert not frozen.requires_grad
-    with pytest.raises(RuntimeError, match="type"):
-        set_data(nn.Parameter(torch.ones(3)), torch.ones(3, dtype=torch.int64))
 
 
 def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
