@@ -21,6 +21,7 @@ from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, writ
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.binding import set_data
 from lightning_ptm.runtime.closed import reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.lockfree import UpdateAudit
@@ -103,7 +104,7 @@ def give_storage(module: nn.Module) -> None:
     """Gives the parameters that the run could not put back storage of their own, to be loaded into."""
     for parameter in module.parameters():
         if reopen(parameter):
-            parameter.data = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
+            set_data(parameter, torch.full(parameter.shape, float("nan"), dtype=parameter.dtype))
 
 
 def optimizer_state(ended: Ended, optimizer: Optimizer, settings: Settings, *, keep: bool) -> dict[str, Any]:

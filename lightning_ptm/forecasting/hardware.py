@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.memory.backend import KINDS
+from lightning_ptm.memory.backend import apart
 
 FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
 """Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
@@ -136,8 +136,10 @@ class _Reader:
         values: dict[str, Any] = {}
         device = self._document["device"]
         compute = self._by_dtype("compute_flops_per_s")
-        if device not in KINDS:
-            raise self._wrong("device", "cuda or cpu")
+        try:
+            has_own_memory = apart(str(device))
+        except ConfigError as error:
+            raise self._wrong("device", "cpu, cuda, xpu or what else torch calls it") from error
         for name in _SIZES:
             values[name] = self._size(name)
         for name in _COUNTS:
@@ -152,12 +154,12 @@ class _Reader:
                 raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
         values["cpu_threads"] = self._count("cpu_threads") if self._document.get("cpu_threads") is not None else None
         values["page_size"] = self._page_size()
-        if KINDS[device].apart:
+        if has_own_memory:
             for name in ("device_memory", "device_memory_bytes_per_s", "host_to_device_bytes_per_s"):
                 if not values[name]:
-                    raise self._wrong(name, "more than 0 where device is cuda")
+                    raise self._wrong(name, f"more than 0 where device is {device}")
             if not values["device_to_host_bytes_per_s"]:
-                raise self._wrong("device_to_host_bytes_per_s", "more than 0 where device is cuda")
+                raise self._wrong("device_to_host_bytes_per_s", f"more than 0 where device is {device}")
         elif values["device_memory"]:
             raise self._wrong("device_memory", "0 where device is cpu: RAM is host_memory")
         if values["disk_memory"]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.memory.backend import KINDS
+from lightning_ptm.memory.backend import apart
 from lightning_ptm.planning.holders import Axis, Holders
 from lightning_ptm.runtime.machine import Machine
 
@@ -28,7 +28,7 @@ class Node:
 
     Attributes:
         source: the file; name: how it is called.
-        device: `cuda`, or `cpu`: device memory is then RAM.
+        device: as torch calls it, such as `cuda`; or `cpu`: device memory is then RAM.
         device_memory: of one device; 0 on a CPU. host_memory, disk_memory, cpu_cores: of the node.
         compute_flops_per_s: of one rank, by dtype.
         compute_efficiency: the share of these rates, and of those of attention, functions and memory where they are given,
@@ -96,7 +96,7 @@ class Node:
     @property
     def apart(self) -> bool:
         """Its devices have memory of their own."""
-        return KINDS[self.device].apart
+        return apart(self.device)
 
     @property
     def cores_per_rank(self) -> float:

@@ -4,7 +4,7 @@ Owns nothing: a backend names a device. A run's is made once, by the strategy fr
 allocator (and through it the updater), the communicator and the blueprint's request are handed it. Commands make
 theirs of this machine (`backend_here`).
 
-I1: `torch.cuda` is named in this file only (a test). A new kind of device is one more class, and a row of `KINDS`.
+I1: who asks what kind a device is asks here (a test). Devices apart from the host are accelerators.py's, whatever their name.
 I2: a CPU takes the paths of a device, with stand-ins: its work has ended when the call returns, so that every stream is the
     current one, every mark is reached, and every wait is over.
 """
@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import ClassVar, Protocol
 
 import torch
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
-from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region
+from lightning_ptm.memory.region import HostRegion, Region
+
+_CUDA = "cuda"
+"""What torch calls devices of CUDA and of ROCm."""
 
 
 class Mark(Protocol):
@@ -58,12 +62,20 @@ class Stream(Protocol):
 class Backend(Protocol):
     """A device, and what can be asked of it. Safe for threads."""
 
-    name: ClassVar[str]
-    """Of the kind of device: in device strings, Lightning's accelerators, hardware files and checkpoints."""
     apart: ClassVar[bool]
     """The device has memory of its own and computes beside the host; else its memory is RAM."""
-    collectives: ClassVar[str]
-    """Name of the library that carries collectives between such devices, for torch.distributed."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind of device: in device strings, Lightning's accelerators, hardware files and checkpoints."""
+
+    @property
+    def collectives(self) -> str:
+        """Name of the library that carries collectives between such devices, for torch.distributed.
+
+        Raises:
+            ConfigError: none is registered.
+        """
 
     @property
     def device(self) -> torch.device: ...
@@ -123,8 +135,7 @@ class Backend(Protocol):
 
     # This machine.
 
-    @classmethod
-    def count(cls) -> int:
+    def count(self) -> int:
         """Devices of this kind here."""
 
     def description(self) -> str:
@@ -211,175 +222,78 @@ class CpuBackend:
 
     def set_random_state(self, state: torch.Tensor) -> None: ...
 
-    @classmethod
-    def count(cls) -> int:
+    def count(self) -> int:
         return 1
 
     def description(self) -> str:
         return f"{os.cpu_count()} CPU cores"
 
 
-@dataclass(frozen=True, slots=True)
-class _CudaMark:
-    device: torch.device
-    event: torch.cuda.Event
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _CudaMark)
-        return earlier.event.elapsed_time(self.event) / 1000.0
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaStream:
-    device: torch.device
-    stream: torch.cuda.Stream
-
-    def follow(self, mark: Mark | None = None) -> None:
-        if mark is None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        else:
-            assert isinstance(mark, _CudaMark)
-            self.stream.wait_event(mark.event)
-
-    def entered(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-
-@dataclass(frozen=True, slots=True)
-class CudaBackend:
-    """A CUDA device.
-
-    Args:
-        device: without an index it is whatever is current where it is used.
-    """
-
-    device: torch.device
-
-    name: ClassVar[str] = "cuda"
-    apart: ClassVar[bool] = True
-    collectives: ClassVar[str] = "nccl"
-
-    def make_current(self) -> None:
-        if self.device.index is not None:
-            torch.cuda.set_device(self.device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def stream(self) -> Stream:
-        return _CudaStream(self.device, torch.cuda.Stream(self.device))
-
-    def current_stream(self) -> Stream:
-        return _CudaStream(self.device, torch.cuda.current_stream(self.device))
-
-    def mark(self, *, timed: bool = False) -> Mark:
-        # Blocking: else the host spins while it waits, on a core that the CPU's updates need.
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return _CudaMark(self.device, event)
-
-    def used_here(self, tensor: torch.Tensor) -> None:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-    def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        return HostRegion(size_bytes, lock=self if pin else None)
-
-    def lock_pages(self, address: int, size_bytes: int) -> None:
-        """For the contexts of all devices, and through that of the current one: a thread of its own comes to `make_current`
-        first, or it makes a context on the machine's first device."""
-        status = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
-        self._check(status, f"page-lock {size_bytes} bytes")
-
-    def unlock_pages(self, address: int) -> None:
-        self._check(torch.cuda.cudart().cudaHostUnregister(address), "unlock host memory")
-
-    def _check(self, status: object, doing: str) -> None:
-        if int(status) == 0:  # type: ignore[call-overload]
-            return
-        # The runtime keeps the error for whoever asks next, which is the launch of any kernel. This one asks, and clears it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.device)
-        raise ConfigError(
-            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
-            "(ulimit -l)"
-        )
-
-    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if in_ram(tensor):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
-    def device_region(self, size_bytes: int) -> Region:
-        return DeviceRegion(size_bytes, self.device)
-
-    def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return int(free)
-
-    def bytes_beside(self, region_bytes: int) -> int:
-        return torch.cuda.memory_allocated(self.device) - region_bytes
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
-
-    def random_state(self) -> torch.Tensor | None:
-        return torch.cuda.get_rng_state(self.device)
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state.cpu(), self.device)
-
-    @classmethod
-    def count(cls) -> int:
-        return torch.cuda.device_count()
-
-    def description(self) -> str:
-        return torch.cuda.get_device_name(self.device)
-
-
-KINDS: Mapping[str, type[Backend]] = {each.name: each for each in (CpuBackend, CudaBackend)}
-"""Every kind of device, by name."""
-
-
 def backend_of(device: torch.device | str) -> Backend:
     """The backend of a device.
 
     Raises:
-        ConfigError: no kind of ours.
+        ConfigError: torch computes on no such devices in this process, or they have no streams.
     """
     device = torch.device(device)
-    match device.type:
-        case CpuBackend.name:
-            return CpuBackend()
-        case CudaBackend.name:
-            return CudaBackend(device)
-        case other:
-            raise ConfigError(
-                f"pages cannot live on {other} devices, only on {' and '.join(KINDS)}; choose one of these"
-            )
+    if device.type == CpuBackend.name:
+        return CpuBackend()
+    there = torch.accelerator.current_accelerator()
+    if there is None or there.type != device.type:
+        kinds = CpuBackend.name if there is None else f"{CpuBackend.name} and {there.type}"
+        raise ConfigError(
+            f"pages cannot live on {device.type} devices, only on {kinds}, on which torch computes in this process; choose "
+            f"one of these, or import the library that gives torch such devices"
+        )
+    if not _has_streams(device):
+        raise ConfigError(
+            f"pages cannot live on {device.type} devices: torch has no streams there, on which copies go beside compute; use "
+            f"accelerator={CpuBackend.name!r}"
+        )
+    return _accelerated(device)
 
 
 def backend_here(index: int | None = None) -> Backend:
-    """What this machine computes on: its CUDA device of that number, if it has any, else its CPU.
+    """What this machine computes on: its accelerator's device of that number, if there is one with streams, else its CPU.
 
     Args:
         index: None: the thread's current one.
     """
-    if not torch.cuda.is_available():
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if there is None or not _has_streams(there):
         return CpuBackend()
-    return CudaBackend(torch.device(CudaBackend.name) if index is None else torch.device(CudaBackend.name, index))
+    return _accelerated(there if index is None else torch.device(there.type, index))
+
+
+def _accelerated(device: torch.device) -> AcceleratorBackend:
+    return CudaBackend(device) if device.type == _CUDA else AcceleratorBackend(device)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == _CUDA or _makes_streams(device.type)
+
+
+@cache
+def _makes_streams(kind: str) -> bool:
+    """By trying, since torch has no question for it: where there are none it raises, or a new one is the old one (MPS)."""
+    try:
+        new = torch.Stream(kind)
+        torch.Event(kind).record(new)
+        return bool(new != torch.accelerator.current_stream())
+    except (RuntimeError, ValueError):  # NotImplementedError is one
+        return False
+
+
+def apart(name: str) -> bool:
+    """Whether devices of a kind, which this machine need not have, have memory of their own.
+
+    Raises:
+        ConfigError: torch knows no such kind.
+    """
+    try:
+        return torch.device(f"{name}:0").type != CpuBackend.name
+    except RuntimeError as error:
+        raise ConfigError(f"torch knows no devices of the kind {name!r} ({error})") from error
 
 
 def in_ram(tensor: torch.Tensor) -> bool:

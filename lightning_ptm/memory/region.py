@@ -11,6 +11,7 @@ I4: the memory lives until the last view of it dies, also after close().
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable
 from typing import Protocol
@@ -80,6 +81,54 @@ class HostRegion:
             lock.unlock_pages(self.tensor.data_ptr())
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.memory = memoryview(bytearray())
+
+
+class TorchLockedRegion(HostRegion):
+    """The same of what PyTorch's allocator page-locks, for devices whose drivers lock no memory of others.
+
+    Args:
+        size_bytes: exact size of `tensor`; the allocator takes the next power of two, beside I1.
+    Raises:
+        ConfigError: the device's library has no such memory, or not so much.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(0)
+        self._is_locked = False
+        if size_bytes == 0:
+            return
+        try:
+            whole = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            if whole.data_ptr() % BLOCK_BYTES:
+                whole = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"PyTorch could not page-lock {size_bytes} bytes of RAM ({error}); lower host_memory, at best to a power of "
+                f"two, to which it rounds up, or raise the limit of locked memory (ulimit -l)"
+            ) from error
+        start = -whole.data_ptr() % BLOCK_BYTES
+        self.tensor = whole[start : start + size_bytes]
+        self.memory = self.tensor.numpy().data
+        self._is_locked = True
+        self._advise(mmap.MADV_DONTFORK)  # I3
+
+    @property
+    def pinned(self) -> bool:
+        return self._is_locked
+
+    def close(self) -> None:
+        if self._is_locked:
+            self._advise(mmap.MADV_DOFORK)  # the allocator may hand it to somebody whose children read it
+        self._is_locked = False
+        super().close()
+
+    def _advise(self, advice: int) -> None:
+        """Of the pages that it has to itself. Drivers' memory that no child gets in any case may refuse."""
+        page = mmap.PAGESIZE
+        start = -(-self.tensor.data_ptr() // page) * page
+        whole_pages = (self.tensor.data_ptr() + self.tensor.numel() - start) // page
+        if whole_pages > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(whole_pages * page), advice)
 
 
 class DeviceRegion:

@@ -142,7 +142,7 @@ class FlatBinding:
             for slot, parameter in enumerate(self.parameters):
                 self._check_shape(slot)
                 theirs = self._theirs.get(slot)
-                parameter.data = self.view(full, slot) if theirs is None else theirs
+                set_data(parameter, self.view(full, slot) if theirs is None else theirs)
             self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
         self._theirs = {}
@@ -159,7 +159,7 @@ class FlatBinding:
         with torch._C.DisableTorchFunctionSubclass():
             for slot, (parameter, nothing) in enumerate(zip(self.parameters, self.nothing(), strict=True)):
                 self._check_shape(slot)
-                parameter.data = nothing
+                set_data(parameter, nothing)
         self._base = None
         self.lent = False
         self._ended = ended
@@ -177,7 +177,7 @@ class FlatBinding:
                     if strides is None
                     else torch.empty_strided(shape, strides, dtype=dtype)
                 )
-                parameter.data = nothing
+                set_data(parameter, nothing)
 
     def open(self) -> None:
         """From here on the parameters are used: they can be read as long as they are bound."""
@@ -308,7 +308,7 @@ class FlatBinding:
         self._theirs = self.replaced()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, value in zip(self.parameters, values, strict=True):
-                parameter.data = value
+                set_data(parameter, value)
         self.lent = True
         self._change_kinds()
 
@@ -320,7 +320,7 @@ class FlatBinding:
         """Gives a parameter storage of its own again (end of a run)."""
         parameter = self.parameters[slot]
         parameter.__class__ = self._open_kinds[slot]
-        parameter.data = value
+        set_data(parameter, value)
 
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
@@ -364,3 +364,15 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int,
     if stride is None:
         return None
     return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))
+
+
+def set_data(parameter: nn.Parameter, value: Tensor) -> None:
+    """`parameter.data = value`, also from and to devices of other libraries, where torch refuses to give a parameter another
+    device, and `Module.to` makes new parameters. This one stays the same object."""
+    try:
+        parameter.data = value
+    except RuntimeError:
+        if torch._has_compatible_shallow_copy_type(parameter, value):
+            raise
+        # `.data` counts writes by itself, which a detached tensor would not.
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))

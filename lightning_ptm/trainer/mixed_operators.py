@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _PROMOTED = {
-    "CPU": (
+    "cpu": (
         *(
             "layer_norm",
             "group_norm",
@@ -35,8 +35,11 @@ _PROMOTED = {
         *("linalg_cross", "lerp.Tensor", "lerp.Scalar", "index_put", "index_add", "index_reduce", "put", "scatter.src"),
         *("scatter_add", "scatter_reduce.two", "masked_scatter"),
     ),
-    "CUDA": ("lerp.Tensor", "lerp.Scalar"),  # most of the others are on lists of torch's there
 }
+"""By the kind of device."""
+
+_PROMOTED_ELSEWHERE = ("lerp.Tensor", "lerp.Scalar")
+"""Most of the others are on lists of torch's there."""
 
 _INTO_ITS_OWN = ("index_put_",)
 """Writes to a tensor, which keeps its dtype: what is written is cast where that is the wider one (`x[mask] = parameter`)."""
@@ -46,15 +49,15 @@ _NOT_IN_HALVES = ("linalg_matrix_exp",)
 
 
 @cache
-def promote_operators() -> torch.library.Library:
-    """Has an effect under autocast alone; once in a process."""
+def promote_operators(device_type: str) -> torch.library.Library:
+    """Has an effect under autocast of such devices alone; once in a process."""
     library = torch.library.Library("aten", "IMPL")
-    for device, names in _PROMOTED.items():
-        key = f"Autocast{device}"
-        for dtype_of, those in ((_widest, names), (_of_the_first, _INTO_ITS_OWN), (_fp32_at_least, _NOT_IN_HALVES)):
-            for name in those:
-                call = _promoting(_overload(name), dtype_of, getattr(torch._C.DispatchKey, key))
-                library.impl(name, call, key, with_keyset=True)
+    names = _PROMOTED.get(device_type, _PROMOTED_ELSEWHERE)
+    key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+    for dtype_of, those in ((_widest, names), (_of_the_first, _INTO_ITS_OWN), (_fp32_at_least, _NOT_IN_HALVES)):
+        for name in those:
+            call = _promoting(_overload(name), dtype_of, getattr(torch._C.DispatchKey, key))
+            library.impl(name, call, key, with_keyset=True)
     return library
 
 

@@ -162,7 +162,7 @@ class AngelPTMPrecision(Precision):
 
     def _dtypes(self) -> AbstractContextManager[Any]:
         if self.plan.mixed:
-            promote_operators()
+            promote_operators(self._device_type)
             return torch.autocast(self._device_type, dtype=self.plan.compute)
         return self.tensor_init_context()
 

@@ -29,13 +29,18 @@ def why_not() -> str | None:
     return None
 
 
-def library() -> Path:
-    """The library; compiles it, half a minute, if it is not there. Processes that come at once wait for the first."""
+def library(*, private: bool = False) -> Path:
+    """The library; compiles it, half a minute, if it is not there. Processes that come at once wait for the first.
+
+    Args:
+        private: of a device that is not CUDA's, but torch's for other libraries.
+    """
     files = sorted(SOURCE.iterdir())
+    flags = [*FLAGS, "-DFAKE_PRIVATE"] if private else FLAGS
     told = [
         importlib.metadata.version("torch"),
         sysconfig.get_python_version(),
-        *FLAGS,
+        *flags,
         *(file.read_text() for file in files),
     ]
     key = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
@@ -46,11 +51,11 @@ def library() -> Path:
     found = folder / f"{key}.so"
     with FileLock(str(found) + ".lock"):
         if not found.exists():
-            _compile(found)
+            _compile(found, flags)
     return found
 
 
-def _compile(target: Path) -> None:
+def _compile(target: Path, flags: list[str]) -> None:
     import importlib.util  # torch itself must not be imported before the library is loaded
 
     spec = importlib.util.find_spec("torch")
@@ -58,7 +63,7 @@ def _compile(target: Path) -> None:
     torch = Path(spec.submodule_search_locations[0])
     headers = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     part = target.with_suffix(".part")
-    command = ["g++", *FLAGS, *(f"-I{path}" for path in headers), str(SOURCE / "fake_cuda.cpp"), "-o", str(part)]
+    command = ["g++", *flags, *(f"-I{path}" for path in headers), str(SOURCE / "fake_cuda.cpp"), "-o", str(part)]
     command += [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -22,7 +22,9 @@ from typing import Any
 import fake_device  # before torch
 import lightning as L
 import torch
+from fake_library import NAME
 from fit_cases import ACCUMULATED, CASES, CASES_OF_PARTS, CASES_OF_RANKS, CLIPS, HOMES, SAVES, settings_of
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -34,6 +36,8 @@ from lightning_ptm.runtime import offload
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 ALL = CASES if WORLD_SIZE == 1 else [*CASES_OF_RANKS, *CASES_OF_PARTS]
+if NAME != "cuda":
+    import fake_accelerator  # noqa: F401
 if WORLD_SIZE > 1:
     import fake_nccl  # noqa: F401 in place of NCCL
 
@@ -152,7 +156,7 @@ def train(training: Training, strategy: Any, resume: Path | None = None, *callba
     batches = BATCHES * WORLD_SIZE // UNITS[model].get("tensor_parallel_size", 1)
     rows = torch.randint(0, VOCABULARY, (batches * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
-        accelerator="gpu",
+        accelerator=NAME,
         devices=WORLD_SIZE,
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
@@ -186,7 +190,7 @@ def expected(training: Training) -> Net:
     ours = train(training, AngelPTMStrategy(page_size="64KiB", **HOMES["device"], **UNITS[training[0]]))
     assert all(weight.isfinite().all() for weight in ours.parameters())
     if training[-1] == "32-true" and WORLD_SIZE == 1:
-        same(ours, train(training, "auto"), EPOCHS)
+        same(ours, train(training, SingleDeviceStrategy(torch.device(NAME, 0))), EPOCHS)
     return ours
 
 

@@ -14,6 +14,7 @@ from fit_cases import CASES, CASES_OF_PARTS, CASES_OF_RANKS
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = range(4)
+OTHER = {"FAKE_CUDA_NAME": "other"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,16 +22,28 @@ def built() -> None:
     need_fake_device()
 
 
-def check(numbers: Sequence[int], order: str, folder: Path, world_size: int = 1) -> None:
+def check(numbers: Sequence[int], order: str, folder: Path, world_size: int = 1, **variables: str) -> None:
     """In one process a rank: its start takes seconds."""
     command = [str(Path(__file__).with_name("fits_program.py")), str(folder), *map(str, numbers)]
     expected = "".join(f"case {number}: ok\n" for number in numbers)
-    for done in ranks_on_fake(*command, limit_s=580, world_size=world_size, **ORDERS[order]):
+    for done in ranks_on_fake(*command, limit_s=580, world_size=world_size, **ORDERS[order], **variables):
         assert done.returncode == 0 and done.stdout == expected, done.stdout + done.stderr[-6000:]
 
 
 def test_few_fits_have_the_same_bits_and_no_race(tmp_path: Path) -> None:
     check(QUICK, "late", tmp_path)
+
+
+def test_no_device_is_known_by_its_name(tmp_path: Path) -> None:
+    """The same on a device that torch knows nothing of but what its library registers."""
+    check(QUICK[:2], "late", tmp_path, **OTHER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("order", ORDERS)
+def test_fits_on_a_device_of_another_name_have_the_same_bits_and_no_race(order: str, half: int, tmp_path: Path) -> None:
+    check(range(half, len(CASES), 2), order, tmp_path, **OTHER)
 
 
 @pytest.mark.slow

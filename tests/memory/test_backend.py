@@ -7,18 +7,20 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lightning_ptm.callbacks
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
 from lightning_ptm.memory.backend import (
-    KINDS,
     Backend,
     CpuBackend,
-    CudaBackend,
     CurrentStream,
+    _makes_streams,
+    apart,
     backend_here,
     backend_of,
     in_ram,
@@ -43,11 +45,13 @@ def files_with(pattern: str) -> list[str]:
 
 
 def test_cuda_is_named_in_one_file() -> None:
-    assert files_with(r"torch\.cuda\b|\bcudart\b|from torch import .*\bcuda\b") == ["lightning_ptm/memory/backend.py"]
+    assert files_with(r"torch\.cuda\b|\bcudart\b|from torch import .*\bcuda\b") == [
+        "lightning_ptm/memory/accelerators.py"
+    ]
 
 
 def test_nobody_else_asks_what_the_device_is() -> None:
-    kinds = "|".join(KINDS)
+    kinds = "cpu|cuda|xpu|mps|npu|hpu"
     asks = rf"\bis_(?:cuda|cpu)\b|[!=]=\s*[\"'](?:{kinds})[\"']|[\"'](?:{kinds})[\"']\s*[!=]="
     # Models use public names only, and whether Apex's optimizer suits their parameters is nothing that a run decides. What
     # stands for logits names the attributes that it answers itself.
@@ -65,12 +69,70 @@ def test_the_search_reaches_the_files() -> None:
 
 def test_a_device_names_its_backend() -> None:
     assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
-    second = backend_of(torch.device("cuda", 1))  # asks CUDA nothing
+    assert (CpuBackend().name, CpuBackend().apart, CpuBackend().collectives) == ("cpu", False, "gloo")
+    with pytest.raises(ConfigError, match=r"pages cannot live on meta devices, only on cpu.*; choose one of these"):
+        backend_of("meta")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, *, streams: bool = True) -> None:
+    """torch answers as on a machine with such an accelerator, with nothing behind the answers."""
+    there, made = torch.device(kind), iter(range(100))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: -1)
+    monkeypatch.setattr(torch, "Stream", lambda device: next(made) if streams else -1)
+    monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=lambda stream: None))
+    _makes_streams.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget_pretences() -> Iterator[None]:
+    yield
+    _makes_streams.cache_clear()
+
+
+def test_torchs_accelerator_is_a_backend_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "xpu")
+    second = backend_of(torch.device("xpu", 1))
+    assert second == AcceleratorBackend(torch.device("xpu:1")) != backend_of("xpu:0")
+    assert (second.name, second.apart, second.collectives) == ("xpu", True, "xccl")
+    assert backend_here() == AcceleratorBackend(torch.device("xpu"))
+    assert backend_here(1) == second
+    with pytest.raises(ConfigError, match="pages cannot live on cuda devices, only on cpu and xpu"):
+        backend_of("cuda")
+
+
+def test_cuda_has_its_own_and_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    second = backend_of(torch.device("cuda", 1))
     assert second == CudaBackend(torch.device("cuda:1")) != backend_of("cuda:0")
     assert (second.name, second.apart, second.collectives) == ("cuda", True, "nccl")
-    assert set(KINDS) == {"cpu", "cuda"}
-    with pytest.raises(ConfigError, match="pages cannot live on meta devices, only on cpu and cuda"):
-        backend_of("meta")
+    assert second != AcceleratorBackend(torch.device("cuda:1"))
+
+
+def test_a_device_without_streams_is_refused_and_its_machine_computes_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, "mps", streams=False)  # a new stream is the old one
+    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams there, .*; use accelerator='cpu'"):
+        backend_of("mps")
+    assert backend_here() == CpuBackend()
+    monkeypatch.undo()
+    pretend(monkeypatch, "mps")
+    monkeypatch.setattr(torch, "Stream", lambda device: torch.device("nothing"))  # raises
+    with pytest.raises(ConfigError, match="no streams"):
+        backend_of("mps")
+
+
+def test_collectives_that_nobody_has_registered_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no library of collectives between meta devices.*; use devices=1"):
+        AcceleratorBackend(torch.device("meta")).collectives  # noqa: B018
+
+
+def test_kinds_of_devices_of_other_machines_are_those_that_torch_knows() -> None:
+    assert [apart(kind) for kind in ("cpu", "cuda", "xpu")] == [False, True, True]
+    for unknown in ("gpu", "cuda:0", ""):
+        with pytest.raises(ConfigError, match=f"no devices of the kind '{unknown}'"):
+            apart(unknown)
 
 
 def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptm import ConfigError
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.memory.backend import CpuBackend, backend_of
+from lightning_ptm.memory.accelerators import AcceleratorBackend
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.trainer.half_products import (
     HALVES,
     SLOW,
@@ -290,7 +291,12 @@ def test_wrong_settings_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"half_products='slow': use 'auto', 'native' or 'fp32'"):
         Settings(half_products="slow")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is for CPUs without 16-bit arithmetic.*leave it at 'auto'"):
-        chosen_wide_products(Settings(half_products="fp32"), torch.bfloat16, SoloCommunicator(), backend_of("cuda:0"))
+        chosen_wide_products(
+            Settings(half_products="fp32"),
+            torch.bfloat16,
+            SoloCommunicator(),
+            AcceleratorBackend(torch.device("cuda:0")),
+        )
 
 
 # -- higher-order operators ------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def values_of(name: str, dtypes: list[torch.dtype], cast: torch.dtype | None) ->
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_widest_dtype_computes(name: str) -> None:
-    promote_operators()
+    promote_operators("cpu")
     ours = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], None)
     by_hand = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], torch.float32)
     assert len(ours) == 4 and [each.dtype for each in ours] == [each.dtype for each in by_hand]
@@ -75,20 +75,20 @@ def test_the_widest_dtype_computes(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_equal_dtypes_are_computed_as_without_us(name: str, dtype: torch.dtype) -> None:
-    library = promote_operators()
+    library = promote_operators("cpu")
     ours = values_of(name, [dtype] * 3, None)
     promote_operators.cache_clear()
     library._destroy()
     try:
         assert all(map(torch.equal, ours, values_of(name, [dtype] * 3, None)))
     finally:
-        promote_operators()
+        promote_operators("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_16_bits_give_no_numbers_for(dtype: torch.dtype) -> None:
     """As orthogonal parametrizations have it."""
-    promote_operators()
+    promote_operators("cpu")
     matrix = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = torch.matrix_exp(matrix - matrix.t())

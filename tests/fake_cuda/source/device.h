@@ -1,4 +1,4 @@
-// What torch asks of a device: streams, events, generators, and the hooks by which it finds a CUDA device.
+// What torch asks of a device: streams, events, generators, and the hooks by which it finds one.
 
 #pragma once
 
@@ -23,13 +23,13 @@ static double now_s() {
   return last = t;
 }
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return kCUDA; }
+  DeviceType type() const override { return DEVICE; }
   Device exchangeDevice(Device d) const override {
-    Device o(kCUDA, t_device);
+    Device o(DEVICE, t_device);
     if (d.index() >= 0) t_device = d.index();
     return o;
   }
-  Device getDevice() const override { return Device(kCUDA, t_device); }
+  Device getDevice() const override { return Device(DEVICE, t_device); }
   void setDevice(Device d) const override {
     if (d.index() >= 0) t_device = d.index();
   }
@@ -38,20 +38,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   static int idx(Device d) { return d.index() < 0 ? t_device : d.index(); }
   Stream getStream(Device d) const override {
-    return Stream(Stream::UNSAFE, Device(kCUDA, idx(d)), current_stream(idx(d)));
+    return Stream(Stream::UNSAFE, Device(DEVICE, idx(d)), current_stream(idx(d)));
   }
-  Stream getDefaultStream(Device d) const override { return Stream(Stream::UNSAFE, Device(kCUDA, idx(d)), 0); }
+  Stream getDefaultStream(Device d) const override { return Stream(Stream::UNSAFE, Device(DEVICE, idx(d)), 0); }
   Stream getNewStream(Device d, int) const override {
     static std::atomic<int64_t> n{1};
     Lock l(mutex());
-    Stream s(Stream::UNSAFE, Device(kCUDA, idx(d)), n++);
+    Stream s(Stream::UNSAFE, Device(DEVICE, idx(d)), n++);
     actor(idx(d), s.id());
     return s;
   }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {
     int d = s.device_index();
-    Stream o = getStream(Device(kCUDA, d));
+    Stream o = getStream(Device(DEVICE, d));
     if (!t_streams) t_streams = new std::map<int, int64_t>;
     (*t_streams)[d] = s.id();
     return o;
@@ -131,13 +131,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         wait_until(time_of(e), place);
       }
   }
-  void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override {
-    Lock l(mutex());
-    auto it = device_blocks().find(p.get_context() ? p.get_context() : p.get());
-    if (it == device_blocks().end()) return;
-    int e = actor(s.device_index(), s.id());
-    if (e != actor(it->second.device, it->second.stream)) it->second.used_on.push_back(e);
-  }
+  void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override { record_use(p, s); }
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
     Lock l(mutex());
     auto *x = (Mark*)a, *y = (Mark*)b;
@@ -157,7 +151,7 @@ static Guard& guard() {
 struct HostGenerator final : c10::GeneratorImpl {
   Generator inner;
   HostGenerator(int d, Generator g)
-      : c10::GeneratorImpl(Device(kCUDA, d), DispatchKeySet(DispatchKey::CUDA)), inner(std::move(g)) {}
+      : c10::GeneratorImpl(Device(DEVICE, d), DispatchKeySet(KEY)), inner(std::move(g)) {}
   void set_current_seed(uint64_t s) override { inner.set_current_seed(s); }
   void set_offset(uint64_t o) override {}
   uint64_t get_offset() const override { return 0; }
@@ -184,8 +178,21 @@ static Generator& default_generator(int d) {
 }  // namespace fake_cuda
 
 namespace at {
-struct CUDAHooks final : CUDAHooksInterface {
+#ifdef FAKE_PRIVATE
+struct FakeHooks final : PrivateUse1HooksInterface {
+  void resizePrivateUse1Bytes(const c10::Storage& s, size_t bytes) const override {
+    fake_cuda::resize_storage(s, bytes, s.device().index());
+  }
+#else
+struct CUDAHooks final : CUDAHooksInterface {  // torch finds it by this name
   explicit CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  DeviceIndex current_device() const override { return fake_cuda::t_device; }
+  Allocator* getCUDADeviceAllocator() const override { return &fake_cuda::device_allocator(); }
+  int getNumGPUs() const override { return fake_cuda::device_count(); }
+  void deviceSynchronize(DeviceIndex d) const override { fake_cuda::guard().synchronizeDevice(d); }
+#endif
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -199,18 +206,13 @@ struct CUDAHooks final : CUDAHooksInterface {
     }
     return fake_cuda::new_generator(d);
   }
-  Device getDeviceFromPtr(void* p) const override { return Device(kCUDA, 0); }
+  Device getDeviceFromPtr(void* p) const override { return Device(fake_cuda::DEVICE, 0); }
   bool isPinnedPtr(const void* p) const override {
     fake_cuda::Lock l(fake_cuda::mutex());
     return fake_cuda::is_locked(p);
   }
-  bool hasCUDA() const override { return true; }
-  bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return fake_cuda::t_device; }
   Allocator* getPinnedMemoryAllocator() const override { return &fake_cuda::host_allocator(); }
-  Allocator* getCUDADeviceAllocator() const override { return &fake_cuda::device_allocator(); }
-  int getNumGPUs() const override { return fake_cuda::device_count(); }
   DeviceIndex deviceCount() const override { return fake_cuda::device_count(); }
   void setCurrentDevice(DeviceIndex d) const override { fake_cuda::t_device = d; }
   DeviceIndex getCurrentDevice() const override { return fake_cuda::t_device; }
@@ -220,14 +222,17 @@ struct CUDAHooks final : CUDAHooksInterface {
     return o;
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
-  void deviceSynchronize(DeviceIndex d) const override { fake_cuda::guard().synchronizeDevice(d); }
 };
+#ifdef FAKE_PRIVATE
+static int g_hooks = (RegisterPrivateUse1HooksInterface(new FakeHooks), 0);
+#else
 REGISTER_CUDA_HOOKS(CUDAHooks)
+#endif
 }  // namespace at
 
 namespace fake_cuda {
 
-static c10::impl::DeviceGuardImplRegistrar g_reg(kCUDA, &guard());
-static int g_alloc = (c10::SetAllocator(kCUDA, &device_allocator(), 1), 0);
+static c10::impl::DeviceGuardImplRegistrar g_reg(DEVICE, &guard());
+static int g_alloc = (c10::SetAllocator(DEVICE, &device_allocator(), 1), 0);
 
 }  // namespace fake_cuda

@@ -1,12 +1,16 @@
-// A "cuda" device for the CPU build of PyTorch, on a machine without a GPU: what Python calls of it (device.py).
+// A device for the CPU build of PyTorch, "cuda" or of another name, on a machine without one: what Python calls of it.
 // Loaded before torch.
 
 #include "operators.h"
 
 extern "C" {
 void fc_start() {
-  at::globalContext().lazyInitDevice(at::kCUDA);
+  at::globalContext().lazyInitDevice(fake_cuda::DEVICE);
+#ifdef FAKE_PRIVATE
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&fake_cuda::sdp_choice);
+#else
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&fake_cuda::sdp_choice);
+#endif
   if (!fake_cuda::without_races())
     at::addGlobalCallback(
         at::RecordFunctionCallback(&fake_cuda::on_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
@@ -46,6 +50,8 @@ void fc_run_current_stream() {
 size_t fc_used() { return fake_cuda::g_used; }
 size_t fc_peak() { return fake_cuda::g_peak; }
 void fc_reset_peak() { fake_cuda::g_peak = fake_cuda::g_used; }
+size_t fc_free() { return fake_cuda::capacity() - fake_cuda::kept(); }
+void fc_empty_cache() { fake_cuda::device_allocator().emptyCache({0, 0}); }
 size_t fc_capacity() { return fake_cuda::capacity(); }
 int fc_devices() { return fake_cuda::device_count(); }
 long fc_races() { return fake_cuda::race_count; }

@@ -127,7 +127,7 @@ struct Aliases {
     return a;
   }
   Tensor tensor(const Tensor& t) {
-    if (!t.defined() || !t.is_cuda()) return t;
+    if (!t.defined() || !is_ours(t)) return t;
     Tensor r =
         at::detail::make_tensor<c10::TensorImpl>(storage(t.storage()), DispatchKeySet(DispatchKey::CPU), t.dtype());
     auto* i = r.unsafeGetTensorImpl();
@@ -151,12 +151,12 @@ struct Aliases {
       void* p = device_malloc(r.storage().nbytes(), device);
       if (p) memcpy(host_view(p), r.storage().data(), r.storage().nbytes());
       st = c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), r.storage().nbytes(),
-                                                              c10::DataPtr(p, p, &device_free, Device(kCUDA, device)),
+                                                              c10::DataPtr(p, p, &device_free, Device(DEVICE, device)),
                                                               &device_allocator(), true));
       back[r.storage().unsafeGetStorageImpl()] = st;
       keep.push_back(r);
     }
-    Tensor o = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(st), DispatchKeySet(DispatchKey::CUDA), r.dtype());
+    Tensor o = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(st), DispatchKeySet(KEY), r.dtype());
     o.unsafeGetTensorImpl()->set_sizes_and_strides(r.sizes(), r.strides(), r.storage_offset());
     if (r.is_conj()) o._set_conj(true);
     if (r.is_neg()) o._set_neg(true);
@@ -171,7 +171,7 @@ struct Aliases {
       if (b != back.end() && s.data() != host_view(b->second.data()) && s.nbytes()) {
         void* p = device_malloc(s.nbytes(), device);
         memcpy(host_view(p), s.data(), s.nbytes());
-        b->second.set_data_ptr(c10::DataPtr(p, p, &device_free, Device(kCUDA, device)));
+        b->second.set_data_ptr(c10::DataPtr(p, p, &device_free, Device(DEVICE, device)));
         b->second.set_nbytes(s.nbytes());
       }
       if (impl->sizes() != t.sizes() || impl->strides() != t.strides())
@@ -234,7 +234,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool host_arg = false;
   auto look = [&](const Tensor& t) {
     if (!t.defined()) return;
-    if (t.is_cuda()) {
+    if (is_ours(t)) {
       if (device >= 0 && device != t.device().index())
         TORCH_CHECK(false, "Expected all tensors to be on the same device (fake cuda)");
       device = t.device().index();
@@ -251,7 +251,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const std::optional<Tensor>& t : v.toOptionalTensorList().vec()) {
         if (t) look(*t);
       }
-    else if (v.isDevice() && v.toDevice().is_cuda()) {
+    else if (v.isDevice() && is_ours(v.toDevice())) {
       int d = v.toDevice().index();
       device = device >= 0 ? device : d < 0 ? t_device : d;
     }
@@ -275,7 +275,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         bytes += (double)t.numel() * t.itemsize();
         if (!w) read.push_back(t);
       }
-      if (!info.skip && t.defined() && t.is_cuda()) log_tensor(t, w, acc);
+      if (!info.skip && t.defined() && is_ours(t)) log_tensor(t, w, acc);
       return al.tensor(t);
     };
     if (v.isTensor()) {
@@ -289,7 +289,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const std::optional<Tensor>& t : v.toOptionalTensorList().vec())
         x.push_back(t ? std::optional<Tensor>(one(*t)) : t);
       v = c10::IValue(x);
-    } else if (v.isDevice() && v.toDevice().is_cuda())
+    } else if (v.isDevice() && is_ours(v.toDevice()))
       v = c10::IValue(Device(kCPU));
     else if (v.isGenerator()) {
       auto* g = dynamic_cast<HostGenerator*>(v.toGenerator().unsafeGetGeneratorImpl());

@@ -101,17 +101,49 @@ static void device_free(void* p) {
     device_blocks_in_use().push_back({b, v});
   }
 }
-struct DeviceAllocator final : Allocator {
+// What a caching allocator would keep: the most that was used since it was emptied.
+static size_t g_kept = 0;
+static size_t kept() { return g_kept = std::max(g_kept, g_used); }
+static void record_use(const DataPtr& p, const c10::Stream& s) {
+  Lock l(mutex());
+  auto it = device_blocks().find(p.get_context() ? p.get_context() : p.get());
+  if (it == device_blocks().end()) return;
+  int e = actor(s.device_index(), s.id());
+  if (e != actor(it->second.device, it->second.stream)) it->second.used_on.push_back(e);
+}
+struct DeviceAllocator final : c10::DeviceAllocator {
   DataPtr allocate(size_t n) override {
     void* p = device_malloc(n, t_device);
-    return {p, p, &device_free, Device(kCUDA, t_device)};
+    return {p, p, &device_free, Device(DEVICE, t_device)};
   }
   DeleterFnPtr raw_deleter() const override { return &device_free; }
   void copy_data(void* d, const void* s, std::size_t n) const override { memcpy(host_view(d), host_view(s), n); }
+  bool initialized() override { return true; }
+  void emptyCache(MempoolId_t) override { g_kept = g_used; }
+  void recordStream(const DataPtr& p, c10::Stream s) override { record_use(p, s); }
+  CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override {
+    CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes, &stats.reserved_bytes}) {
+      (*bytes)[0].current = g_used;
+      (*bytes)[0].peak = g_peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex) override { g_peak = g_used; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex) override { return {capacity() - kept(), capacity()}; }
 };
 static DeviceAllocator& device_allocator() {
   static auto* a = new DeviceAllocator;
   return *a;
+}
+static void resize_storage(const c10::Storage& s, size_t bytes, int device) {
+  Lock l(mutex());
+  void* p = device_malloc(bytes, device);
+  flush(current_actor(device));
+  if (size_t n = std::min(bytes, s.nbytes())) memcpy(host_view(p), host_view(s.data()), n);
+  s.unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(p, p, &device_free, Device(DEVICE, device)));
+  s.unsafeGetStorageImpl()->set_nbytes(bytes);
 }
 
 // ---------------------------------------------------------------- page-locked memory

@@ -11,14 +11,14 @@ namespace fake_cuda {
 static Tensor empty_mf(IntArrayRef size, std::optional<ScalarType> dt, std::optional<Layout>, std::optional<Device> dev,
                        std::optional<bool> pin, std::optional<MemoryFormat> mf) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  c10::DeviceGuard g(dev.value_or(Device(kCUDA)));
-  return at::detail::empty_generic(size, &device_allocator(), DispatchKeySet(DispatchKey::CUDA),
+  c10::DeviceGuard g(dev.value_or(Device(DEVICE)));
+  return at::detail::empty_generic(size, &device_allocator(), DispatchKeySet(KEY),
                                    dt.value_or(at::typeMetaToScalarType(at::get_default_dtype())), mf);
 }
 static Tensor empty_st(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dt, std::optional<Layout>,
                        std::optional<Device> dev, std::optional<bool> pin) {
-  c10::DeviceGuard g(dev.value_or(Device(kCUDA)));
-  return at::detail::empty_strided_generic(size, stride, &device_allocator(), DispatchKeySet(DispatchKey::CUDA),
+  c10::DeviceGuard g(dev.value_or(Device(DEVICE)));
+  return at::detail::empty_strided_generic(size, stride, &device_allocator(), DispatchKeySet(KEY),
                                            dt.value_or(at::typeMetaToScalarType(at::get_default_dtype())));
 }
 static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
@@ -26,7 +26,7 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
   static int n_h2d = intern("copy H2D"), n_d2h = intern("copy D2H"), n_d2d = intern("copy D2D");
   Tensor src = src0;
   if (self.numel() == 0) return self;
-  if (self.is_cuda() && src.is_cuda()) {
+  if (is_ours(self) && is_ours(src)) {
     int st = stack_id();
     Lock l(mutex());
     int e = current_actor(src.device().index());
@@ -42,7 +42,7 @@ static Tensor& copy_(Tensor& self, const Tensor& src0, bool non_blocking) {
     al.tensor(self).copy_(al.tensor(ex));
     return self;
   }
-  bool h2d = self.is_cuda();
+  bool h2d = is_ours(self);
   bool plain = self.dtype() == src.dtype() && self.sizes() == src.sizes() && self.is_contiguous() &&
                src.is_contiguous() && self.is_conj() == src.is_conj() && self.is_neg() == src.is_neg();
   bool same_strided = self.dtype() == src.dtype() && self.sizes() == src.sizes() && self.strides() == src.strides() &&
@@ -102,14 +102,7 @@ static const Tensor& resize_(const Tensor& self, SymIntArrayRef ssize, std::opti
   int64_t n = c10::multiply_integers(size);
   auto& s = const_cast<c10::Storage&>(self.storage());
   size_t need = (self.storage_offset() + n) * self.itemsize();
-  if (n && s.nbytes() < need) {
-    int d = self.device().index();
-    void* p = device_malloc(need, d);
-    flush(current_actor(d));
-    if (s.nbytes()) memcpy(host_view(p), host_view(s.data()), s.nbytes());
-    s.unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(p, p, &device_free, Device(kCUDA, d)));
-    s.set_nbytes(need);
-  }
+  if (n && s.nbytes() < need) resize_storage(s, need, self.device().index());
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return self;
 }
@@ -152,8 +145,8 @@ static int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std
   return 0;
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(_, FAKE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
   m.impl("empty.memory_format", empty_mf);
   m.impl("empty_strided", empty_st);
   m.impl("copy_", copy_);
@@ -170,15 +163,37 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+#ifdef FAKE_PRIVATE
+}  // namespace fake_cuda
+
+// What torch does for its own devices, and leaves to the library of any other.
+namespace at::autocast {
+#define FAKE_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FAKE_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FAKE_FP32_SET(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define FAKE_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(FAKE_LOWER)
+  AT_FORALL_FP32(FAKE_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FAKE_FP32_SET)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(FAKE_PROMOTE)
+}
+}  // namespace at::autocast
+
+namespace fake_cuda {
+#endif
+
 // ---------------------------------------------------------------- what CPU ops do to page-locked memory
 static std::unique_ptr<ObserverContext> on_op(const RecordFunction& fn) {
   if (t_inside_kernel) return nullptr;
   const auto& in = fn.inputs();
-  bool cuda = false, hit = false;
+  bool ours = false, hit = false;
   auto look = [&](const Tensor& t) {
     if (!t.defined()) return;
-    if (t.is_cuda())
-      cuda = true;
+    if (is_ours(t))
+      ours = true;
     else if (!hit && t.is_cpu() && t.has_storage() && t.storage().data() &&
              is_locked((char*)t.storage().data() + t.storage_offset() * t.itemsize()))
       hit = true;
@@ -192,7 +207,7 @@ static std::unique_ptr<ObserverContext> on_op(const RecordFunction& fn) {
         for (const Tensor& t : v.toTensorVector()) look(t);
     }
   }
-  if (cuda || !hit) return nullptr;
+  if (ours || !hit) return nullptr;
   auto name = fn.operator_name();
   if (!name) return nullptr;
   auto op = c10::Dispatcher::singleton().findSchema(*name);

@@ -1,0 +1,209 @@
+"""The kinds of backends (backend.py) with memory and streams of their own: any accelerator of torch's, and CUDA.
+
+Owns nothing: a backend names a device. What any accelerator answers is asked of `torch.accelerator`, of torch's own streams
+and events, and of the device's module (`torch.get_device_module`), whatever its name: `xpu`, or what a library registers.
+
+I1: what differs for CUDA (and ROCm, which has its name) stands in `CudaBackend`; `torch.cuda` is named there only (a test).
+I2: streams and events of a backend are of one family. torch's own events, and those of `torch.cuda`, have been reading each
+    other's streams as if they were theirs, so neither is given the other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.distributed import get_default_backend_for_device
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.backend import Mark, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _EventMark:
+    backend: AcceleratorBackend
+    event: torch.Event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def order(self) -> None:
+        self.backend._current().wait_event(self.event)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _EventMark)
+        return earlier.event.elapsed_time(self.event) / 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceStream:
+    backend: AcceleratorBackend
+    stream: torch.Stream
+
+    def follow(self, mark: Mark | None = None) -> None:
+        if mark is None:
+            self.stream.wait_stream(self.backend._current())
+        else:
+            assert isinstance(mark, _EventMark)
+            self.stream.wait_event(mark.event)
+
+    # torch.Stream is a context, too, but one that a second thread cannot enter while it is entered.
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with torch.accelerator.device_index(self.stream.device_index):
+            before = self.backend._current()
+            torch.accelerator.set_stream(self.stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
+    def join(self) -> None:
+        self.backend._current().wait_stream(self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorBackend:
+    """A device of the accelerator that torch has in this process.
+
+    Args:
+        device: without an index it is whatever is current where it is used.
+    """
+
+    device: torch.device
+
+    apart: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return self.device.type
+
+    @property
+    def collectives(self) -> str:
+        try:
+            return get_default_backend_for_device(self.device)
+        except ValueError as error:
+            raise ConfigError(
+                f"torch.distributed knows no library of collectives between {self.name} devices, so several ranks cannot "
+                f"train on them; use devices=1, or import the library that registers one (Backend.register_backend)"
+            ) from error
+
+    # Streams of torch's own; those of CUDA are its own.
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def _new_stream(self) -> torch.Stream:
+        return torch.Stream(self.device)
+
+    def _new_event(self, timed: bool) -> torch.Event:
+        return torch.Event(self.device, enable_timing=timed)
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    def make_current(self) -> None:
+        if self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def stream(self) -> Stream:
+        return _DeviceStream(self, self._new_stream())
+
+    def current_stream(self) -> Stream:
+        return _DeviceStream(self, self._current())
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        event = self._new_event(timed)
+        event.record(self._current())
+        return _EventMark(self, event)
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        if self.holds(tensor):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+    def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
+        return TorchLockedRegion(size_bytes) if pin else HostRegion(size_bytes)
+
+    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.holds(tensor):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+    def device_region(self, size_bytes: int) -> Region:
+        return DeviceRegion(size_bytes, self.device)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        return int(free)
+
+    def bytes_beside(self, region_bytes: int) -> int:
+        return torch.accelerator.memory_allocated(self.device) - region_bytes
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type
+
+    def random_state(self) -> torch.Tensor | None:
+        state: torch.Tensor = self._module().get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._module().set_rng_state(state.cpu(), self.device)
+
+    def count(self) -> int:
+        return torch.accelerator.device_count()
+
+    def description(self) -> str:
+        name_of = getattr(self._module(), "get_device_name", None)
+        return f"a device of the kind {self.name}" if name_of is None else str(name_of(self.device))
+
+
+class CudaBackend(AcceleratorBackend):
+    """A CUDA device, or a ROCm one, which torch calls by the same name."""
+
+    __slots__ = ()
+
+    def _current(self) -> torch.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _new_stream(self) -> torch.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def _new_event(self, timed: bool) -> torch.Event:
+        # Blocking: else the host spins while it waits, on a core that the CPU's updates need. torch.Event takes the word, and
+        # makes an event that spins (pytorch/pytorch, torch/csrc/Event.cpp).
+        return torch.cuda.Event(enable_timing=timed, blocking=True)
+
+    def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
+        return HostRegion(size_bytes, lock=self if pin else None)
+
+    def lock_pages(self, address: int, size_bytes: int) -> None:
+        """For the contexts of all devices, and through that of the current one: a thread of its own comes to `make_current`
+        first, or it makes a context on the machine's first device."""
+        status = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
+        self._check(status, f"page-lock {size_bytes} bytes")
+
+    def unlock_pages(self, address: int) -> None:
+        self._check(torch.cuda.cudart().cudaHostUnregister(address), "unlock host memory")
+
+    def _check(self, status: object, doing: str) -> None:
+        if int(status) == 0:  # type: ignore[call-overload]
+            return
+        # The runtime keeps the error for whoever asks next, which is the launch of any kernel. This one asks, and clears it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)
+        raise ConfigError(
+            f"CUDA could not {doing} (error {status}); lower host_memory, or raise the limit of locked memory "
+            "(ulimit -l)"
+        )
