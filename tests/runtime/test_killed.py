@@ -1,16 +1,19 @@
-"""kill -9 at any moment of training and of saving: the newest checkpoint is complete, going on from it equals never having
-been killed, and nothing is left behind."""
+"""kill -9 at any moment of training and of saving, of one rank or all: the newest checkpoint is complete, and nothing is left
+behind. Going on from it equals never having been killed, or, where the number of ranks changes, going on by hand from the
+same checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +37,15 @@ class Runs:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        self._running: list[int] = []
 
-    def start(self, folder: Path, kind: str, steps: int) -> int:
-        """Starts a run; returns its process number."""
+    def start(self, folder: Path, kind: str, steps: int, ranks: int = 1) -> list[int]:
+        """Starts a run; returns the process numbers of its ranks."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{folder} {kind} {steps}\n")
+        self._process.stdin.write(f"{folder} {kind} {steps} {ranks}\n")
         self._process.stdin.flush()
-        return int(self.line().split()[1])
+        self._running = [int(number) for number in self.line().split()[1:]]
+        return self._running
 
     def line(self) -> str:
         """The next thing that is said."""
@@ -53,14 +58,30 @@ class Runs:
         while (line := self.line()) != "gone":
             assert line or self._process.poll() is None, "the process that forks has died"
             said.append(line)
+        self._running = []
+        return said
+
+    def to_the_end(self, folder: Path, kind: str, steps: int, ranks: int = 1) -> list[str]:
+        """All that a run says that nobody kills."""
+        self.start(folder, kind, steps, ranks)
+        said = self.until_gone()
+        assert said[-1] == "ended"
         return said
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, and a run that hangs."""
+        kill(self._running)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Those of them that are still there."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +107,13 @@ def check_newest(folder: Path) -> int:
     return newest
 
 
+def check_weights(folder: Path, other: Path) -> None:
+    """Those of two runs are the same, to the bit."""
+    ours, theirs = torch.load(folder / "weights.pt"), torch.load(other / "weights.pt")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
 def in_shared_memory() -> set[str]:
     """What is there, but for semaphores of Python's multiprocessing: runs make none, tests beside this one do."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
@@ -98,14 +126,14 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
     reached = 0
     shared = in_shared_memory()
     for _ in range(kills):
-        process = runs.start(folder, kind, steps)
+        processes = runs.start(folder, kind, steps)
         # After some steps or before the first one, and then at any moment of the next.
         behind = kind.startswith("async")
         said = [runs.line() for _ in range(chance.randint(0, 3))] if not behind else []
         while behind and not list((folder / "kept").glob(f"{PARTIAL}*")) and "ended" not in said:
             time.sleep(0.001)  # until a save is in progress
         time.sleep(chance.random() * 0.05)
-        os.kill(process, signal.SIGKILL)
+        kill(processes)
         said += runs.until_gone()
         newest = check_newest(folder)
         known = [int(line.split()[1]) for line in said if line.startswith("saved")]
@@ -116,17 +144,14 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
             break
     assert in_shared_memory() <= shared
     # The last run finds the rest of the others, goes on from the newest, and arrives where nobody was killed.
-    runs.start(folder, kind, steps)
-    assert runs.until_gone()[-1] == "ended"
+    runs.to_the_end(folder, kind, steps)
     assert not list((folder / "kept").glob(f"{PARTIAL}*"))
     # Complete ones that ModelCheckpoint had no time to remove are Lightning's own business.
     assert {steps - 1, steps} <= set(map(step_of, (folder / "kept").iterdir()))
     never = folder.parent / f"{folder.name}-never"
     (never / "disk").mkdir(parents=True)
-    runs.start(never, kind, steps)
-    assert runs.until_gone()[-1] == "ended"
-    ours, theirs = torch.load(folder / "weights.pt"), torch.load(never / "weights.pt")
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    runs.to_the_end(never, kind, steps)
+    check_weights(folder, never)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded", "async"])
@@ -139,20 +164,18 @@ def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
     runs: Runs, kind: str, tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
-    process = runs.start(tmp_path, f"{kind}+auto", 40)
+    processes = runs.start(tmp_path, f"{kind}+auto", 40)
     said = [runs.line() for _ in range(4)]
     time.sleep(random.random() * 0.05)  # any moment: of a step, of a save
-    os.kill(process, signal.SIGKILL)
+    kill(processes)
     said += runs.until_gone()
     assert "ended" not in said
     by_hand = tmp_path / "by_hand"
     (by_hand / "disk").mkdir(parents=True)
     shutil.copytree(tmp_path / "kept", by_hand / "kept")
-    for folder, which in ((tmp_path, f"{kind}+auto"), (by_hand, kind)):
-        runs.start(folder, which, 12)
-        assert runs.until_gone()[-1] == "ended"
-    ours, theirs = torch.load(tmp_path / "weights.pt"), torch.load(by_hand / "weights.pt")
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    runs.to_the_end(tmp_path, f"{kind}+auto", 12)
+    runs.to_the_end(by_hand, kind, 12)
+    check_weights(tmp_path, by_hand)
     assert sorted(map(step_of, (tmp_path / "kept").glob("*.ckpt")))[-2:] == [11, 12]
 
 
@@ -168,3 +191,104 @@ def test_killed_thirty_times_and_resumed_by_itself(runs: Runs, kind: str, tmp_pa
 @pytest.mark.parametrize("kind", ["full", "sharded", "async"])
 def test_killed_fifty_times(runs: Runs, kind: str, tmp_path: Path) -> None:
     kill_again_and_again(runs, tmp_path, kind, kills=50, seed=2)
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------------
+
+
+def began(said: list[str]) -> list[int]:
+    """At which steps."""
+    return [int(line.split()[1]) for line in said if line.startswith("began")]
+
+
+def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tuple[int, int]], steps: int) -> None:
+    """A run whose starts had so many ranks and began at such a step has the weights of one that was resumed by hand there."""
+    by_hand = folder.parent / f"{folder.name}-by-hand"
+    (by_hand / "disk").mkdir(parents=True)
+    ends = [*(step for _, step in starts[1:]), steps]
+    for (ranks, step), end in zip(starts, ends, strict=True):
+        assert end >= step, "an older checkpoint than before was gone on from"
+        if end > step:
+            assert began(runs.to_the_end(by_hand, kind, end, ranks)) == [step]
+    check_weights(folder, by_hand)
+
+
+def check_nothing_left(folder: Path, shared: set[str]) -> None:
+    """But checkpoints under their names."""
+    assert os.listdir(folder / "disk") == []
+    assert all(re.fullmatch(r"step=\d+\.ckpt", entry.name) for entry in (folder / "kept").iterdir())
+    assert in_shared_memory() <= shared
+
+
+def kill_ranks_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: int) -> None:
+    """Other numbers of ranks at each start; one rank or all are killed, at any moment from the first on."""
+    (folder / "disk").mkdir(parents=True)
+    chance = random.Random(seed)
+    steps = 4 * kills
+    starts: list[tuple[int, int]] = []
+    shared = in_shared_memory()
+    for _ in range(kills):
+        ranks = chance.randint(1, 3)
+        processes = runs.start(folder, f"{kind}+auto", steps, ranks)
+        # Who waits for a rank that never came is ended by what has started them, or by the strategy's timeout.
+        early = chance.random() < 0.2
+        said = [] if early else [runs.line()]
+        time.sleep(chance.random())
+        kill(processes if early or chance.random() < 0.3 else [chance.choice(processes)])
+        said += runs.until_gone()
+        starts += [(ranks, step) for step in began(said)]
+        assert os.listdir(folder / "disk") == []
+        check_newest(folder)
+    ranks = chance.randint(1, 3)
+    starts += [(ranks, step) for step in began(runs.to_the_end(folder, f"{kind}+auto", steps, ranks))]
+    check_nothing_left(folder, shared)
+    check_resumed_by_hand(runs, folder, kind, starts, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["full", "sharded", "async"])
+def test_ranks_killed_thirty_times_and_resumed_by_themselves(runs: Runs, kind: str, tmp_path: Path) -> None:
+    kill_ranks_again_and_again(runs, tmp_path / "it", kind, kills=30, seed=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["sharded", "async"])
+def test_one_of_two_ranks_of_torchrun_is_killed_and_others_go_on(runs: Runs, kind: str, tmp_path: Path) -> None:
+    folder, kills = tmp_path / "it", 3
+    (folder / "disk").mkdir(parents=True)
+    chance = random.Random(6)
+    shared = in_shared_memory()
+    program = [str(Path(__file__).with_name("killed_run.py")), str(folder), f"{kind}+auto", "60", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={kills}"]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/launching.md says why
+    agent = subprocess.Popen(
+        [sys.executable, *command, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    processes: list[int] = []
+    starts: list[tuple[int, int]] = []
+    try:
+        assert agent.stdout is not None
+        for line in agent.stdout:
+            if line.startswith("process"):
+                processes.append(int(line.split()[1]))
+            starts += [(2, step) for step in began([line])]
+            if line.startswith("began") and len(starts) <= kills:
+                time.sleep(chance.random() * 0.5)
+                kill([chance.choice(processes[-2:])])
+        assert agent.wait(60) == 0 and len(starts) == kills + 1
+    finally:
+        agent.terminate()  # and with it what it has started
+        agent.wait(60)
+        assert agent.stdout is not None
+        agent.stdout.close()
+    check_nothing_left(folder, shared)
+    for ranks, steps in ((1, 63), (3, 66)):
+        starts += [(ranks, step) for step in began(runs.to_the_end(folder, f"{kind}+auto", steps, ranks))]
+    check_nothing_left(folder, shared)
+    check_resumed_by_hand(runs, folder, kind, starts, 66)
