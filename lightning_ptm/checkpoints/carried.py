@@ -8,7 +8,7 @@ process was killed) are a partial checkpoint, which the next run there removes (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.trainer.paged_states import opened
 
 
 class Carried:
@@ -124,7 +125,7 @@ class Carried:
         return {known: read().dtype for known, read in self.given().parameters.items()}
 
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
-        """Writes what optimizers keep into the new pages; parameters that are new to one start afresh. Collective.
+        """Writes what optimizers keep into the new pages; parameters of which it keeps nothing start afresh. Collective.
 
         Args:
             optimizers: as they were given before.
@@ -141,13 +142,25 @@ class Carried:
             states = {
                 known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
             }
-            engine.values.load_optimizer_states(index, states)
+            engine.values.load_optimizer_states(index, _kept_outside(engine, optimizer, scalars) | states)
 
     def close(self) -> None:
         """Removes the files. Never raises."""
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.discard()
+
+
+def _kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int]) -> dict[int, Mapping[str, Any]]:
+    """States, by id of parameter, that the optimizer itself has kept while these were frozen: loaded, or of an earlier run.
+
+    Args:
+        inside: parameters, by id, whose states were in pages.
+    """
+    plain = plain_optimizer(optimizer)
+    paged = [each for each in engine.updates.parameters_of(engine.updates.index_of(plain)) if id(each) not in inside]
+    with opened(plain):
+        return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
 
 def _let_go_of_removed(engine: Engine, optimizer: Optimizer) -> None:

@@ -215,7 +215,8 @@ class ParameterGradients:
         if self._versions is not None and gradient._version != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
-                f"when the update was still to read it; change it before the step, or set it to None"
+                f"when the update was still to read it; change it before the step, or set it to None; between steps of two "
+                f"optimizers that share it, clip with self.clip_gradients, which waits for the update"
             )
         return gradient.narrow(0, segment.parameter_start, segment.numel)
 

@@ -223,5 +223,5 @@ class ChangedTooLate(Moves):
 def test_a_gradient_that_changes_while_its_update_waits_is_refused_or_was_used(strategy_at: MakeStrategy) -> None:
     judge(ChangedTooLate, strategy_at("ram"))
     judge(ChangedTooLate, strategy_at("three_tiers"))
-    with pytest.raises(UsageError, match="was changed in place after the optimizer's step"):
+    with pytest.raises(UsageError, match=r"was changed in place after the optimizer's step.*self\.clip_gradients"):
         run(ChangedTooLate, strategy_at("masters_on_disk"))

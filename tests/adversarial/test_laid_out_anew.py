@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run
+from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
@@ -206,6 +206,29 @@ def test_whatever_is_kept_of_parameters_goes_with_them(
     strategy_at: MakeStrategy, build: type[Judged], home: str
 ) -> None:
     judge(build, strategy_at(home), max_epochs=4)
+
+
+class UnfrozenAgain(Unfreezing):
+    """Its last block is frozen again in a run that goes on from a later epoch, until that one begins."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.unfreeze()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("home", ON_DISK)
+def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains(
+    strategy_at: MakeStrategy, home: str, kind: str, tmp_path: Path
+) -> None:
+    def went_on(strategy: Callable[[], AngelPTMStrategy | None], name: str) -> Judged:
+        saving = ModelCheckpoint(tmp_path, filename=name)
+        run(UnfrozenAgain, strategy(), max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+        module = UnfrozenAgain()
+        trainer(strategy(), max_epochs=3).fit(module, batches(), ckpt_path=saving.best_model_path)
+        return module
+
+    assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
 
 
 def test_what_callbacks_keep_of_weights_goes_on(strategy_at: MakeStrategy) -> None:
