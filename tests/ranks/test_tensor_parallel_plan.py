@@ -19,6 +19,7 @@ from rank_harness import run_ranks
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
 from lightning_ptm.planning import Link
+from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.terms import TIERS
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
@@ -50,6 +51,7 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.sent = 0.0
         self.pages: dict[str, int] = {}
+        self.exchanging = False
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
         self.sent = 0.0
@@ -60,6 +62,12 @@ class Watch(L.Callback):
 
     def counts(self) -> None:
         sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
+        issues = Exchanges.issue
+
+        def issue(*args: Any) -> None:
+            self.exchanging = True
+            issues(*args)
+            self.exchanging = False
 
         def all_reduce(value: Any, *args: Any, **options: Any) -> Any:
             size = dist.get_world_size(options.get("group"))
@@ -72,17 +80,19 @@ class Watch(L.Callback):
 
         def all_to_all(out: Any, value: Any, *args: Any, **options: Any) -> Any:
             size = dist.get_world_size(options.get("group"))
-            if not options.get("async_op"):  # those of pages are
+            if self.exchanging:  # and not for pages
                 self.sent += value.nbytes * (size - 1) / size
             return pieces(out, value, *args, **options)
 
         dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = all_reduce, all_gather, all_to_all
+        Exchanges.issue = issue  # type: ignore[method-assign]
 
 
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
     kept = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
+    issue = Exchanges.issue
     for settings in runs:
         watch = Watch()
         chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": disk}
@@ -95,6 +105,7 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
                 trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
         finally:
             dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
+            Exchanges.issue = issue  # type: ignore[method-assign]
         found.append(Measured(watch.pages, watch.sent))
     return found
 

@@ -29,7 +29,7 @@ class Other:
         return [row, self.brings.pop(0) if self.brings else row]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value if source == 0 else ("", "is elsewhere")
+        return value if source == 0 else ("", "is elsewhere", None)
 
     def fail(self, reason: str) -> None:
         self.failures.append(reason)
