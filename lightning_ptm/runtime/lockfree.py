@@ -158,8 +158,10 @@ class LockFreeUpdates(UpdateScheduler):
         self._units = units
         self._max_staleness = max_staleness
         self._warmup = warmup
-        self._learns = not warmup
-        """Whether updates learn forecasts."""
+        self._batch_began = 0
+        """After how many steps the training batch in progress began."""
+        self._most_steps = 0
+        """That a batch has taken; 0: none has ended with a step."""
         self._bound = 0 if warmup else max_staleness
         """Steps whose gradients a parameter in use may lack now."""
         self._clocks = [_Clock(flat=flat, reach=reach) for of_unit in flats for flat in of_unit]
@@ -321,15 +323,17 @@ class LockFreeUpdates(UpdateScheduler):
             self._adopt_all()
 
     def _warm_up(self, step: int) -> None:
-        if step >= self._warmup - 1 and not self._learns:
-            # Whoever computes with what comes of this step's gradients may forecast the next.
-            self._learns = True
-            self._buffering.learn(self._steps)
+        self._most_steps = max(self._most_steps, self._steps - self._batch_began)
+        self._batch_began = self._steps
         if step >= self._warmup:
-            self._catch_up(range(len(self._clocks)))  # what is read from now on was forecast
+            self._catch_up(range(len(self._clocks)))
+            self._buffering.learn(self._steps)
             self._warmup, self._bound = 0, self._max_staleness
             if self._pace is not None:
                 self._pace.drained()
+        elif self._most_steps and step + self._most_steps >= self._warmup:
+            # What comes of its last step's gradients is read behind the warm-up, and may forecast the next.
+            self._buffering.learn(self._steps + self._most_steps - 1)
 
     def pending(self, unit: int) -> bool:
         unread = self._unread(unit)

@@ -532,6 +532,15 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
+@pytest.mark.parametrize("steps", [1, 7, 8])
+def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
+    """The first batch of a run too, of which nobody knows how many steps it will take."""
+    ours = run(strategy_at("lock_free", max_staleness=3, staleness_warmup=steps), built(TwoOptimizers))
+    theirs = run(strategy_at("ram"), built(TwoOptimizers))
+    equal = [torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True)]
+    assert all(equal[: steps + steps % 2]) and not all(equal), equal
+
+
 class StepsBeforeTheOthersBackward(TwoOptimizers):
     """The second loss's graph is older than the first optimizer's step, and must keep what it was built from."""
 
