@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.runtime.interrupts import interrupted_later
+from lightning_ptm.interrupts import interrupted_later
 
 
 class Saves:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.runtime import pieces
-from lightning_ptm.runtime.interrupts import interrupted_later
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor

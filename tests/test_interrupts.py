@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.runtime.interrupts import interrupted_later
+from lightning_ptm.interrupts import interrupted_later
 
 
 def ctrl_c() -> None:
