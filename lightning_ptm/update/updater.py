@@ -18,6 +18,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
+from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.memory.backend import CurrentStream, Stream
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
@@ -279,14 +280,19 @@ class Updater:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
+        """Ctrl-C takes effect behind it: a chunk is then whole, and every transfer known to who waits for its end."""
+        with interrupted_later(), self._noting_failures(), self._stream.entered():
+            yield
+
+    @contextlib.contextmanager
+    def _noting_failures(self) -> Iterator[None]:
         try:
-            with self._stream.entered():
-                yield
+            yield
         except Exception as error:
             self._failure = error
             raise
         except BaseException as error:
-            # Ctrl-C, say: a chunk may be half updated, but whoever cleans up must not be interrupted once more.
+            # A second Ctrl-C, say: a chunk may be half updated, but whoever cleans up must not be interrupted once more.
             self._failure = UsageError(
                 f"the update was interrupted by {type(error).__name__}; master states are not valid"
             )

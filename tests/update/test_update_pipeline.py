@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from torch import optim
 
 from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageError
 from lightning_ptm.memory import FileOps, Transfer
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
@@ -230,6 +233,33 @@ def test_reads_ahead_see_the_last_update(twins: list[Twin], tmp_path: Path, ops:
         while twin.updater.busy():
             twin.updater.pump()
         plain_step(twin, gradients(step))
+    twin.assert_equal()
+
+
+def test_ctrl_c_takes_effect_when_an_update_is_whole(
+    twins: list[Twin], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a transfer's begin and its note, say: nobody would wait for its end, and its pages could not be given up."""
+    twins.append(make_twin(adamw, make_allocator(tmp_path), home=Tier.DISK))
+    twin, copy, interrupted = twins[0], Allocator.copy, []
+
+    def copy_and_ctrl_c(*args: Any, **options: Any) -> Transfer:
+        transfer = copy(*args, **options)
+        if not interrupted:
+            interrupted.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return transfer
+
+    monkeypatch.setattr(Allocator, "copy", copy_and_ctrl_c)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        handle = twin.submit(gradients())
+        with pytest.raises(KeyboardInterrupt):
+            twin.updater.finish(handle)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupted and handle.done()
+    plain_step(twin, gradients())
     twin.assert_equal()
 
 
