@@ -27,7 +27,6 @@ NOT_YET = {
     "lightning_ptm/planning/fetching.py:Fetching",
     "lightning_ptm/planning/placement.py:place",
     "lightning_ptm/runtime/binding.py:FlatBinding",
-    "lightning_ptm/runtime/blueprint.py",
     "lightning_ptm/runtime/engine.py",
     "lightning_ptm/runtime/engine.py:Engine",
     "lightning_ptm/runtime/engine.py:Engine:_build",

@@ -21,7 +21,7 @@ from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.runtime.blueprint import compute_dtype, keeps_fp32
+from lightning_ptm.runtime.specs import compute_dtype, keeps_fp32
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 

@@ -27,7 +27,8 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, homes_of, pages_by_use, tiers_of
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
-from lightning_ptm.runtime.blueprint import Blueprint, decide
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import optimizers_in_pages
 from lightning_ptm.runtime.occupied import occupied

@@ -6,6 +6,7 @@ homes asks here, too, what rows to come may take (`travelling`, `in_the_making`)
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -22,8 +23,14 @@ from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
 
 if TYPE_CHECKING:
+    from lightning_ptm.config import Settings
     from lightning_ptm.runtime.blueprint import Blueprint
+    from lightning_ptm.runtime.machine import Machine
 
+_ROOMY_SHARE = 1 / 4
+"""With a disk tier: where pages take less of the free RAM than this, freed memory may stay for the next step."""
+_DEVICE_CHUNKS = 3
+"""Without a disk: one that comes from the device, one that is updated, one that goes back."""
 _TRANSIT_PAGES = 2
 """Values on their way to or from the disk have no less."""
 
@@ -45,6 +52,58 @@ def take_stock(blueprint: Blueprint) -> Inventory:
     transit = {blueprint.ram: _transit_pages(blueprint)} if on_disk else {}
     counted = _counted_bytes(blueprint, rows, transit)
     return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
+
+
+def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
+    """With the inventory, and what depends on how much of RAM it takes."""
+    if machine.device_apart and not blueprint.placement.streams:
+        blueprint = _with_spare_staging(blueprint, settings)
+    inventory = take_stock(blueprint)
+    per_unit = [
+        sum(flat.shard_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
+        for unit in range(len(blueprint.units))
+    ]
+    left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
+    if machine.device_apart:  # beside those that have left it for pages of their own
+        left = sum(
+            flat.gradient_bytes
+            for flat in blueprint.trained_flats()
+            if (tier := blueprint.route(flat).own_pages) is not None and not tier.computes
+        )
+    return dataclasses.replace(
+        blueprint,
+        inventory=inventory,
+        keep_freed_memory=_keep_freed_memory(settings, machine, inventory),
+        # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
+        gradient_room_bytes=max(2 * max(per_unit), left),
+    )
+
+
+def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
+    """Several chunks of what passes between a device and updates in RAM, as far as the budgets leave them and the device
+    needs no more for them: while one is updated, others come and go."""
+    least = take_stock(blueprint)
+    for chunks in range(_DEVICE_CHUNKS, 1, -1):
+        wider = dataclasses.replace(blueprint, staging_chunks=chunks)
+        inventory = take_stock(wider)
+        staging = sum(inventory.by_what(tier).get(What.STAGING, 0) for tier in blueprint.budget)
+        if (settings.staging_bytes is None or staging <= settings.staging_bytes) and all(
+            inventory.pool_bytes(tier) <= max(least.pool_bytes(tier), 0 if tier.computes else blueprint.budget[tier])
+            for tier in blueprint.budget
+        ):
+            return wider
+    return blueprint
+
+
+def _keep_freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> bool:
+    """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
+    if settings.freed_memory != "auto":
+        return settings.freed_memory == "keep"
+    pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
+    if not any(size for tier, size in pools.items() if not tier.addressable):
+        return True
+    in_ram = sum(size for tier, size in pools.items() if tier.addressable)
+    return in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
 
 
 def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:

@@ -30,7 +30,8 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.blueprint import Blueprint, Request, draw
+from lightning_ptm.runtime.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding import draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.inspection import states_in_words

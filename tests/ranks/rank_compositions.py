@@ -27,7 +27,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, ThroughputMonitor
 from lightning_ptm.cli import main
 from lightning_ptm.models.sampling import Sampling
-from lightning_ptm.runtime import blueprint, offload
+from lightning_ptm.runtime import deciding, offload
 
 STEPS = 4
 
@@ -165,7 +165,7 @@ class Sent(Callback):
 
 def activations_in_ram(place: Place) -> Seen:
     """On a CPU, which is let do it."""
-    blueprint._check_device_of_its_own = lambda machine: None
+    deciding._check_device_of_its_own = lambda machine: None
     offload.LEAST_BYTES = 512
     module, sent = seeded(PreciseGPT), Sent()
     place.trainer({"activations": "host"}, callbacks=[sent]).fit(module, loader())

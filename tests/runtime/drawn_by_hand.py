@@ -15,7 +15,8 @@ from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
+from lightning_ptm.runtime.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.route import Waits

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.errors import InternalError
-from lightning_ptm.runtime import blueprint
+from lightning_ptm.runtime import budgets
 from lightning_ptm.update import LossScale
 
 STEPS = 12
@@ -215,7 +215,7 @@ def test_the_last_spare_pages_serve_what_exceeds_the_bound(strategy_at, monkeypa
             strategy.engine.drain()
             module.gate.open_.clear()
 
-    monkeypatch.setattr(blueprint, "_SPARE_PAGES", 0)  # two, for three accounts
+    monkeypatch.setattr(budgets, "_SPARE_PAGES", 0)  # two, for three accounts
     module, auditor = SecondIsLate(), Auditor(after)
     strategy = strategy_at("lock_free", max_staleness=1, forecast=False, poison=False)
     strategy.file_ops = module.gate

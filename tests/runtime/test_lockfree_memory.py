@@ -22,7 +22,8 @@ from lightning_ptm.config import Settings
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime import gradient_pages, heap
-from lightning_ptm.runtime.blueprint import Blueprint, Request, decide
+from lightning_ptm.runtime.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.heap import Heap

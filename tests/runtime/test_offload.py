@@ -17,7 +17,7 @@ from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
-from lightning_ptm.runtime import blueprint, offload
+from lightning_ptm.runtime import deciding, offload
 from lightning_ptm.runtime.offload import Offload, Sent
 
 CPU = CpuBackend()
@@ -125,7 +125,7 @@ def test_what_stays(taking: Offload) -> None:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs on a CPU are let do it, and with what tiny models save."""
-    monkeypatch.setattr(blueprint, "_check_device_of_its_own", lambda machine: None)
+    monkeypatch.setattr(deciding, "_check_device_of_its_own", lambda machine: None)
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
 
 

@@ -18,7 +18,8 @@ from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.differences import layout_lines
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Axis, Mesh
-from lightning_ptm.runtime.blueprint import Blueprint, decide
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.parts import cut, declared, elements, split_of
 from lightning_ptm.runtime.units import discover
 from lightning_ptm.trainer.averaging import refuse_parts

@@ -1,0 +1,379 @@
+"""Decides everything before a byte is allocated, and makes the `Blueprint` of it.
+
+Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has. `draw` is for the
+ranks that run; `decide` makes the same decisions for a machine and a number of ranks that need not be there. Stages, each a
+function of those before: what is asked for, how the model lies in flats (`specs`), what room there is (`budgets`), where all
+of it has its home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory import check_folders
+from lightning_ptm.planning.experts import ExpertSplit
+from lightning_ptm.planning.holders import Holders, everybodys
+from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.layout import ModelLayout, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.tiers import check_further
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.runtime.blueprint import Blueprint, LockFree, Request, gradient_home, ram_tier, without_units
+from lightning_ptm.runtime.budgets import (
+    LOCK_FREE_CHUNKS,
+    STAGING_CHUNKS,
+    agreed,
+    beside_bytes,
+    beside_scratch,
+    beside_whole_gradients,
+    lock_free_needs,
+    pages_budget,
+    staging_chunks,
+    wishes_of,
+    without,
+)
+from lightning_ptm.runtime.columns import chunk_bytes, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.encoded_states import encoded_traits
+from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
+from lightning_ptm.runtime.machine import Machine, this_machine
+from lightning_ptm.runtime.outside import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
+from lightning_ptm.runtime.overlap import overlap
+from lightning_ptm.runtime.parts import split_of
+from lightning_ptm.runtime.route import GradientRoute, route
+from lightning_ptm.runtime.selfstepping import Traits, check_shared, reasons
+from lightning_ptm.runtime.specs import compute_dtype, master_dtype, traits_of, unit_specs, with_whole_updates
+from lightning_ptm.runtime.stock import stocked
+from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.terms import Tier
+from lightning_ptm.update import OptimizerTraits
+
+
+def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
+    """Decides everything for a run here; a collective.
+
+    Args:
+        ranks_on_host: ranks that share this machine's RAM and disks.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    check_folders(request.settings.disk_paths)
+    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
+    agree = partial(agreed, communicator=communicator)
+    return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
+
+
+def decide(
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget] = lambda budget: budget,
+    *,
+    rank: int = 0,
+) -> Blueprint:
+    """Decides everything, for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
+
+    Args:
+        agree: makes the budgets of all ranks equal.
+        rank: whose decisions; they differ only where ranks hold different experts.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    blueprint = _decide(request, machine, world_size, agree, rank)
+    may_be = may_be_outside(request, blueprint)
+    optimized = (
+        each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
+    )
+    shared = overlap(request.module, optimized)
+    if shared is not None and not may_be:
+        raise ConfigError(
+            f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, and "
+            f"pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), give each memory of its "
+            f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
+        )
+    if (request.rearranges or shared is not None) and may_be:
+        blueprint = _decide(request, machine, world_size, agree, rank, outside=True)
+    return dataclasses.replace(blueprint, may_be_outside=may_be)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for, of a machine like this.
+
+    Attributes:
+        unpaged: numbers of optimizers that have no pages, with the reason.
+        known: traits of optimizers that were tried on the way.
+    """
+
+    units: tuple[Unit, ...]
+    experts: DividedExperts | None
+    holders: Holders
+    unified: bool
+    lock_free: bool
+    wishes: Wishes
+    unpaged: Mapping[int, ConfigError | None]
+    known: Traits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """How this rank's part of the model lies in flats; see Blueprint."""
+
+    layout: ModelLayout
+    dtypes: tuple[torch.dtype, ...]
+    master_dtypes: tuple[torch.dtype | None, ...]
+    gradient_dtypes: tuple[torch.dtype, ...]
+    traits: tuple[tuple[OptimizerTraits, ...], ...]
+    per_element: tuple[int, ...]
+    trace: Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What homes may take, beside what is taken anyway.
+
+    Attributes:
+        budget: of pages.
+        reduced_at_step: see GradientRoute.
+        at_step: gradients are used when the optimizer steps, not behind each unit's backward.
+    """
+
+    budget: Budget
+    lock_free: LockFree | None
+    reduced_at_step: bool
+    chunks: int
+    staging_bytes: int
+    at_step: bool
+
+
+def _decide(
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget],
+    rank: int,
+    *,
+    outside: bool = False,
+) -> Blueprint:
+    asked = _ask(request, machine, world_size, rank, outside=outside)
+    model = _lay_out(request, asked, world_size, rank)
+    room = _make_room(request, machine, asked, model, agree, rank)
+    placement = _place(request, machine, asked, model, room)
+    blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
+    return stocked(blueprint, request.settings, machine)
+
+
+def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
+    settings = request.settings
+    if settings.activations == "host":
+        _check_device_of_its_own(machine)
+    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
+    units, experts = _units(request, split)
+    holders = everybodys(split.mesh) if experts is None else experts.holders
+    unified = not machine.device_apart and settings.device_bytes is None
+    lock_free = settings.lock_free and bool(request.optimizers)
+    wishes = wishes_of(settings, unified, lock_free=lock_free)
+    known: Traits = {}
+    unpaged: dict[int, ConfigError | None] = {}
+    if outside:
+        units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
+        unpaged = dict.fromkeys(range(len(request.optimizers)))
+    elif unified and holders.everybody.whole.alone and not request.mixed and may_be_unpaged(settings, wishes):
+        dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
+        unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
+    return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
+
+
+def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
+    elsewhere = asked.holders.elsewhere(rank)
+    specs = unit_specs(asked.units, request, asked.unpaged)
+    scaled = request.mixed and request.compute is torch.float16
+    check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
+    specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free)
+    layout = build_layout(
+        specs,
+        page_size=request.settings.page_bytes,
+        world_size=world_size,
+        shared_by=asked.holders.shared_by(),
+        elsewhere=elsewhere,
+        rank=rank,
+    )
+    dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    master_dtypes = tuple(
+        master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
+        for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
+    gradient_dtypes = tuple(
+        torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
+    traits = tuple(
+        tuple(traits_of(request, asked.known, number, master or dtype) for number in flat.optimizers)
+        for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
+    )
+    updating = {number for flat in layout.flats for number in flat.optimizers}
+    every = bool(updating) and len(updating) == len(request.optimizers)
+    traits = encoded_traits(request.settings, traits, every_optimizer=every)
+    per_element = tuple(
+        sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
+        for known, master in zip(traits, master_dtypes, strict=True)
+    )
+    trace = without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
+    return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+
+
+def _make_room(
+    request: Request, machine: Machine, asked: _Asked, model: _Model, agree: Callable[[Budget], Budget], rank: int
+) -> _Room:
+    settings, layout = request.settings, model.layout
+    disk = bool(settings.disk_paths)
+    if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not disk:
+        raise ConfigError(
+            "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
+        )
+    check_further(request.further)
+    budget = agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+    reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
+    if reduced_at_step:
+        budget = beside_whole_gradients(budget, layout)
+    plan = None
+    if asked.lock_free:
+        in_place = asked.unified and not layout.shared
+        ram = ram_tier(unified=asked.unified)
+        beside = 0
+        for place in (
+            *range(layout.world_size if layout.owned else 0),
+            rank,
+        ):  # all have the same budget; the last is ours
+            ours = layout.of(place)
+            plan = lock_free_needs(
+                request, machine, ours, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place
+            )
+            beside = max(beside, beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
+        budget = without(budget, beside, ram)
+    if scratch := scratch_bytes(model):
+        whole = any(flat.updated_whole for flat in layout.flats)
+        budget = beside_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
+    streams = disk or any(size for tier, size in budget.items() if not tier.updates)
+    of_one, chunks = chunk_bytes(model) if streams else 0, 1
+    if of_one:
+        most = LOCK_FREE_CHUNKS if asked.lock_free else STAGING_CHUNKS
+        whole = any(flat.updated_whole for flat in layout.flats)
+        chunks = staging_chunks(settings, of_one, budget, most, least=1 if whole else 2)
+    at_step = request.keep_gradients or not settings.update_in_backward
+    return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one, at_step)
+
+
+def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
+    place_with = partial(
+        place,
+        model.layout,
+        model.per_element,
+        model.trace,
+        room.budget,
+        wishes=asked.wishes,
+        unified=asked.unified,
+        staging_bytes=room.staging_bytes,
+        sums_gradients=request.sums_gradients,
+        update_on_device=machine.device_apart or asked.unified,
+        own_state_bytes=own_state_bytes(model),
+    )
+    keep = room.at_step or asked.lock_free
+    placement = None
+    if asked.unified and not keep and not model.layout.shared:
+        placement = all_in_ram(place_with)
+    if placement is None:
+        placement = place_with(keep_gradients=keep)
+    if not is_all_in_ram(placement):
+        for reason in asked.unpaged.values():
+            if reason is not None:
+                raise reason
+    return placement
+
+
+def _blueprint(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
+) -> Blueprint:
+    """All but what follows from the rest."""
+    training = bool(request.optimizers)
+    return Blueprint(
+        units=asked.units,
+        layout=model.layout,
+        dtypes=model.dtypes,
+        master_dtypes=model.master_dtypes,
+        copies=tuple(
+            master is not None or (request.mixed and dtype.is_floating_point and dtype.itemsize < 4)
+            for dtype, master in zip(model.dtypes, model.master_dtypes, strict=True)
+        ),
+        gradient_dtypes=model.gradient_dtypes,
+        routes=_routes(request, asked, model, room, placement),
+        traits=model.traits,
+        master_bytes_per_element=model.per_element,
+        unified=asked.unified,
+        budget=room.budget,
+        placement=placement,
+        trace=model.trace,
+        # Where nothing streams there is no room for more.
+        staging_chunks=room.chunks if placement.streams else 1,
+        lock_free=room.lock_free,
+        saves_behind=request.settings.async_save and training,
+        activations_to_host=request.settings.activations == "host" and training,
+        experts=asked.experts,
+        holders=asked.holders,
+        selfstepping=frozenset(asked.unpaged),
+        outside=outside,
+        may_be_outside=outside,
+    )
+
+
+def _routes(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement
+) -> tuple[GradientRoute | None, ...]:
+    found: list[GradientRoute | None] = []
+    for flat, dtype, master, gradient, traits in zip(
+        model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
+    ):
+        of_flat = None
+        if traits:
+            of_flat = route(
+                gradient_home(placement.homes[flat.unit], unified=asked.unified),
+                gradient,
+                one_rank=asked.holders.of(flat.unit).whole.alone,
+                sums=flat.sums_gradients,
+                widens=master not in (None, dtype),
+                lock_free=asked.lock_free,
+                reduced_at_step=room.reduced_at_step,
+                outlives_backward=room.at_step if asked.lock_free else placement.keeps_gradients,
+                outlives_step=request.gradients_stay,
+            )
+        found.append(of_flat)
+    return tuple(found)
+
+
+def _check_device_of_its_own(machine: Machine) -> None:
+    if not machine.device_apart:
+        raise ConfigError(
+            "activations='host' takes activations from the device's memory to RAM, and this run computes on a CPU, whose "
+            "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
+            "free; use recompute='all', or activations='keep'"
+        )
+
+
+def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+    wanted = request.settings.units
+    wanted = wanted if wanted == "auto" else tuple(wanted)
+    parts = {parameter: box.parts for parameter, box in request.boxes.items()}
+    if split.size == 1:
+        return discover(request.module, wanted, parts=parts), None
+    experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
+    units = discover(request.module, wanted, experts, parts)
+    scaled_to_overflow = request.mixed and request.compute is torch.float16
+    return units, divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)

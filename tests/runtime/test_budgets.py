@@ -1,0 +1,139 @@
+"""What pages may take of each tier, beside what is taken anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from drawn_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, Block, asked, drawn
+from torch import nn
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning.homes import Budget
+from lightning_ptm.runtime.deciding import decide
+from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.route import Waits
+from lightning_ptm.terms import Tier
+
+D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def sized(device: int, host: int = 0, disk: int = 0) -> Budget:
+    return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
+
+
+def budget(machine: Machine, **settings: Any) -> Budget:
+    return drawn(machine=machine, **settings).budget
+
+
+@pytest.mark.parametrize(
+    ("free", "ranks", "expected"),
+    [
+        (24 * GIB, 1, int(24 * GIB * 0.8)),
+        (24 * GIB, 4, int(6 * GIB * 0.8)),
+        (4 * GIB, 1, 3 * GIB),  # a reserve of 1 GiB is left,
+        (GIB, 1, GIB // 2),  # unless that were more than half
+    ],
+)
+def test_ram_that_pages_may_take(free: int, ranks: int, expected: int) -> None:
+    machine = dataclasses.replace(WORKSTATION, free_host_bytes=free, ranks=ranks)
+    assert budget(machine) == sized(expected)
+    assert budget(machine, host_memory="100MiB") == sized(100 << 20)
+    # A device tier of its own is beside RAM.
+    assert budget(machine, device_memory="8MiB") == sized(8 << 20, expected)
+
+
+def test_device_and_disk_that_pages_may_take() -> None:
+    ram = int(6 * GIB * 0.8)
+    assert budget(CLUSTER) == sized(2 * GIB, ram)
+    assert budget(CLUSTER, device_memory="3GiB", host_memory="1GiB") == sized(3 * GIB, GIB)
+    assert budget(CLUSTER, disk_path="/d") == sized(2 * GIB, ram, int((1 << 40) * 0.95 / 4))
+    assert budget(CLUSTER, disk_path="/d", disk_memory="1GiB") == sized(2 * GIB, ram, GIB)
+    assert budget(CLUSTER, disk_memory="1GiB") == sized(2 * GIB, ram)
+    with pytest.raises(CapacityError, match="device_memory is 5 GiB and the device has 4 GiB free"):
+        budget(CLUSTER, device_memory="5GiB")
+
+
+def test_budgets_are_what_all_ranks_agree_on() -> None:
+    least = sized(64 << 20)
+    found = decide(asked(), WORKSTATION, 1, lambda ours: least if ours[Tier.DEVICE] > least[Tier.DEVICE] else ours)
+    assert found.budget == least
+
+
+def test_whole_gradients_are_taken_off_the_budget() -> None:
+    shards = budget(CLUSTER, ranks=2)
+    assert budget(CLUSTER, ranks=2, reduce_gradients="each_step") == shards.without(Tier.DEVICE, 7 * PAGE)
+    assert budget(CLUSTER, reduce_gradients="each_step") == budget(CLUSTER)  # one rank reduces nothing
+    assert drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step").reduced_at_step
+    assert not drawn(machine=CLUSTER, ranks=2).reduced_at_step
+    assert not drawn(machine=CLUSTER, reduce_gradients="each_step").reduced_at_step
+    with pytest.raises(CapacityError, match=r"keeps 448 KiB of gradients whole .* have 448 KiB in all"):
+        drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step", device_memory=7 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("staging", "host", "chunks"),
+    [
+        ("auto", 24 * GIB, 12),
+        (4 * PAGE, 24 * GIB, 1),
+        (11 * PAGE, 24 * GIB, 2),
+        ("auto", 8 * 4 * PAGE * 5, 5),  # an eighth of RAM
+        ("auto", 48 * PAGE, 2),  # but two there are
+    ],
+)
+def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
+    """Of four pages each: parameter, gradient and two moments."""
+    found = drawn(disk_path="/d", master_home="disk", staging_memory=staging, host_memory=host)
+    assert found.staging_chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("staleness", "hold", "forecast", "reach", "forecasts", "held"),
+    [
+        (1, False, True, 2, True, False),
+        (0, False, True, 2, False, False),
+        (1, False, False, 2, False, False),
+        (8, True, True, 2, False, True),
+        (8, True, True, 7, False, True),
+        (8, True, True, 8, True, True),
+        (8, True, False, 8, False, True),
+    ],
+)
+def test_forecasts_are_for_updates_that_are_not_held_or_reach_all_that_may_be_lacking(
+    staleness: int, hold: bool, forecast: bool, reach: int, forecasts: bool, held: bool
+) -> None:
+    settings = {"max_staleness": staleness, "hold_updates": hold, "forecast": forecast, "forecast_reach": reach}
+    found = drawn(lock_free=True, disk_path="/d", staleness_warmup=5, **settings)
+    assert found.lock_free is not None and (found.lock_free.warmup, found.lock_free.reach) == (5, reach)
+    assert (found.lock_free.forecast, found.lock_free.paced_steps > 1) == (forecasts, held)
+    assert found.lock_free.max_staleness == staleness
+
+
+@pytest.mark.parametrize(("cores", "ranks", "ours", "updates"), [(8, 1, 8, 4), (8, 4, 2, 1), (2, 4, 1, 1)])
+def test_cores_of_updates(cores: int, ranks: int, ours: int, updates: int) -> None:
+    machine = dataclasses.replace(WORKSTATION, cores=cores, ranks=ranks)
+    found = drawn(machine=machine, lock_free=True, disk_path="/d").lock_free
+    assert found is not None and (found.cores_in_all, found.cores) == (ours, updates)
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "waits"),
+    [
+        ({}, 0, Waits.IN_GRAD),
+        ({"device_memory": "8MiB"}, 2, Waits.TRAVELLING),
+        ({"compute": BF16, "mixed": True, "sums_gradients": True}, 2, Waits.TRAVELLING),
+    ],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_that_travel_have_pages(options: dict[str, Any], count: int, waits: Waits, keep: bool) -> None:
+    """Of each size: those of flats that wait (twice where they outlive the pass), of versions in the making, one more."""
+    module = nn.Module()
+    module.blocks = nn.ModuleList(Block(1) for _ in range(2))
+    found = drawn(module, lock_free=True, disk_path="/d", keep_gradients=keep, **options)
+    assert found.lock_free is not None
+    assert [row.count for row in found.lock_free.spares] == [2]
+    assert [row.count for row in found.lock_free.gradients] == ([(count * 2 if keep else count) + 3] if count else [])
+    assert {route.waits for route in found.routes if route is not None} == {waits}
