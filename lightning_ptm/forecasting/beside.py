@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ptm.planning.chunks import Chunks, Cuts, Moment, TimedChunk, TimedJob, comes_s, even_cuts
+from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.planning.chunks import Chunks
+from lightning_ptm.planning.cuts import Cuts, even_cuts
 from lightning_ptm.planning.pace import Pace, paced_steps
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.planning.waiting import Begin, Doing, Flat, Reading, Waiting

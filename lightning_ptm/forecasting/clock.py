@@ -17,25 +17,16 @@ from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
-from lightning_ptm.planning.chunks import (
-    Chunks,
-    Cuts,
-    Moment,
-    TimedChunk,
-    TimedJob,
-    Wanted,
-    comes_s,
-    cuts_of,
-    first_to_wait_for,
-    read_ahead,
-    update_order,
-)
+from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.planning.chunks import Chunks, Wanted
+from lightning_ptm.planning.cuts import Cuts, cuts_of
 from lightning_ptm.planning.holders import Holders
 from lightning_ptm.planning.homes import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.tiers import crossed
 from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
 
 

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup
-from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.divided_experts import DividedExperts
 from lightning_ptm.runtime.forwards import AroundRecomputed, stand_in
 from lightning_ptm.runtime.recompute import replace
 from lightning_ptm.runtime.units import Unit

@@ -21,7 +21,7 @@ from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel.counted import CountedGroup
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.divided_experts import DividedExperts
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Phase
 

@@ -7,7 +7,7 @@ import math
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.planning.chunks import cuts_of
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
 from lightning_ptm.runtime.stock import taken_dtype

@@ -12,56 +12,15 @@ I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives
 from __future__ import annotations
 
 import abc
-import bisect
 import enum
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
-from lightning_ptm.planning.homes import Placement
-from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.cuts import Cuts
 
 F = TypeVar("F")
-
-
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Where a flat's shard is cut into chunks, in elements.
-
-    Attributes:
-        starts: of the chunks, in order.
-        numel: of the shard: the end of the last one.
-    """
-
-    starts: Sequence[int]
-    numel: int
-
-    def length(self, place: int) -> int:
-        """Elements of the chunk at a place in `starts`."""
-        return (self.starts[place + 1] if place + 1 < len(self.starts) else self.numel) - self.starts[place]
-
-    def length_from(self, start: int) -> int:
-        """Elements of the chunk that starts there."""
-        return self.length(bisect.bisect_left(self.starts, start))
-
-
-def even_cuts(numel: int, chunk_numel: int) -> Cuts:
-    """Chunks of equal length, but for the last."""
-    return Cuts(range(0, numel, chunk_numel), numel)
-
-
-def cuts_of(flat: FlatLayout, chunk_numel: int) -> Cuts:
-    """Of a flat; where parameters are updated whole, a chunk is as many of them as `chunk_numel` elements hold, or one; it is
-    padding where the rank owns none."""
-    if not flat.updated_whole:
-        return even_cuts(flat.shard_numel, chunk_numel)
-    starts: list[int] = []
-    begins = [slot.start for _, slot in flat.whole_slots()] or [0]
-    for start, end in itertools.pairwise([*begins, flat.shard_numel]):
-        if end > start and (not starts or end - starts[-1] > chunk_numel):
-            starts.append(start)
-    return Cuts(tuple(starts), flat.shard_numel)
 
 
 @dataclass(slots=True, eq=False)
@@ -431,83 +390,3 @@ class Chunks(Generic[F, J, C]):
     def _tell(self, doing: Doing, chunk: C) -> None:
         if self.told is not None:
             self.told(Act(doing, chunk.flat, chunk.start, chunk.numel))
-
-
-def update_order(layout: ModelLayout, placement: Placement) -> list[int]:
-    """Units in the order in which their updates come: as they end in a backward, whose last is the root; at the optimizer's
-    step from the first on, which the next forward wants first."""
-    units = range(len(layout.units))
-    return list(units) if placement.keeps_gradients else [*reversed(units[1:]), 0]
-
-
-def read_ahead(layout: ModelLayout, placement: Placement) -> list[FlatLayout]:
-    """Flats whose master states are read behind a forward, in the order in which updates of the backward will need them."""
-    if placement.keeps_gradients:
-        return []
-    of_disk = (unit for unit in update_order(layout, placement) if not placement.homes[unit].master.updates)
-    return [flat for unit in of_disk for flat in layout.flats_of(unit) if flat.trainable]
-
-
-def first_to_wait_for(gradient_bytes: Mapping[int, int], room_bytes: float) -> int | None:
-    """The unit whose update compute waits for behind the backward of another, because gradients that wait take too much.
-
-    Args:
-        gradient_bytes: of units whose updates are not done, in the order of submission.
-        room_bytes: for all of them; those of one unit may take more.
-    """
-    if len(gradient_bytes) < 2 or sum(gradient_bytes.values()) <= room_bytes:
-        return None
-    return next(iter(gradient_bytes))
-
-
-@dataclass(slots=True)
-class Moment:
-    """Of a forecast: when it looks whether something has come, in seconds."""
-
-    s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class TimedChunk(Chunk[F]):
-    """A chunk whose reads and writes end at known times.
-
-    Attributes:
-        now: of whoever looks.
-        begun: its first reads have; `ready_s`: when those that have begun end.
-    """
-
-    now: Moment = field(default_factory=Moment)
-    begun: bool = False
-    ready_s: float = 0.0
-    written_s: float = 0.0
-
-    def readable(self) -> bool:
-        return self.ready_s <= self.now.s
-
-    def written(self) -> bool:
-        return self.written_s <= self.now.s
-
-
-class TimedJob(Job[F, TimedChunk[F]]):
-    """A job on all of a flat whose gradient comes at a known time; one that does not stream is computed at once.
-
-    Args:
-        cuts: where it is cut where it streams; now: of whoever looks; ready_s: when the gradient is there.
-    """
-
-    def __init__(self, flat: F, cuts: Cuts, now: Moment, ready_s: float, *, streams: bool) -> None:
-        if not streams:
-            cuts = even_cuts(cuts.numel, cuts.numel)
-        super().__init__(flat, cuts, cuts.starts, streams=streams)
-        self.ready_s = ready_s
-        self._now = now
-
-    def has_gradient(self) -> bool:
-        return self.ready_s <= self._now.s
-
-
-def comes_s(awaited: TimedChunk[F] | TimedJob[F]) -> float:
-    """When what is awaited comes."""
-    if isinstance(awaited, TimedJob) or not awaited.readable():
-        return awaited.ready_s
-    return awaited.written_s

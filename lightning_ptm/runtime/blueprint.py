@@ -22,7 +22,7 @@ from lightning_ptm.planning.homes import Budget, Homes, Placement
 from lightning_ptm.planning.inventory import NOTHING, Inventory, Row
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.experts import DividedExperts
+from lightning_ptm.runtime.divided_experts import DividedExperts
 from lightning_ptm.runtime.parts import Boxes
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.units import Unit

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lightning_ptm.planning.chunks import cuts_of
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel

@@ -39,8 +39,8 @@ from lightning_ptm.runtime.budgets import (
     without,
 )
 from lightning_ptm.runtime.columns import chunk_bytes, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.encoded_states import encoded_traits
-from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.machine import Machine, this_machine
 from lightning_ptm.runtime.outside import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.overlap import overlap

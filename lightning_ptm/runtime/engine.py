@@ -29,11 +29,11 @@ from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams, on_compute_stream
-from lightning_ptm.planning.chunks import read_ahead
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import Lifetime, What
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
+from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.blueprint import Blueprint

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
-from lightning_ptm.planning.chunks import cuts_of
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.pace import Pace
 from lightning_ptm.planning.waiting import Reading
 from lightning_ptm.runtime.store import UnitStore

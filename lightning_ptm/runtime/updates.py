@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.planning.chunks import first_to_wait_for
+from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.update import (

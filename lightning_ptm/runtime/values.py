@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.planning.chunks import cuts_of
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter

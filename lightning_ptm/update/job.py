@@ -3,7 +3,7 @@
 Facts and their bookkeeping only; planning/chunks.py decides what becomes of them, pipeline.py does it.
 I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
     address it where it lives.
-I2: a chunk is the same stretch of all columns, cut as planning/chunks.py has it: at multiples of the updater's `chunk_numel`,
+I2: a chunk is the same stretch of all columns, cut as planning/cuts.py has it: at multiples of the updater's `chunk_numel`,
     or where a parameter begins, where these are updated whole. States of own shapes are as long as they are then.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning import chunks
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.homes import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
@@ -221,7 +222,7 @@ class JobUnderWay(chunks.Job[FlatStates, Chunk]):
         self.columns = job_columns(job, self.present)
         self.staged = [column for column in self.columns if column.home.tier is not self.tier]
 
-        cuts = chunks.cuts_of(flat, chunk_numel)
+        cuts = cuts_of(flat, chunk_numel)
         # A chunk without any gradient keeps its bytes: it is neither read nor written.
         updated = [
             start

@@ -19,7 +19,8 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.planning.chunks import Chunks, Wanted, cuts_of
+from lightning_ptm.planning.chunks import Chunks, Wanted
+from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.encoding import VALUES_DTYPE, Encoder

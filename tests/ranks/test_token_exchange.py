@@ -19,7 +19,8 @@ from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.experts import ExpertGroups, TokenStats, divide
+from lightning_ptm.runtime.divided_experts import divide
+from lightning_ptm.runtime.experts import ExpertGroups, TokenStats
 from lightning_ptm.runtime.units import discover
 
 KINDS, WIDTH = 6, 10

@@ -14,7 +14,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.moe import Expert, MixtureOfExperts
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.experts import DividedExperts, divide, expert_layers, experts_of
+from lightning_ptm.runtime.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.units import discover
 
 

@@ -14,16 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptm.comm import Agreement, SoloCommunicator
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.experts import (
-    ATTRIBUTE,
-    DividedExperts,
-    ExpertGroups,
-    TokenStats,
-    _by_expert,
-    divide,
-    expert_layers,
-    experts_of,
-)
+from lightning_ptm.runtime.divided_experts import ATTRIBUTE, DividedExperts, divide, expert_layers, experts_of
+from lightning_ptm.runtime.experts import ExpertGroups, TokenStats, _by_expert
 from lightning_ptm.runtime.units import discover
 
 EXPERTS = 3
