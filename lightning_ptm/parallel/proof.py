@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.nested import copied, tensors_in
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
@@ -92,7 +93,7 @@ class Proof:
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+            given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
             wanted = set(range(len(given)))
             if self._of_parts:
@@ -127,7 +128,7 @@ class Proof:
         self, kind: str, block: Block, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
-        device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
+        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32), none_kept():
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
@@ -284,11 +285,11 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) 
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
-    given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+    given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
     tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
-    args, kwargs = _copied((args, kwargs), tracked)
-    leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
-    out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
+    args, kwargs = copied((args, kwargs), tracked)
+    leaves = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+    out = [each for each in tensors_in(module(*args, **kwargs)) if each.is_floating_point()]
     out += _left_behind(module)
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
@@ -303,7 +304,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _left_behind(module: nn.Module) -> list[Tensor]:
     """What a forward has left in attributes for others to train with, such as a loss of its own."""
     values = [value for each in module.modules() for name, value in vars(each).items() if name not in OF_EVERY_MODULE]
-    return [each for each in _tensors(values) if each.is_floating_point() and each.grad_fn is not None]
+    return [each for each in tensors_in(values) if each.is_floating_point() and each.grad_fn is not None]
 
 
 @contextmanager
@@ -314,35 +315,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _copied(value: Any, tracked: Collection[int]) -> Any:
-    """The same arguments for another call: numbers in fp32, everything else a copy.
-
-    Args:
-        tracked: ids of tensors that become leaves with a gradient.
-    """
-    if isinstance(value, Tensor):
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
-    if isinstance(value, dict):
-        return {key: _copied(each, tracked) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_copied(each, tracked) for each in value)
-    if type(value).__name__.endswith("Cache"):
-        return None  # keys and values of what was read before: nothing that a block needs
-    return copy.deepcopy(value)
 
 
 def _without_weights(block: Block) -> nn.Module:
