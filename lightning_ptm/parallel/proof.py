@@ -7,9 +7,9 @@ beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
 number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, those in which inputs have gradients that had none, and, of parts of the sequence, the first one in training. I3: what is
-computed in training is compared, too, without dropout; not of a block that draws other random numbers there, since ranks draw
-their own.
+one, those with other flags or other kinds of arguments, those in which inputs have gradients that had none, and, of parts of
+the sequence, the first one in training. I3: what is computed in training is compared, too, without dropout; not of a block
+that draws other random numbers there, since ranks draw their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.nested import copied, tensors_in
+from lightning_ptm.parallel.nested import copied, results_in, tensors_in, told
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
@@ -65,16 +65,16 @@ class Proof:
         self._of_parts = of_parts
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
-        """By kind, of the blocks that may be called first."""
-        self._computed: dict[str, list[set[int]]] = {}
-        """By kind, for each call that was proven the numbers of the inputs that had gradients."""
+        """By block, of those whose next call may need a proof."""
+        self._proven: dict[str, list[_Call]] = {}
+        """By kind."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
             if kind not in skeletons:
                 skeletons[kind] = _without_weights(block)
             hook = self._hook(kind, block, skeletons[kind])
-            handles = self._handles.setdefault(kind, [])
+            handles = self._handles.setdefault(block.name, [])
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
             unproven = self._unproven(kind, block)
             for name, module in block.module.named_modules():
@@ -83,11 +83,11 @@ class Proof:
 
     def close(self) -> None:
         """What has not been called is not proven."""
-        for kind in list(self._handles):
-            self._forget(kind)
+        for name in list(self._handles):
+            self._forget(name)
 
-    def _forget(self, kind: str) -> None:
-        for handle in self._handles.pop(kind, ()):
+    def _forget(self, name: str) -> None:
+        for handle in self._handles.pop(name, ()):
             handle.remove()
 
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
@@ -96,26 +96,25 @@ class Proof:
             given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
             wanted = set(range(len(given)))
+            # A token alone does not tell what is made of several (I2: its length is the same).
+            alone = self._of_parts and not any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1])
             if self._of_parts:
                 wanted.add(_IN_TRAINING)
                 tracked |= {_IN_TRAINING} if module.training else set()
-            proven = self._computed.setdefault(kind, [])
-            if kind not in self._handles or any(tracked <= known for known in proven):
-                return
-            if not self._of_parts or any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1]):
-                proven.append(
-                    tracked
-                )  # a token alone does not tell what is made of several (I2: its length is the same)
-                if tracked == wanted:
-                    self._forget(kind)
-            self._prove(kind, block, skeleton, args, kwargs)
+            call = _Call(told((args, kwargs)), tracked, alone)
+            proven = self._proven.setdefault(kind, [])
+            if tracked == wanted and not alone:
+                self._forget(block.name)
+            if not any(each.covers(call) for each in proven):
+                proven.append(call)
+                self._prove(kind, block, skeleton, args, kwargs)
 
         return called
 
     def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if kind in self._handles and kind not in self._computed:
+            if block.name in self._handles and kind not in self._proven:
                 raise ConfigError(
                     f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
                     f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "
@@ -139,6 +138,12 @@ class Proof:
                 raise
             except Exception as error:
                 raise self._not_alone(block, error) from error
+            if not of_whole.outputs:
+                raise ConfigError(
+                    f"{block.name} ({type(block.module).__name__}) gives no tensor of floating-point numbers that its cut "
+                    f"could be proven by; let its forward return tensors, or mappings, sequences or data classes of them, or "
+                    f"leave its layers out of tensor_parallel_plan"
+                )
             try:
                 known = self._divide(divided, block.plan)
                 of_divided = self._drawn_alike(divided, args, kwargs)
@@ -224,6 +229,24 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """Of a block.
+
+    Attributes:
+        told: its arguments but for numbers.
+        tracked: numbers of the inputs that had gradients.
+        alone: of a sequence that is one token long.
+    """
+
+    told: str
+    tracked: set[int]
+    alone: bool
+
+    def covers(self, other: _Call) -> bool:
+        return self.told == other.told and other.tracked <= self.tracked and self.alone <= other.alone
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Computed:
     """Outputs, and the gradients of inputs and parameters."""
 
@@ -289,8 +312,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
     args, kwargs = copied((args, kwargs), tracked)
     leaves = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
-    out = [each for each in tensors_in(module(*args, **kwargs)) if each.is_floating_point()]
-    out += _left_behind(module)
+    out = [*results_in(module(*args, **kwargs)), *_left_behind(module)]
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
     named = dict(module.named_parameters())
