@@ -75,10 +75,10 @@ class PlannedRun:
         self.model.trainer = here
         try:
             strategy._lightning_module = self.model
+            strategy.setup_optimizers(here)
             if strategy.settings.tensor_parallel_size > 1:
                 self.group = CountedGroup(strategy.settings.tensor_parallel_size)
                 strategy._cut_module(self.group, proven=False)
-            strategy.setup_optimizers(here)
             wanted = strategy.settings
             if wanted.page_size == "auto":
                 wanted = dataclasses.replace(wanted, page_size=_page_bytes(node, wanted))

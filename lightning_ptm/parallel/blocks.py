@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from lightning_ptm.parallel.rules import Columns, Place, Rows, Rule, Vocabulary
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+_OWN = "a function of its own:"
+"""In what is told of a block that only itself proves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Block:
         buffers = [(name, tuple(each.shape)) for name, each in self.module.named_buffers()]
         modules = [(name, type(each), _attributes(each, index)) for name, each in self.module.named_modules()]
         told = repr((modules, shapes, buffers, sorted(map(repr, self.plan.items()))))
+        if _OWN in told:
+            told += self.name
         return hashlib.blake2b(told.encode()).hexdigest()
 
 
@@ -73,12 +81,27 @@ def _told(value: Any, index: int) -> str:
         return f"({', '.join(_told(each, index) for each in value)})"
     if isinstance(value, Mapping):
         return f"({', '.join(f'{_told(key, index)}: {_told(each, index)}' for key, each in value.items())})"
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return value.__qualname__
+    if callable(value) and not isinstance(value, (nn.Module, torch.Tensor)):
+        return _function(value, index)
     # Flags of a configuration; not its counts, of which one may be equal to the number of a block by chance.
-    flags = vars(value) if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, type)) else {}
+    flags = vars(value) if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor)) else {}
     told = sorted((name, _told(each, index)) for name, each in flags.items() if isinstance(each, _FLAGS))
     return f"{type(value).__qualname__}{told}"
+
+
+def _function(value: Any, index: int) -> str:
+    """A function by its name, and by what is bound to it. One that no name leads to (a lambda, a function of a function, an
+    object that is called) may be another in each block, and says so."""
+    if isinstance(value, partial):
+        return f"partial({_function(value.func, index)}, {_told(value.args, index)}, {_told(value.keywords, index)})"
+    if isinstance(value, MethodType):
+        return f"{_function(value.__func__, index)} of {_told(value.__self__, index)}"
+    name = getattr(value, "__qualname__", "")
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    known = isinstance(value, BuiltinFunctionType) or (found is value and bool(name))
+    return f"{value.__module__}.{name}" if known else f"{_OWN} {name or type(value).__qualname__}"
 
 
 def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:

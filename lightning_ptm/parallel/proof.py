@@ -7,9 +7,9 @@ beyond rounding is refused by name.
 
 Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
 number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, those in which inputs have gradients that had none, and, of parts of the sequence, the first one in training. I3: what is
-computed in training is compared, too, without dropout; not of a block that draws other random numbers there, since ranks draw
-their own.
+one, those with other flags or other kinds of arguments, those in which inputs have gradients that had none, and, of parts of
+the sequence, the first one in training. I3: what is computed in training is compared, too, without dropout; not of a block
+that draws other random numbers there, since ranks draw their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
 from lightning_ptm.parallel.exchange import TensorGroup
+from lightning_ptm.parallel.nested import copied, results_in, tensors_in, told
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.parts import cut
@@ -64,16 +65,16 @@ class Proof:
         self._of_parts = of_parts
         self._divide = divide
         self._handles: dict[str, list[Any]] = {}
-        """By kind, of the blocks that may be called first."""
-        self._computed: dict[str, list[set[int]]] = {}
-        """By kind, for each call that was proven the numbers of the inputs that had gradients."""
+        """By block, of those whose next call may need a proof."""
+        self._proven: dict[str, list[_Call]] = {}
+        """By kind."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
             if kind not in skeletons:
                 skeletons[kind] = _without_weights(block)
             hook = self._hook(kind, block, skeletons[kind])
-            handles = self._handles.setdefault(kind, [])
+            handles = self._handles.setdefault(block.name, [])
             handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
             unproven = self._unproven(kind, block)
             for name, module in block.module.named_modules():
@@ -82,39 +83,38 @@ class Proof:
 
     def close(self) -> None:
         """What has not been called is not proven."""
-        for kind in list(self._handles):
-            self._forget(kind)
+        for name in list(self._handles):
+            self._forget(name)
 
-    def _forget(self, kind: str) -> None:
-        for handle in self._handles.pop(kind, ()):
+    def _forget(self, name: str) -> None:
+        for handle in self._handles.pop(name, ()):
             handle.remove()
 
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+            given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
             wanted = set(range(len(given)))
+            # A token alone does not tell what is made of several (I2: its length is the same).
+            alone = self._of_parts and not any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1])
             if self._of_parts:
                 wanted.add(_IN_TRAINING)
                 tracked |= {_IN_TRAINING} if module.training else set()
-            proven = self._computed.setdefault(kind, [])
-            if kind not in self._handles or any(tracked <= known for known in proven):
-                return
-            if not self._of_parts or any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1]):
-                proven.append(
-                    tracked
-                )  # a token alone does not tell what is made of several (I2: its length is the same)
-                if tracked == wanted:
-                    self._forget(kind)
-            self._prove(kind, block, skeleton, args, kwargs)
+            call = _Call(told((args, kwargs)), tracked, alone)
+            proven = self._proven.setdefault(kind, [])
+            if tracked == wanted and not alone:
+                self._forget(block.name)
+            if not any(each.covers(call) for each in proven):
+                proven.append(call)
+                self._prove(kind, block, skeleton, args, kwargs)
 
         return called
 
     def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if kind in self._handles and kind not in self._computed:
+            if block.name in self._handles and kind not in self._proven:
                 raise ConfigError(
                     f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
                     f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "
@@ -127,7 +127,7 @@ class Proof:
         self, kind: str, block: Block, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
-        device = next((each.device for each in _tensors((args, kwargs))), torch.device("cpu"))
+        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32), none_kept():
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
@@ -138,6 +138,12 @@ class Proof:
                 raise
             except Exception as error:
                 raise self._not_alone(block, error) from error
+            if not of_whole.outputs:
+                raise ConfigError(
+                    f"{block.name} ({type(block.module).__name__}) gives no tensor of floating-point numbers that its cut "
+                    f"could be proven by; let its forward return tensors, or mappings, sequences or data classes of them, or "
+                    f"leave its layers out of tensor_parallel_plan"
+                )
             try:
                 known = self._divide(divided, block.plan)
                 of_divided = self._drawn_alike(divided, args, kwargs)
@@ -223,6 +229,24 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """Of a block.
+
+    Attributes:
+        told: its arguments but for numbers.
+        tracked: numbers of the inputs that had gradients.
+        alone: of a sequence that is one token long.
+    """
+
+    told: str
+    tracked: set[int]
+    alone: bool
+
+    def covers(self, other: _Call) -> bool:
+        return self.told == other.told and other.tracked <= self.tracked and self.alone <= other.alone
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Computed:
     """Outputs, and the gradients of inputs and parameters."""
 
@@ -284,12 +308,11 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) 
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Computed:
-    given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+    given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
     tracked = {id(each) for each in given if each.requires_grad} or {id(each) for each in given[:1]}
-    args, kwargs = _copied((args, kwargs), tracked)
-    leaves = [each for each in _tensors((args, kwargs)) if each.requires_grad]
-    out = [each for each in _tensors(module(*args, **kwargs)) if each.is_floating_point()]
-    out += _left_behind(module)
+    args, kwargs = copied((args, kwargs), tracked)
+    leaves = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+    out = [*results_in(module(*args, **kwargs)), *_left_behind(module)]
     generator = torch.Generator(device="cpu").manual_seed(1)
     directions = [torch.randn(each.shape, generator=generator).to(each) for each in out]
     named = dict(module.named_parameters())
@@ -303,7 +326,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _left_behind(module: nn.Module) -> list[Tensor]:
     """What a forward has left in attributes for others to train with, such as a loss of its own."""
     values = [value for each in module.modules() for name, value in vars(each).items() if name not in OF_EVERY_MODULE]
-    return [each for each in _tensors(values) if each.is_floating_point() and each.grad_fn is not None]
+    return [each for each in tensors_in(values) if each.is_floating_point() and each.grad_fn is not None]
 
 
 @contextmanager
@@ -314,35 +337,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _copied(value: Any, tracked: Collection[int]) -> Any:
-    """The same arguments for another call: numbers in fp32, everything else a copy.
-
-    Args:
-        tracked: ids of tensors that become leaves with a gradient.
-    """
-    if isinstance(value, Tensor):
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
-    if isinstance(value, dict):
-        return {key: _copied(each, tracked) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_copied(each, tracked) for each in value)
-    if type(value).__name__.endswith("Cache"):
-        return None  # keys and values of what was read before: nothing that a block needs
-    return copy.deepcopy(value)
 
 
 def _without_weights(block: Block) -> nn.Module:

@@ -138,7 +138,7 @@ class BuildingStrategy(CheckpointingStrategy):
         return self._communicator.part([range(at, at + size) for at in range(0, self.world_size, size)])
 
     def _cut_module(self, group: TensorGroup | None, *, proven: bool = True) -> None:
-        """The module's parameters become this rank's parts (`tensor_parallel_size`), before anybody knows them.
+        """The module's parameters become this rank's parts (`tensor_parallel_size`); their optimizers keep them.
 
         Args:
             group: None: they stay whole.

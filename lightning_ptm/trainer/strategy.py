@@ -4,7 +4,8 @@ Has the steps of a run, its set-up and its end. The classes below it, each in a 
 connected.py (ranks and plug-ins), running.py (the run in progress), checkpointing.py, building.py, ending.py, rearranging.py.
 All of them know Lightning; pages are the engine's.
 
-I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout.
+I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout, and before
+anything is cut: `configure_optimizers` may go by shapes.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ class AngelPTMStrategy(RearrangingStrategy):
             refuse_pruning(trainer.callbacks, sharded=sharded, divided=divided)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self._has_ranks:
             self._synchronize_batch_norms(self._module, self._layer_sync)
-        self._cut_module(self._tensor_group)
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
+        self._cut_module(self._tensor_group)
         self._trains = fitting
         known = self._began_with() if self._began_with is not None else None
         if self._restored is not None:

@@ -138,6 +138,20 @@ def accumulated(place: Place) -> Seen:
     return learnt(module)
 
 
+class ByShapes(PreciseGPT):
+    """Rates go by the number of inputs, as those of layers that keep their learning rate in wider models do."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [each], "lr": 1e-2 / each.shape[-1]} for each in self.parameters()]
+        return torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
+
+
+def by_shapes(place: Place) -> Seen:
+    module = seeded(ByShapes)
+    place.trainer().fit(module, loader())
+    return learnt(module)
+
+
 class Compiled(PreciseGPT):
     def configure_model(self) -> None:
         super().configure_model()
@@ -390,6 +404,7 @@ def watched(place: Place) -> Seen:
 
 PROGRAMS: dict[str, Program] = {
     "two optimizers by hand": by_hand,
+    "rates by shapes": by_shapes,
     "accumulated and clipped": accumulated,
     "compiled blocks": compiled,
     "activations in RAM": activations_in_ram,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +113,88 @@ class Normed(Gated):
         return self.project(self.norm(self.expand(x).unflatten(-1, (-1, 4))).flatten(-2))
 
 
+class Activated(Gated):
+    """Computes a function that it was given."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = self.sharpened if function is None else function
+
+    def sharpened(self, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(self.function(self.expand(x)))
+
+
+class Called:
+    """An object that is called as a function."""
+
+    def __init__(self, over: tuple[int, ...]) -> None:
+        self.over = over
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.softmax(-1) if self.over else x.tanh()
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    value: Tensor
+
+
+class Wrapped(Gated):
+    """Takes and gives objects around tensors.
+
+    Args:
+        kind: of objects, made of a tensor.
+    """
+
+    def __init__(self, kind: Callable[[Tensor], Any], gated: bool) -> None:
+        super().__init__(gated)
+        self.kind = kind
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(super().forward(x.value))
+
+
+class OfObjects(nn.Module):
+    def __init__(self, kind: Callable[[Tensor], Any], *, gated: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([Wrapped(kind, gated), Wrapped(kind, gated)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.kind(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.value if hidden is not None else x
+
+
+class Empty(Gated):
+    def forward(self, x: Tensor) -> None:
+        super().forward(x)
+
+
+class Asked(Gated):
+    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
+        self.gated = gated
+        return super().forward(x)
+
+
+class Asking(nn.Module):
+    """Its last block is asked for something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asked() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for at, block in enumerate(self.blocks):
+            x = block(x, gated=at == 2)
+        return x
+
+
 class Stack(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -159,6 +244,15 @@ def shares_a_norm() -> nn.Module:
     return model
 
 
+def _powered(x: Tensor, *, of_all: bool) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True) if of_all else x.square()
+
+
+def _in_object(value: Tensor) -> Any:
+    return SimpleNamespace(value=value)
+
+
+FUNCTIONS = [lambda x: x.tanh(), lambda x: x.softmax(-1)]
 IN_PAIRS: dict[str, Rule] = {"blocks.*.*.expand": Columns(), "blocks.*.*.project": Rows()}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "a later block with another flag": (lambda: Stack(Gated(), Gated(gated=True)), PLAN, "blocks.1 (Gated) computes"),
@@ -172,6 +266,31 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "pairs of which one is gated": (lambda: Pairs(gated=True), IN_PAIRS, "blocks.0.0 (Gated) computes"),
     "a loss in an attribute": (lambda: Stack(Penalised()), PLAN, "sets in attributes"),
     "an input that is trained later": (LaterTrained, PLAN, "the gradients of its inputs"),
+    "a later block with another function": (
+        lambda: Stack(*map(Activated, FUNCTIONS)),
+        PLAN,
+        "blocks.1 (Activated) computes",
+    ),
+    "a later block with another argument of a function": (
+        lambda: Stack(*(Activated(partial(_powered, of_all=each)) for each in (False, True))),
+        PLAN,
+        "blocks.1 (Activated) computes",
+    ),
+    "a later block with another method": (
+        lambda: Stack(Activated(Called(()).__call__), Activated(None)),
+        PLAN,
+        "blocks.1 (Activated) computes",
+    ),
+    "a later block with another object that is called": (
+        lambda: Stack(Activated(Called(())), Activated(Called((1,)))),
+        PLAN,
+        "blocks.1 (Activated) computes",
+    ),
+    "a later call with another flag": (Asking, PLAN, "blocks.2 (Asked) computes"),
+    "data classes": (lambda: OfObjects(Hidden, gated=False), PLAN, ""),
+    "a wrong result in a data class": (lambda: OfObjects(Hidden, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
+    "a wrong result in an object": (lambda: OfObjects(_in_object, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
+    "no result": (lambda: Stack(Empty()), PLAN, "blocks.0 (Empty) gives no tensor"),
     "random numbers": (lambda: Stack(Noisy()), PLAN, ""),
     "a width that a block knows": (lambda: Stack(Checked()), PLAN, "blocks.0 (Checked) cannot be computed"),
     "a block that is told something": (lambda: Telling(Told()), PLAN, "blocks.0 (Told)"),
