@@ -8,6 +8,7 @@ I2: a rank that fails ends the others, with its reason (`ProcessGroupCommunicato
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.communicator import Work
+from lightning_ptm.commands.compute_rates import Effort
 from lightning_ptm.errors import ConfigError, RankError
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.parallel.exchange import RankGroup
@@ -31,6 +34,8 @@ _OF_THE_LAUNCH = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD
 _TIMEOUT = datetime.timedelta(minutes=30)
 """For ranks that wait while one measures its node."""
 _LEAST_CALLS = 3
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,26 @@ class Ranks:
             else:
                 self._all.close()
                 dist.destroy_process_group()
+
+    def at_once(self, measure: Callable[[Effort], T], effort: Effort) -> list[T]:
+        """On all ranks: what each of them measures while the others measure the same, by rank.
+
+        Args:
+            measure: begins its parts as `Effort.begins` is told, and all ranks begin each together.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        assert self._all is not None
+        everybody = self._all
+
+        def begins(part: str) -> None:
+            effort.begins(part)
+            self._slowest(0.0)
+
+        found = measure(dataclasses.replace(effort, begins=begins))
+        ranks = range(self.launch.world_size)
+        return [everybody.broadcast_object(found if rank == self.launch.rank else None, rank) for rank in ranks]
 
     def measure(self, page_bytes: int, flat_bytes: int, seconds: float) -> Rates:
         """On rank 0, while the others `follow`.
