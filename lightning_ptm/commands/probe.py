@@ -125,7 +125,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
     page = smallest_saturating(_by_page(trials, backend))
     own = _of_ranks(backend, paths, effort, launched_ranks)
-    rates = Rates(None, None)
+    rates = Rates()
     if launched_ranks is not None:
         effort.begins("collectives")
         rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds)
@@ -174,8 +174,14 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         _rate("intra_node_bytes_per_s", intra, between, "one rank"),
         _rate("inter_node_bytes_per_s", _value(rates.of_all), _of(rates.of_all), "not measured: no other node"),
         _rate(
-            "tensor_exchange_bytes_per_s", rates.sums_bytes_per_s, "sums of activations among the ranks", "not measured"
+            "tensor_exchange_bytes_per_s",
+            None if rates.sums is None else rates.sums.bytes_per_s,
+            "sums of activations among the ranks",
+            "not measured",
         ),
+        _rate("collective_s", _least_s(rates), "a gather of next to nothing", "one rank"),
+        _rate("tensor_exchange_s", None if rates.sums is None else rates.sums.least_s, "such a sum", "not measured"),
+        _rate("round_s", rates.round_s, "a round in which ranks agree", "one rank"),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.attention_flops.items()),
         "curved_numel_per_s:          # GELU in its tanh form",
@@ -209,6 +215,12 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             f"read {trial.read_bytes_per_s / 1e9:.3g}, write {trial.write_bytes_per_s / 1e9:.3g} GB/s"
         )
     return "\n".join(rows)
+
+
+def _least_s(rates: Rates) -> float | None:
+    """Of collectives: among as many ranks as there are."""
+    slowest_of = rates.of_all or rates.in_node
+    return None if slowest_of is None else slowest_of.least_s
 
 
 def _value(rate: Rate | None) -> float | None:

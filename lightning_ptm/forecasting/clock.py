@@ -17,7 +17,8 @@ from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.forecasting.queues import Load, Queues
-from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, Stall, Timing
+from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
+from lightning_ptm.forecasting.sending import Exchanged, Sending
 from lightning_ptm.planning.chunks import (
     Chunks,
     Cuts,
@@ -38,6 +39,9 @@ from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.tiers import crossed
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
+
+_BATCH_ROUNDS = 4
+"""In which all ranks come to a batch, tell signals, begin its step and end its backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,16 @@ class Clock:
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
         self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
         """Of a rank's shards, by unit."""
+        world = max((flat.world_size for flat in layout.flats), default=1)
+        together = (world if holders is None else holders.mesh.world_size) > 1
+        self._batch_rounds = _BATCH_ROUNDS if together else 0
+        self._step_rounds = 1 + bool(holders is not None and holders.apart) if together else 0
+        """Which all ranks have beside those for collectives."""
         self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
         self._now = Moment()
         self._compute_s = 0.0
+        self._rounds = 0
         self._queues = Queues(hardware, record)
         self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
         self._stalls: dict[Operation, float] = {}
@@ -116,13 +126,16 @@ class Clock:
                 self._arrive(task, task.kind, self._loads(home, Tier.DEVICE, size), max(self._now.s, updated.at_s))
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
-                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 loads = self._collectives(task.unit, gradients=False)
+                self._agree(1 if loads else 0)
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
                 # What compute then waits for is the copy, not the collective.
                 self._blame(task.unit, Kind.FULL, source)
             case Operation.REDUCE:
-                self._arrive(task, Kind.GRADIENT, self._collectives(task.unit, gradients=True), self._now.s)
+                loads = self._collectives(task.unit, gradients=True)
+                self._agree(1 if loads else 0)
+                self._arrive(task, Kind.GRADIENT, loads, self._now.s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
                 loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
@@ -142,7 +155,7 @@ class Clock:
             case Operation.COMPUTE:
                 raise ValueError("a compute is told by its tick: use compute()")
 
-    def compute(self, tick: Tick, exchanged_bytes: Mapping[Link, int] = MappingProxyType({})) -> None:
+    def compute(self, tick: Tick, exchanged: Mapping[Link, Sending] = MappingProxyType({})) -> None:
         """Wait for the tick's live units, exchange tokens and activations, then compute."""
         self._pump()
         for unit in tick.live:
@@ -151,9 +164,11 @@ class Clock:
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
-        for link, size in exchanged_bytes.items():
+        for link, sent in exchanged.items():
             # Nothing computes meanwhile: it would compute what comes.
-            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [Load(link, size)], self._now.s)
+            self._agree(sent.rounds)
+            load = Load(link, sent.bytes, collectives=sent.collectives)
+            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
             self._wait(_Arrival(end_s, Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
@@ -164,7 +179,7 @@ class Clock:
         self,
         plan: Plan,
         trace: Trace,
-        exchanged_bytes: Exchanged = MappingProxyType({}),
+        exchanged: Exchanged = MappingProxyType({}),
         *,
         micro_batches: int = 1,
         wait_for_updates: bool = True,
@@ -173,6 +188,7 @@ class Clock:
         the unit."""
         for micro_batch in range(micro_batches):
             last = micro_batch == micro_batches - 1
+            self._agree(self._batch_rounds + (self._step_rounds if last else 0))
             if self._updates:
                 # Behind the forward: what the first updates of the backward will need.
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
@@ -189,7 +205,7 @@ class Clock:
                     elif task.operation not in (Operation.COMPUTE, Operation.UPDATE):
                         self.issue(task)
                 if trigger < plan.tick_count:
-                    self.compute(trace.ticks[trigger], exchanged_bytes.get(trigger, {}))
+                    self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
         for unit, kind in list(self._arrivals):
             if kind is Kind.MASTER:
                 arrival = self._arrivals.pop((unit, kind))
@@ -203,7 +219,14 @@ class Clock:
             self._compute_s,
             self._queues.used(),
             tuple(Stall(cause, seconds) for cause, seconds in self._stalls.items()),
+            self._rounds,
+            self._rounds * self._hardware.round_s,
         )
+
+    def _agree(self, rounds: int) -> None:
+        """Ranks agree on what comes next, and nothing computes meanwhile."""
+        self._rounds += rounds
+        self._now.s += rounds * self._hardware.round_s
 
     def _wait(self, arrival: _Arrival) -> None:
         if arrival.at_s > self._now.s:
@@ -337,4 +360,4 @@ class Clock:
         """Of all flats of a unit, or of those that have gradients, among the ranks that share each."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
         sizes = {flat.index: flat.shard_bytes * (flat.world_size - 1) for flat in flats}
-        return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index)) for index, size in sizes.items()]
+        return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index), 1) for index, size in sizes.items()]

@@ -17,6 +17,8 @@ class Load:
     bytes: int
     bytes_per_s: float | None = None
     """Where it is not the link's."""
+    collectives: int = 0
+    """That carry them, of a link between ranks."""
 
 
 class Queues:
@@ -30,11 +32,12 @@ class Queues:
         self._free_s = dict.fromkeys(Link, 0.0)
         self._busy_s = dict.fromkeys(Link, 0.0)
         self._bytes = dict.fromkeys(Link, 0)
+        self._collectives = dict.fromkeys(Link, 0)
         self._disk_free_s = 0.0
 
     def used(self) -> tuple[LinkUse, ...]:
         """So far."""
-        return tuple(LinkUse(link, self._bytes[link], self._busy_s[link]) for link in Link)
+        return tuple(LinkUse(link, self._bytes[link], self._busy_s[link], self._collectives[link]) for link in Link)
 
     def carry(self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float) -> float:
         """Put loads on their links; returns when the last one is there."""
@@ -42,6 +45,7 @@ class Queues:
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
             seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
+            seconds += load.collectives * self._hardware.collective_s.get(load.link, 0.0)
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
                 self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
@@ -49,6 +53,7 @@ class Queues:
             self._free_s[load.link] = start_s + seconds
             self._busy_s[load.link] += seconds
             self._bytes[load.link] += load.bytes
+            self._collectives[load.link] += load.collectives
             if self._record is not None and load.bytes:
                 self._record.append(Activity(load.link, operation, unit, start_s, seconds, load.bytes))
             end_s = max(end_s, start_s + seconds)
