@@ -8,29 +8,38 @@ I2: a rank that fails ends the others, with its reason (`ProcessGroupCommunicato
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm.agreement import NO_TEAMS, Decision
 from lightning_ptm.comm.communicator import Work
-from lightning_ptm.errors import ConfigError, RankError
+from lightning_ptm.commands.compute_rates import Effort
+from lightning_ptm.errors import ConfigError, InternalError, RankError
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.parallel.exchange import RankGroup
-from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.runtime.exchanges import Exchanges
+from lightning_ptm.runtime.rendezvous import Rendezvous
 
 _SETTINGS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_THE_LAUNCH = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 _TIMEOUT = datetime.timedelta(minutes=30)
 """For ranks that wait while one measures its node."""
 _LEAST_CALLS = 3
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +78,13 @@ def launched() -> Launch | None:
 @dataclass(frozen=True, slots=True)
 class Rate:
     """Of collectives among so many ranks: bytes that one of them receives (gather) or sends (reduce) a second, in pages of
-    one size."""
+    one size; and what a gather of next to nothing takes."""
 
     ranks: int
     page_bytes: int
     gather_bytes_per_s: float
     reduce_bytes_per_s: float
+    least_s: float
 
     @property
     def bytes_per_s(self) -> float:
@@ -83,21 +93,37 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class SumRate:
+    """Of sums of activations: bytes that a rank of a ring sends a second, and what one takes beside its bytes."""
+
+    bytes_per_s: float
+    least_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What was measured: `in_node` among the ranks of a node, on all nodes at once, None with one rank on each; `of_all`
-    among all ranks, None with one node; `sums` what a rank of a node's ring sends a second where all of them add up
-    activations, as a tensor group does."""
+    among all ranks, None with one node; `sums` among the ranks of a node, where all of them add up activations, as a tensor
+    group does; `round_s`, what a round takes in which all ranks agree."""
 
-    in_node: Rate | None
-    of_all: Rate | None
-    sums_bytes_per_s: float | None = None
+    in_node: Rate | None = None
+    of_all: Rate | None = None
+    sums: SumRate | None = None
+    round_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Occasions:
+    """Of ranks that issue nothing else."""
+
+    occasions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Of an exchange that was waited for."""
+    """Of what was waited for."""
 
-    result: torch.Tensor
+    result: object
 
     def wait(self) -> None:
         return None
@@ -142,6 +168,26 @@ class Ranks:
                 self._all.close()
                 dist.destroy_process_group()
 
+    def at_once(self, measure: Callable[[Effort], T], effort: Effort) -> list[T]:
+        """On all ranks: what each of them measures while the others measure the same, by rank.
+
+        Args:
+            measure: begins its parts as `Effort.begins` is told, and all ranks begin each together.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        assert self._all is not None
+        everybody = self._all
+
+        def begins(part: str) -> None:
+            effort.begins(part)
+            self._slowest(0.0)
+
+        found = measure(dataclasses.replace(effort, begins=begins))
+        ranks = range(self.launch.world_size)
+        return [everybody.broadcast_object(found if rank == self.launch.rank else None, rank) for rank in ranks]
+
     def measure(self, page_bytes: int, flat_bytes: int, seconds: float) -> Rates:
         """On rank 0, while the others `follow`.
 
@@ -169,58 +215,92 @@ class Ranks:
                 f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes nodes that are alike; "
                 f"launch as many on each"
             )
+        rendezvous = Rendezvous(self._all, _nothing_else, NO_TEAMS)
         in_node = of_all = sums = None
         if launch.ranks_per_node > 1:
             firsts = range(0, launch.world_size, launch.ranks_per_node)
             nodes = [range(first, first + launch.ranks_per_node) for first in firsts]
             of_node = self._all if launch.nodes == 1 else self._all.part(nodes)
             in_node = self._rate(of_node, page_bytes, flat_bytes, seconds)
-            sums = self._sums_bytes_per_s(nodes, page_bytes, seconds)
+            sums = self._sums(of_node, nodes, rendezvous, page_bytes, seconds)
         if launch.nodes > 1:
             of_all = self._rate(self._all, page_bytes, flat_bytes, seconds)
-        return Rates(in_node, of_all, sums)
+
+        def meet() -> _Done:
+            rendezvous.meet_group(0, launch.world_size, "a round")
+            return _Done(None)
+
+        round_s = self._typical_s(meet, seconds)
+        return Rates(in_node, of_all, sums, round_s)
 
     def _rate(self, among: ProcessGroupCommunicator, page_bytes: int, flat_bytes: int, seconds: float) -> Rate:
-        pages = max(1, flat_bytes // (among.world_size * page_bytes)) * among.world_size
-        shape = (pages * page_bytes // torch.bfloat16.itemsize,)
-        parameter = ParameterSpec("", shape, "bfloat16", torch.bfloat16.itemsize, trainable=True, group=0)
-        layout = build_layout([UnitSpec("", (parameter,))], page_size=page_bytes, world_size=among.world_size)
-        flat = layout.flats[0]
-        shard = torch.zeros(flat.shard_numel, dtype=torch.bfloat16, device=self._backend.device)
-        full = torch.zeros(flat.padded_numel, dtype=torch.bfloat16, device=self._backend.device)
         ranks = among.world_size
-        moved = flat.shard_bytes * (ranks - 1)
-        return Rate(
-            ranks,
-            page_bytes,
-            gather_bytes_per_s=moved / self._fastest_s(lambda: among.all_gather(shard, full, flat), seconds),
-            reduce_bytes_per_s=moved / self._fastest_s(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds),
-        )
+        pages = max(1, flat_bytes // (ranks * page_bytes)) * ranks
+        large, small = (self._flat(size, page_bytes, ranks) for size in (pages * page_bytes, 1))
+        device = self._backend.device
 
-    def _sums_bytes_per_s(self, nodes: Sequence[range], size: int, seconds: float) -> float:
+        def gather_s(flat: FlatLayout) -> float:
+            shard, full = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in _numels(flat))
+            return self._typical_s(lambda: among.all_gather(shard, full, flat), seconds)
+
+        def reduce_s(flat: FlatLayout) -> float:
+            shard, full = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in _numels(flat))
+            return self._typical_s(lambda: among.reduce_scatter(full, shard, flat, ranks), seconds)
+
+        moved = large.shard_bytes * (ranks - 1)
+        gathered_s = gather_s(large)
+        least_s = min(gather_s(small), gathered_s / 2)
+        return Rate(ranks, page_bytes, moved / (gathered_s - least_s), moved / reduce_s(large), least_s)
+
+    def _flat(self, size: int, page_bytes: int, ranks: int) -> FlatLayout:
+        shape = (-(-size // torch.bfloat16.itemsize),)
+        parameter = ParameterSpec("", shape, "bfloat16", torch.bfloat16.itemsize, trainable=True, group=0)
+        return build_layout([UnitSpec("", (parameter,))], page_size=page_bytes, world_size=ranks).flats[0]
+
+    def _sums(
+        self,
+        of_node: ProcessGroupCommunicator,
+        nodes: Sequence[range],
+        rendezvous: Rendezvous,
+        size: int,
+        seconds: float,
+    ) -> SumRate:
+        """As ranks of a run exchange, who have met."""
         groups = [dist.new_group(list(ranks), backend=self._backend.collectives) for ranks in nodes]
-        (own,) = [group for group, ranks in zip(groups, nodes, strict=True) if self.launch.rank in ranks]
-        group = RankGroup(own, self._backend)
-        value = torch.zeros(size // torch.bfloat16.itemsize, dtype=torch.bfloat16, device=self._backend.device)
-        took = self._fastest_s(lambda: _Done(group.sum(value)), seconds)
-        return 2 * value.nbytes * (group.size - 1) / group.size / took
+        node = self.launch.rank // self.launch.ranks_per_node
+        group = RankGroup(groups[node], self._backend)
+        group.connect(Exchanges(of_node, node, rendezvous, _Occasions()))
+        large, small = (
+            torch.zeros(numel, dtype=torch.bfloat16, device=self._backend.device)
+            for numel in (size // torch.bfloat16.itemsize, 1)
+        )
+        took_s = self._typical_s(lambda: _Done(group.sum(large)), seconds)
+        # Where others use the machine, one of few bytes may take as long.
+        least_s = min(self._typical_s(lambda: _Done(group.sum(small)), seconds), took_s / 2)
+        return SumRate(2 * large.nbytes * (group.size - 1) / group.size / (took_s - least_s), least_s)
 
-    def _fastest_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
-        """Of the calls that take `seconds` together, the fastest as its slowest rank saw it; the first one warms up."""
-        best, spent, count = float("inf"), 0.0, -1
-        while count < _LEAST_CALLS or spent < seconds:
+    def _typical_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
+        """Of the calls that take `seconds` together, the median as its slowest rank saw it; the first one warms up."""
+        found: list[float] = []
+        while len(found) <= _LEAST_CALLS or sum(found[1:]) < seconds:
             began = perf_counter()
             start().wait()
             self._backend.synchronize()
-            took = self._slowest(perf_counter() - began)  # and here all ranks meet before the next call
-            count += 1
-            if count:
-                best, spent = min(best, took), spent + took
-        return best
+            found.append(self._slowest(perf_counter() - began))  # and here all ranks meet before the next call
+        return median(found[1:])
 
     def _slowest(self, value: float) -> float:
         assert self._all is not None
         return float(self._all.all_reduce(torch.tensor([value], dtype=torch.float64), maximum=True))
+
+
+def _numels(flat: FlatLayout) -> Sequence[int]:
+    """Of a shard, and of the whole flat."""
+    return flat.shard_numel, flat.padded_numel
+
+
+def _nothing_else(decision: Decision) -> None:
+    raise InternalError(f"a probe gathers and reduces no units, and another rank has asked for {decision}")
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def _step_s(backend: Backend, units: int, steps: int) -> float:
             warnings.simplefilter("ignore")
             trainer = Trainer(
                 accelerator=backend.name,
-                devices=1,
+                devices=[backend.device.index or 0] if backend.apart else 1,
                 strategy=AngelPTMStrategy(page_size="64KiB", device_memory="auto", host_memory="64MiB"),
                 precision="bf16-mixed",
                 max_steps=steps + _WARM_UP,

@@ -26,7 +26,7 @@ from lightning_ptm.forecasting.estimate import resized, sample_count, token_coun
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, homes_of, pages_by_use, tiers_of
 from lightning_ptm.forecasting.rates import Activity
-from lightning_ptm.forecasting.step_seconds import StepTime, exchanged_bytes, step_time, timed
+from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.executor import Mode
@@ -201,7 +201,7 @@ class _Question:
         if fits:
             forward_s = [node.seconds(work, dtype) for work in works]
             trace = timed(blueprint.trace, forward_s, recomputed | again.keys(), node.unit_s or 0.0)
-            rates, sent = node.rates(self._nodes, blueprint.holders), exchanged_bytes(blueprint, works, trace, again)
+            rates, sent = node.rates(self._nodes, blueprint.holders), exchanges(blueprint, works, trace, again)
             step = step_time(blueprint, takes.plan, trace, node, rates, run.accumulate, offloaded, sent, record)
         lacking = (peak, room) if short is Tier.DEVICE else (offloaded, ram_room)
         reason = "" if fits else shortage(short, max(samples, 1), *lacking, node, unified=blueprint.unified)

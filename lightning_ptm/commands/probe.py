@@ -2,7 +2,8 @@
 
 Measures what is free now, by what a run would use: torch's matrix multiplication, copies of tensors, and the disk tier's own
 file (O_DIRECT, threads). Owns a file in the folder of `--disk`, which has no name and goes with the process, and buffers.
-Launched on several ranks (torchrun), rank 0 measures its node while the others wait, then all measure collectives.
+Launched on several ranks (torchrun), rank 0 measures what its node shares while the others wait; then all measure at once
+what each has for itself, of which the slowest counts, and collectives.
 """
 
 from __future__ import annotations
@@ -16,24 +17,14 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptm.commands.collectives import Ranks, Rate, Rates, as_if_alone, launched
-from lightning_ptm.commands.compute_rates import (
-    Effort,
-    attention_rate,
-    copy_rate,
-    curved_rate,
-    matrix_rate,
-    ram_rate,
-)
-from lightning_ptm.commands.fixed_costs import fixed_costs
-from lightning_ptm.commands.sample import small_gpt
-from lightning_ptm.commands.update_rates import update_rates
+from lightning_ptm.commands.collectives import Ranks, Rate, Rates, launched
+from lightning_ptm.commands.compute_rates import Effort, copy_rate, ram_rate
+from lightning_ptm.commands.rank_rates import PARTS, RankRates, rank_rates, sample_size, slowest
+from lightning_ptm.commands.sample import sample_works
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.hardware import DTYPES
-from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory import check_folders
-from lightning_ptm.memory.backend import Backend, CpuBackend, backend_here
+from lightning_ptm.memory.backend import Backend, backend_here
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
@@ -68,6 +59,7 @@ def launched_measure(paths: Sequence[Path], *, quick: bool) -> str | None:
     with Ranks(launch) as ranks:
         if launch.rank == 0:
             return _watched(paths, effort, ranks)
+        _of_ranks(backend_here(), paths, effort, ranks)
         ranks.follow()
     return None
 
@@ -89,14 +81,23 @@ def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
     peers = ranks is None and backend.count() > 1
     on_disk = len(paths) * (len(_BLOCKS) + 1)
     copies = 1 + 3 * backend.apart + peers
-    return on_disk + copies + 3 * len(DTYPES) + 3 + (ranks is not None)
+    return on_disk + copies + PARTS + (ranks is not None)
+
+
+def _of_ranks(backend: Backend, paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None) -> RankRates:
+    """What each rank has for itself. On several, collective: of the slowest, while all of them measure."""
+    count = max(1, backend.count()) if launched_ranks is None else launched_ranks.launch.ranks_per_node
+    cores = max(1, this_machine(backend, (), count).cores // 2 // count)
+    if launched_ranks is None:
+        return rank_rates(backend, paths, effort, cores)
+    return slowest(launched_ranks.at_once(lambda effort: rank_rates(backend, paths, effort, cores), effort))
 
 
 def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None = None) -> str:
     """The text of a hardware file for this machine. Long because it is that file, row by row.
 
     Args:
-        launched_ranks: between which collectives are measured; this is rank 0, and the others `follow`.
+        launched_ranks: all of which measure what each has, and collectives between them; this is rank 0.
 
     Raises:
         RankError: another rank has failed.
@@ -104,7 +105,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         PageIOError: a transfer failed.
     """
     check_folders(paths)
-    backend, host = backend_here(), CpuBackend()
+    backend = backend_here()
     computes_on = backend.description()
     ranks = max(1, backend.count())
     if launched_ranks is not None:
@@ -123,13 +124,8 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     ram = ram_rate(threads, effort)
     per_core = min((core_rate(path, trials, effort) for path in paths), default=None)
     page = smallest_saturating(_by_page(trials, backend))
-    effort.begins("steps of tiny models")
-    with as_if_alone():
-        fixed = fixed_costs(backend, effort.steps)
-    here = copy_rate(backend, backend, effort) if backend.apart else None
-    to_device = copy_rate(host, backend, effort) if backend.apart else None
-    to_host = copy_rate(backend, host, effort) if backend.apart else None
-    rates = Rates(None, None)
+    own = _of_ranks(backend, paths, effort, launched_ranks)
+    rates = Rates()
     if launched_ranks is not None:
         effort.begins("collectives")
         rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds)
@@ -138,19 +134,11 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         peers = backend.apart and ranks > 1
         intra = copy_rate(backend_here(0), backend_here(1), effort) if peers else None
         between = "a copy between two devices, which collectives do not exceed"
-    matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}
-    attention = {dtype: attention_rate(backend, dtype, effort) for dtype in DTYPES}
-    curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
-    memory = 2 * (here or ram)
-    effort.begins("a small GPT")
-    sample = small_gpt(backend, max(64, effort.side(backend) // 2), max(1, effort.matrix // 256))
-    efficiency = sample.reached(
-        lambda work: forward_s(work, matrix["bfloat16"], attention["bfloat16"], curved["bfloat16"], memory),
-        effort.seconds,
-    )
-    effort.begins("updates")
-    cores = max(1, machine.cores // 2 // ranks)
-    updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
+    copies, updates, fixed = own.copies, own.updates, own.fixed
+    memory = 2 * ram / ranks if copies is None else 2 * copies.within
+    efficiency = own.efficiency(sample_works(*sample_size(backend, effort)), memory)
+    streams = 1 if launched_ranks is None else ranks
+    stream = updates.stream_bytes_per_s and streams * updates.stream_bytes_per_s
     rows = [
         "# Measured by `lightning-ptm probe`; sizes in bytes, rates per second. What ranks share is given for a node.",
         f"device: {backend.name}",
@@ -160,23 +148,44 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"disk_memory: {machine.free_disk_bytes}  # free now",
         f"cpu_cores: {machine.cores}",
         f"compute_flops_per_s:         # forward and backward, {effort.side(backend)} rows and columns, {computes_on}",
-        *(f"  {dtype}: {rate:.4g}" for dtype, rate in matrix.items()),
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.matrix_flops.items()),
         f"compute_efficiency: {efficiency:.3f}    # share of all these rates that a small GPT's forward and backward reach",
-        _rate("device_memory_bytes_per_s", here and 2 * here, "a copy on the device: read and written", "no device"),
+        _rate(
+            "device_memory_bytes_per_s",
+            None if copies is None else 2 * copies.within,
+            "a copy on the device: read and written",
+            "no device",
+        ),
         _rate("host_memory_bytes_per_s", 2 * ram, f"a copy by {threads} threads: read and written", ""),
-        _rate("host_to_device_bytes_per_s", to_device, "from page-locked memory", "no device"),
-        _rate("device_to_host_bytes_per_s", to_host, "to page-locked memory", "no device"),
+        _rate(
+            "host_to_device_bytes_per_s",
+            None if copies is None else copies.to_device,
+            "from page-locked memory",
+            "no device",
+        ),
+        _rate(
+            "device_to_host_bytes_per_s",
+            None if copies is None else copies.to_host,
+            "to page-locked memory",
+            "no device",
+        ),
         _rate("disk_read_bytes_per_s", read, "the best of the trials below", "no --disk"),
         _rate("disk_write_bytes_per_s", write, "the best of the trials below", "no --disk"),
         _rate("intra_node_bytes_per_s", intra, between, "one rank"),
         _rate("inter_node_bytes_per_s", _value(rates.of_all), _of(rates.of_all), "not measured: no other node"),
         _rate(
-            "tensor_exchange_bytes_per_s", rates.sums_bytes_per_s, "sums of activations among the ranks", "not measured"
+            "tensor_exchange_bytes_per_s",
+            None if rates.sums is None else rates.sums.bytes_per_s,
+            "sums of activations among the ranks",
+            "not measured",
         ),
+        _rate("collective_s", _least_s(rates), "a gather of next to nothing", "one rank"),
+        _rate("tensor_exchange_s", None if rates.sums is None else rates.sums.least_s, "such a sum", "not measured"),
+        _rate("round_s", rates.round_s, "a round in which ranks agree", "one rank"),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
-        *(f"  {dtype}: {rate:.4g}" for dtype, rate in attention.items()),
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.attention_flops.items()),
         "curved_numel_per_s:          # GELU in its tanh form",
-        *(f"  {dtype}: {rate:.4g}" for dtype, rate in curved.items()),
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.curved_numel.items()),
         _rate("update_bytes_per_s", updates.ram_bytes_per_s, "fused AdamW on the CPU, 28 bytes of an element", ""),
         _rate("disk_update_bytes_per_s", updates.disk_bytes_per_s, "the same, its transfers beside it", "no --disk"),
         f"chunk_s: {updates.chunk_s:.4g}  # of a chunk of updates, beside its arithmetic and transfers",
@@ -186,7 +195,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
         _rate(
             "disk_both_bytes_per_s",
-            updates.stream_bytes_per_s,
+            stream,
             "what updates read and write, while they do",
             "no --disk",
         ),
@@ -206,6 +215,12 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             f"read {trial.read_bytes_per_s / 1e9:.3g}, write {trial.write_bytes_per_s / 1e9:.3g} GB/s"
         )
     return "\n".join(rows)
+
+
+def _least_s(rates: Rates) -> float | None:
+    """Of collectives: among as many ranks as there are."""
+    slowest_of = rates.of_all or rates.in_node
+    return None if slowest_of is None else slowest_of.least_s
 
 
 def _value(rate: Rate | None) -> float | None:

@@ -37,7 +37,11 @@ def as_json(found: Prediction) -> str:
             "compute_s": None if timing is None else timing.compute_s,
             "links": {}
             if timing is None
-            else {use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s} for use in timing.links},
+            else {
+                use.link.value: {"bytes": use.bytes, "busy_s": use.busy_s, "collectives": use.collectives}
+                for use in timing.links
+            },
+            "rounds": {} if timing is None else {"count": timing.rounds, "seconds": timing.rounds_s},
             "stalls_s": {} if timing is None else {stall.cause.value: stall.seconds for stall in timing.stalls},
             "samples_per_s": found.samples_per_s if found.fits else None,
             "tokens_per_s": found.tokens_per_s if found.fits else None,
@@ -89,7 +93,10 @@ def render(found: Prediction) -> str:
             when = (
                 "while nothing computes" if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE) else "while it computes"
             )
-            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}, {when}")
+            how = f" in {_count(use.collectives, 'collective')}" if use.collectives else ""
+            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}{how}, {when}")
+    if timing.rounds:
+        lines.append(f"  {_count(timing.rounds, 'round')} of agreement {timing.rounds_s:.4g}, while nothing computes")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:

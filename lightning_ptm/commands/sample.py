@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -31,21 +32,13 @@ class Sample:
     """A small model.
 
     Attributes:
-        works: what its units compute in a forward.
         compute: a forward and a backward in bfloat16, to their end.
     """
 
-    works: Sequence[Work]
     compute: Callable[[], None]
 
-    def reached(self, forward_s: Callable[[Work], float], seconds: float) -> float:
-        """Planned over measured seconds of a forward and a backward; at most 1.
-
-        Args:
-            forward_s: what is planned for a unit's forward.
-            seconds: that are spent on it, about.
-        """
-        planned_s = 3 * sum(map(forward_s, self.works))
+    def typical_s(self, seconds: float) -> float:
+        """Of a forward and a backward, the median of as many as take `seconds`, about."""
         self.compute()
         found: list[float] = []
         began = perf_counter()
@@ -53,7 +46,16 @@ class Sample:
             started = perf_counter()
             self.compute()
             found.append(perf_counter() - started)
-        return min(1.0, planned_s / median(found))
+        return median(found)
+
+
+def sample_works(width: int, samples: int) -> Sequence[Work]:
+    """What its units compute in a forward."""
+    model = GPT(**_settings(width), meta=True)
+    with torch.device("meta"):
+        model.configure_model()
+    tokens = torch.empty((samples, _TOKENS), dtype=torch.long, device="meta")
+    return estimate(model.to(torch.bfloat16), discover(model, "auto"), (tokens, tokens), torch.bfloat16)
 
 
 def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
@@ -63,14 +65,7 @@ def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
         width: a multiple of 64.
         samples: of its batch, 256 tokens each.
     """
-    settings = {"width": width, "layers": _LAYERS, "heads": width // _HEAD_WIDTH, "sequence_length": _TOKENS}
-    counted = GPT(**settings, meta=True)  # type: ignore[arg-type]
-    with torch.device("meta"):
-        counted.configure_model()
-    tokens = torch.empty((samples, _TOKENS), dtype=torch.long, device="meta")
-    works = estimate(counted.to(torch.bfloat16), discover(counted, "auto"), (tokens, tokens), torch.bfloat16)
-
-    model = GPT(**settings)  # type: ignore[arg-type]
+    model = GPT(**_settings(width))
     model.configure_model()
     model.to(device=backend.device, dtype=torch.bfloat16)
     batch = (torch.zeros((samples, _TOKENS), dtype=torch.long, device=backend.device),) * 2
@@ -81,4 +76,8 @@ def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
             model.loss(batch).backward()
         backend.synchronize()
 
-    return Sample(works, compute)
+    return Sample(compute)
+
+
+def _settings(width: int) -> dict[str, Any]:
+    return {"width": width, "layers": _LAYERS, "heads": width // _HEAD_WIDTH, "sequence_length": _TOKENS}

@@ -16,7 +16,9 @@ from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.queues import Load, Queues
+from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
+from lightning_ptm.forecasting.sending import Exchanged, Sending
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.planning.chunks import Chunks, Wanted
 from lightning_ptm.planning.cuts import Cuts, cuts_of
@@ -29,21 +31,14 @@ from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
 
+_BATCH_ROUNDS = 4
+"""In which all ranks come to a batch, tell signals, begin its step and end its backward pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     at_s: float
     cause: Operation
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Bytes that a link is to carry."""
-
-    link: Link
-    bytes: int
-    bytes_per_s: float | None = None
-    """Where it is not the link's."""
 
 
 @dataclass(slots=True)
@@ -58,56 +53,6 @@ class _UpdateLoads:
     @property
     def reads(self) -> list[Load]:
         return [*self.states, *self.gradient]
-
-
-class Queues:
-    """Links, each of which does one thing at a time, in the order in which they are given it."""
-
-    def __init__(self, hardware: Hardware, record: list[Activity] | None) -> None:
-        # Configuration.
-        self._hardware = hardware
-        self._record = record
-        # State.
-        self._free_s = dict.fromkeys(Link, 0.0)
-        self._busy_s = dict.fromkeys(Link, 0.0)
-        self._bytes = dict.fromkeys(Link, 0)
-        self._disk_free_s = 0.0
-
-    def used(self) -> tuple[LinkUse, ...]:
-        """So far."""
-        return tuple(LinkUse(link, self._bytes[link], self._busy_s[link]) for link in Link)
-
-    def carry(self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float) -> float:
-        """Put loads on their links; returns when the last one is there."""
-        end_s = ready_s
-        for load in loads:
-            start_s = max(ready_s, self._free_s[load.link])
-            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
-            both = self._hardware.disk_both_bytes_per_s
-            if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
-                self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
-                seconds = max(seconds, self._disk_free_s - start_s)
-            self._free_s[load.link] = start_s + seconds
-            self._busy_s[load.link] += seconds
-            self._bytes[load.link] += load.bytes
-            if self._record is not None and load.bytes:
-                self._record.append(Activity(load.link, operation, unit, start_s, seconds, load.bytes))
-            end_s = max(end_s, start_s + seconds)
-        return end_s
-
-    def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
-        """By which seconds of compute from now on get longer: threads that read and write the disk take a core."""
-        per_core = self._hardware.disk_bytes_per_core_s
-        if not self._hardware.shared_cores or per_core is None:
-            return 0.0
-        size = 0.0
-        for link in (Link.DISK_READ, Link.DISK_WRITE):
-            busy_s = min(max(self._free_s[link] - now_s, 0.0), seconds)
-            size += busy_s * self._hardware.bytes_per_s(link)
-        both = self._hardware.disk_both_bytes_per_s
-        if both is not None:
-            size = min(size, both * min(max(self._disk_free_s - now_s, 0.0), seconds))
-        return size / per_core
 
 
 class Clock:
@@ -138,10 +83,16 @@ class Clock:
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
         self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
         """Of a rank's shards, by unit."""
+        world = max((flat.world_size for flat in layout.flats), default=1)
+        together = (world if holders is None else holders.mesh.world_size) > 1
+        self._batch_rounds = _BATCH_ROUNDS if together else 0
+        self._step_rounds = 1 + bool(holders is not None and holders.apart) if together else 0
+        """Which all ranks have beside those for collectives."""
         self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
         self._now = Moment()
         self._compute_s = 0.0
+        self._rounds = 0
         self._queues = Queues(hardware, record)
         self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
         self._stalls: dict[Operation, float] = {}
@@ -166,13 +117,16 @@ class Clock:
                 self._arrive(task, task.kind, self._loads(home, Tier.DEVICE, size), max(self._now.s, updated.at_s))
                 self._blame(task.unit, task.kind, updated)
             case Operation.GATHER:
-                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 loads = self._collectives(task.unit, gradients=False)
+                self._agree(1 if loads else 0)
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
                 # What compute then waits for is the copy, not the collective.
                 self._blame(task.unit, Kind.FULL, source)
             case Operation.REDUCE:
-                self._arrive(task, Kind.GRADIENT, self._collectives(task.unit, gradients=True), self._now.s)
+                loads = self._collectives(task.unit, gradients=True)
+                self._agree(1 if loads else 0)
+                self._arrive(task, Kind.GRADIENT, loads, self._now.s)
             case Operation.OFFLOAD:
                 home = self._placement.homes[task.unit].gradient
                 loads = self._loads(Tier.DEVICE, home, self._gradient_bytes[task.unit])
@@ -192,7 +146,7 @@ class Clock:
             case Operation.COMPUTE:
                 raise ValueError("a compute is told by its tick: use compute()")
 
-    def compute(self, tick: Tick, exchanged_bytes: Mapping[Link, int] = MappingProxyType({})) -> None:
+    def compute(self, tick: Tick, exchanged: Mapping[Link, Sending] = MappingProxyType({})) -> None:
         """Wait for the tick's live units, exchange tokens and activations, then compute."""
         self._pump()
         for unit in tick.live:
@@ -201,9 +155,11 @@ class Clock:
         late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
-        for link, size in exchanged_bytes.items():
+        for link, sent in exchanged.items():
             # Nothing computes meanwhile: it would compute what comes.
-            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [Load(link, size)], self._now.s)
+            self._agree(sent.rounds)
+            load = Load(link, sent.bytes, collectives=sent.collectives)
+            end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
             self._wait(_Arrival(end_s, Operation.EXCHANGE))
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
@@ -214,7 +170,7 @@ class Clock:
         self,
         plan: Plan,
         trace: Trace,
-        exchanged_bytes: Exchanged = MappingProxyType({}),
+        exchanged: Exchanged = MappingProxyType({}),
         *,
         micro_batches: int = 1,
         wait_for_updates: bool = True,
@@ -223,6 +179,7 @@ class Clock:
         the unit."""
         for micro_batch in range(micro_batches):
             last = micro_batch == micro_batches - 1
+            self._agree(self._batch_rounds + (self._step_rounds if last else 0))
             if self._updates:
                 # Behind the forward: what the first updates of the backward will need.
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
@@ -239,7 +196,7 @@ class Clock:
                     elif task.operation not in (Operation.COMPUTE, Operation.UPDATE):
                         self.issue(task)
                 if trigger < plan.tick_count:
-                    self.compute(trace.ticks[trigger], exchanged_bytes.get(trigger, {}))
+                    self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
         for unit, kind in list(self._arrivals):
             if kind is Kind.MASTER:
                 arrival = self._arrivals.pop((unit, kind))
@@ -253,7 +210,14 @@ class Clock:
             self._compute_s,
             self._queues.used(),
             tuple(Stall(cause, seconds) for cause, seconds in self._stalls.items()),
+            self._rounds,
+            self._rounds * self._hardware.round_s,
         )
+
+    def _agree(self, rounds: int) -> None:
+        """Ranks agree on what comes next, and nothing computes meanwhile."""
+        self._rounds += rounds
+        self._now.s += rounds * self._hardware.round_s
 
     def _wait(self, arrival: _Arrival) -> None:
         if arrival.at_s > self._now.s:
@@ -387,4 +351,4 @@ class Clock:
         """Of all flats of a unit, or of those that have gradients, among the ranks that share each."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
         sizes = {flat.index: flat.shard_bytes * (flat.world_size - 1) for flat in flats}
-        return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index)) for index, size in sizes.items()]
+        return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index), 1) for index, size in sizes.items()]

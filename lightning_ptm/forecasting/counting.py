@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ptm.forecasting.sending import NOTHING_SENT, Sending
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.counted import CountedGroup, Sent
 from lightning_ptm.runtime.divided_experts import DividedExperts
 from lightning_ptm.runtime.forwards import AroundRecomputed, stand_in
 from lightning_ptm.runtime.recompute import replace
@@ -46,7 +47,7 @@ class Work:
         input_bytes: what is kept instead where it is recomputed, results of exchanges among it; inputs that several units
             share count for the first.
         row_bytes: of an expert that ranks divide, of all rows that come to it.
-        sent_bytes: to the other ranks of a tensor group, in the forward; sent_back_bytes: in the backward.
+        sent: to the other ranks of a tensor group, in the forward; sent_back: in the backward.
         ends_with: the unit with whose backward its own ends: the first to take an input that both take, whose gradient is
             there when that one's is (what all blocks of a decoder take of the encoder). None: its own.
     """
@@ -58,8 +59,8 @@ class Work:
     curved_numel: int = 0
     moved_bytes: int = 0
     row_bytes: int = 0
-    sent_bytes: int = 0
-    sent_back_bytes: int = 0
+    sent: Sending = NOTHING_SENT
+    sent_back: Sending = NOTHING_SENT
     ends_with: int | None = None
 
 
@@ -116,7 +117,10 @@ class Counter:
         self._saved = [0] * len(units)
         self._inputs = [0] * len(units)
         self._rows = [0] * len(units)
-        self._sent = [(0, 0, 0)] * len(units)
+        self._sent = [NOTHING_SENT] * len(units)
+        self._sent_back = [NOTHING_SENT] * len(units)
+        self._kept = [0] * len(units)
+        """Bytes of results of exchanges."""
         self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
@@ -136,13 +140,13 @@ class Counter:
             else Work(
                 flops=self._flops[at],
                 saved_bytes=self._saved[at],
-                input_bytes=self._inputs[at] + self._sent[at][2],
+                input_bytes=self._inputs[at] + self._kept[at],
                 attention_flops=self._attention[at],
                 curved_numel=self._curved[at],
                 moved_bytes=self._moved[at],
                 row_bytes=self._rows[index],
-                sent_bytes=self._sent[at][0],
-                sent_back_bytes=self._sent[at][1],
+                sent=self._sent[at],
+                sent_back=self._sent_back[at],
                 ends_with=self._ends_with(index),
             )
             for index, at in enumerate(sources)
@@ -197,18 +201,16 @@ class Counter:
         self._moved[self._inside[-1]] += size
         self._curved[self._inside[-1]] += curved
 
-    def _sent_so_far(self) -> tuple[int, int, int]:
-        group = self._group
-        return (0, 0, 0) if group is None else (group.forward_bytes, group.backward_bytes, group.kept_bytes)
+    def _sent_so_far(self) -> Sent:
+        return Sent() if self._group is None else self._group.sent
 
     def tell_sent(self) -> None:
-        """What was sent since it was last asked, the unit that computes has sent."""
+        """What was sent since it was last asked, the unit that computes has sent, having met its group for it."""
         before, self._counted = self._counted, self._sent_so_far()
-        unit = self._inside[-1]
-        forward, backward, kept = (
-            known + now - then for known, now, then in zip(self._sent[unit], self._counted, before, strict=True)
-        )
-        self._sent[unit] = forward, backward, kept
+        new, unit = self._counted.since(before), self._inside[-1]
+        self._sent[unit] += Sending(new.forward_bytes, new.forwards, rounds=min(1, new.forwards))
+        self._sent_back[unit] += Sending(new.backward_bytes, new.backwards, rounds=min(1, new.backwards))
+        self._kept[unit] += new.kept_bytes
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.tell_sent()

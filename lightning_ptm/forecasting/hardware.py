@@ -37,7 +37,7 @@ _RATES = tuple(
     for field in dataclasses.fields(Node)
     if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "forecast_numel_per_s", "beside_loss")
 )
-_SECONDS = ("unit_s", "step_s", "chunk_s")
+_SECONDS = ("unit_s", "step_s", "chunk_s", "collective_s", "tensor_exchange_s", "round_s")
 _BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s")
 _MAY_BE_NULL = {
     "device_memory_bytes_per_s": "on a CPU",
@@ -57,6 +57,9 @@ _MAY_BE_NULL = {
     "forecast_numel_per_s": "where it is not known",
     "disk_both_bytes_per_s": "where reads and writes do not slow each other",
     "disk_bytes_per_core_s": "where it takes no core's time",
+    "collective_s": "where it is not known",
+    "tensor_exchange_s": "where it is not known",
+    "round_s": "where it is not known",
     "unit_s": "where it is not known",
     "step_s": "where it is not known",
 }

@@ -16,13 +16,20 @@ from lightning_ptm.update.forecast import can_forecast
 
 
 def beside_compute(
-    blueprint: Blueprint, lock_free: LockFree, trace: Trace, node: Node, rates: Hardware, accumulate: int
+    blueprint: Blueprint,
+    lock_free: LockFree,
+    trace: Trace,
+    node: Node,
+    rates: Hardware,
+    accumulate: int,
+    among_ranks_s: float,
 ) -> BesideTiming:
     """A step among many.
 
     Args:
         trace: with the seconds of its ticks.
         rates: one rank's.
+        among_ranks_s: in which compute waits for other ranks; updates go on.
     """
     layout = blueprint.layout
     flats = [
@@ -59,4 +66,4 @@ def beside_compute(
         paced=lock_free.paced_steps > 1,
         reach=lock_free.reach,
     )
-    return beside.run(trace, micro_batches=accumulate, step_s=node.step_s or 0.0)
+    return beside.run(trace, micro_batches=accumulate, step_s=(node.step_s or 0.0) + among_ranks_s)

@@ -17,6 +17,7 @@ from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import apart
 from lightning_ptm.planning.holders import Axis, Holders
 from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.terms import Link
 
 _NEVER = 1e-9
 """Bytes per second of a link that is not there; nothing crosses it in a plan for that machine."""
@@ -39,6 +40,8 @@ class Node:
         intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
         inter_node_bytes_per_s: of a node; None where there is no other.
         tensor_exchange_bytes_per_s: of one rank's part in a sum of activations within a node; None: as of other collectives.
+        collective_s, tensor_exchange_s: what a collective of pages, and such a sum, takes beside its bytes; None: nothing.
+        round_s: a round in which all ranks agree on what they do next; None: nothing.
         attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
             likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
             for what is no matrix multiplication.
@@ -77,6 +80,9 @@ class Node:
     intra_node_bytes_per_s: float | None
     inter_node_bytes_per_s: float | None
     tensor_exchange_bytes_per_s: float | None = None
+    collective_s: float | None = None
+    tensor_exchange_s: float | None = None
+    round_s: float | None = None
     attention_flops_per_s: dict[str, float] | None = None
     curved_numel_per_s: dict[str, float] | None = None
     update_bytes_per_s: float | None = None
@@ -154,6 +160,11 @@ class Node:
             ),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
+            collective_s={
+                Link.COLLECTIVE: self.collective_s or 0.0,
+                Link.TENSOR_EXCHANGE: self.tensor_exchange_s or 0.0,
+            },
+            round_s=self.round_s or 0.0,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
         )

@@ -25,6 +25,8 @@ class Hardware:
         shared_bytes_per_s: by the axes along which alone ranks differ, of the collectives of those that share a flat; others
             are as of all ranks.
         disk_update_bytes_per_s: of that arithmetic, where its reads and writes of the disk go on beside it; None: the same.
+        collective_s: of each link between ranks, what a collective takes beside its bytes; of others, nothing.
+        round_s: a round in which ranks agree on what they do next: compute waits for it.
         chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
         disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
             by the time of its transfers; None: they take none.
@@ -46,6 +48,8 @@ class Hardware:
     disk_update_bytes_per_s: float | None = None
     chunk_s: float = 0.0
     disk_bytes_per_core_s: float | None = None
+    collective_s: Mapping[Link, float] = field(default_factory=dict)
+    round_s: float = 0.0
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""
@@ -66,17 +70,14 @@ class Hardware:
         return {flat.index: self.shared_bytes_per_s.get(holders.of_flat(flat).axes) for flat in flats}
 
 
-Exchanged = Mapping[int, Mapping[Link, int]]
-"""By tick, bytes that a rank sends to others while nothing computes: tokens, activations."""
-
-
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What one link carried, and for how long it was busy."""
+    """What one link carried, for how long it was busy, and of a link between ranks, in how many collectives."""
 
     link: Link
     bytes: int
     busy_s: float
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,15 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the whole plan, of its compute alone, of each link and of each cause of waiting."""
+    """Seconds of the whole plan, of its compute alone, of each link and of each cause of waiting; and rounds of agreement,
+    with what they take."""
 
     seconds: float
     compute_s: float
     links: tuple[LinkUse, ...]
     stalls: tuple[Stall, ...]
+    rounds: int = 0
+    rounds_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

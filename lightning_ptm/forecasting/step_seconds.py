@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +13,13 @@ from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, Timing
+from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
+from lightning_ptm.forecasting.sending import NOTHING_SENT, Exchanged, Sending
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
-from lightning_ptm.terms import Link, Phase
+from lightning_ptm.terms import Link, Operation, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def step_time(
         rates: of a rank of `node`.
         accumulate: micro-batches in a step.
         offloaded: bytes of activations that go to RAM and back.
-        exchanged: what a rank sends to others (`exchanged_bytes`).
+        exchanged: what a rank sends to others (`exchanges`).
         record: as `steady` takes it.
     """
     lock_free = blueprint.lock_free
@@ -71,12 +72,12 @@ def step_time(
         micro_batches=accumulate,
         wait_for_updates=lock_free is None,
         record=record,
-        exchanged_bytes=exchanged,
+        exchanged=exchanged,
         holders=blueprint.holders,
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None and not node.apart:
-        seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate).seconds
+        seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, _among_ranks_s(timing)).seconds
     elif lock_free is not None:
         seconds = _beside_updates(seconds, timing, lock_free)
     binds = _binding(timing)
@@ -85,6 +86,12 @@ def step_time(
         binds = binds if copied == seconds else "copies of activations to RAM and back"
         seconds = copied
     return StepTime(timing, seconds, binds)
+
+
+def _among_ranks_s(timing: Timing) -> float:
+    """Seconds in which compute waits for other ranks."""
+    waits = (stall.seconds for stall in timing.stalls if stall.cause in (Operation.EXCHANGE, Operation.GATHER))
+    return timing.rounds_s + sum(waits)
 
 
 def _with_copies(
@@ -105,9 +112,7 @@ def _with_copies(
     return found
 
 
-def exchanged_bytes(
-    blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]
-) -> dict[int, dict[Link, int]]:
+def exchanges(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> Exchanged:
     """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; and,
     in it, of activations that the ranks of a tensor group add up and gather.
 
@@ -115,20 +120,20 @@ def exchanged_bytes(
     where it is computed again (its experts are in `again`), so often once more. What a tensor group has added up is kept for
     that.
     """
-    tokens = _token_bytes(blueprint, works, trace, again) if blueprint.experts is not None else {}
-    found: dict[int, dict[Link, int]] = {}
+    tokens = _tokens(blueprint, works, trace, again) if blueprint.experts is not None else {}
+    found: dict[int, dict[Link, Sending]] = {}
     for at, tick in enumerate(trace.ticks):
         work = works[tick.unit]
-        added_up = work.sent_bytes if tick.phase is Phase.FORWARD else work.sent_back_bytes
-        sizes = {Link.EXCHANGE: tokens.get(at, 0), Link.TENSOR_EXCHANGE: added_up}
-        found[at] = {link: size for link, size in sizes.items() if size}
-    return {at: sizes for at, sizes in found.items() if sizes}
+        added_up = work.sent if tick.phase is Phase.FORWARD else work.sent_back
+        sent = {Link.EXCHANGE: tokens.get(at, NOTHING_SENT), Link.TENSOR_EXCHANGE: added_up}
+        found[at] = {link: each for link, each in sent.items() if each.collectives}
+    return {at: sent for at, sent in found.items() if sent}
 
 
-def _token_bytes(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, int]:
+def _tokens(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, Sending]:
     assert blueprint.experts is not None
     layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
-    found: Counter[int] = Counter()
+    found: defaultdict[int, Sending] = defaultdict(Sending)
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:
         if layer is None:
@@ -136,8 +141,9 @@ def _token_bytes(blueprint: Blueprint, works: Sequence[Work], trace: Trace, agai
         places, units = zip(*((at, tick.unit) for at, tick in run), strict=True)
         # What leaves a rank is as much as what comes to it from others; counted is what the busiest has.
         rows = sum(works[unit].row_bytes for unit in units) * (size - 1) // size
-        found[places[0]] += rows * (3 if phase is Phase.BACKWARD and units[0] in again else 1)
-        found[places[-1] + 1] += rows
+        times = 3 if phase is Phase.BACKWARD and units[0] in again else 1
+        found[places[0]] += Sending(times * rows, times, times)
+        found[places[-1] + 1] += Sending(rows, 1, 1)
     return dict(found)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ptm.forecasting.clock import Clock
-from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.sending import Exchanged
 from lightning_ptm.planning.holders import Holders
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
@@ -40,7 +41,7 @@ def steady(
     micro_batches: int = 1,
     wait_for_updates: bool = True,
     record: list[Activity] | None = None,
-    exchanged_bytes: Exchanged | None = None,
+    exchanged: Exchanged | None = None,
     holders: Holders | None = None,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
@@ -52,7 +53,7 @@ def steady(
         micro_batches: in one optimizer step; updates belong to the last.
         wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
         record: takes what happened in the step that counts, its start at 0.
-        exchanged_bytes: by tick, what one rank sends to others before it computes.
+        exchanged: by tick, what one rank sends to others before it computes.
         holders: which ranks share which flats; None: the layout's ranks all.
     """
     activities: list[Activity] | None = None if record is None else []
@@ -68,7 +69,7 @@ def steady(
     )
     marks = [clock.so_far()]
     for _ in range(_MOST_STEPS):
-        clock.step(plan, trace, exchanged_bytes or {}, micro_batches=micro_batches, wait_for_updates=wait_for_updates)
+        clock.step(plan, trace, exchanged or {}, micro_batches=micro_batches, wait_for_updates=wait_for_updates)
         marks.append(clock.so_far())
         alike = not hardware.shared_cores or _alike(marks[-3:])
         if len(marks) > _STEPS_BEFORE + 1 and alike:
@@ -92,10 +93,17 @@ def _a_step(before: Timing, after: Timing, steps: int) -> Timing:
         (after.seconds - before.seconds) / steps,
         (after.compute_s - before.compute_s) / steps,
         tuple(
-            LinkUse(new.link, (new.bytes - old.bytes) // steps, (new.busy_s - old.busy_s) / steps)
+            LinkUse(
+                new.link,
+                (new.bytes - old.bytes) // steps,
+                (new.busy_s - old.busy_s) / steps,
+                (new.collectives - old.collectives) // steps,
+            )
             for new, old in zip(after.links, before.links, strict=True)
         ),
         tuple(Stall(stall.cause, (stall.seconds - stalled.get(stall.cause, 0.0)) / steps) for stall in after.stalls),
+        (after.rounds - before.rounds) // steps,
+        (after.rounds_s - before.rounds_s) / steps,
     )
 
 

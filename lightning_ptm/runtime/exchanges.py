@@ -18,7 +18,7 @@ I2: what the user's code may ask for on one rank alone lies behind an occasion a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch.distributed as dist
@@ -26,9 +26,16 @@ from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.patience import Exchanged
-from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
+
+
+class CountsOccasions(Protocol):
+    """Who knows from which points on this rank may ask others for all-gathers (executor I4)."""
+
+    @property
+    def occasions(self) -> int:
+        """How many there were."""
 
 
 class Exchanges:
@@ -42,7 +49,7 @@ class Exchanges:
     """
 
     def __init__(
-        self, communicator: ProcessGroupCommunicator, group: int, rendezvous: Rendezvous, executor: Executor
+        self, communicator: ProcessGroupCommunicator, group: int, rendezvous: Rendezvous, executor: CountsOccasions
     ) -> None:
         self._communicator = communicator
         self._group = group

@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_step_gathers_twice_and_reduces_once() -> None:
-    assert Rate(2, 1 << 16, gather_bytes_per_s=4.0, reduce_bytes_per_s=1.0).bytes_per_s == 2.0
+    assert Rate(2, 1 << 16, gather_bytes_per_s=4.0, reduce_bytes_per_s=1.0, least_s=0.0).bytes_per_s == 2.0
 
 
 def test_an_environment_that_is_no_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_as_much_is_sent_as_was_planned(
     model = cut(built(name, meta=True), group, sequence=sequence)
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     works = estimate(model, discover(model, "auto"), (tokens, tokens), torch.float32, group=group)
-    planned = sum(work.sent_bytes for work in works), sum(work.sent_back_bytes for work in works)
+    planned = sum(work.sent.bytes for work in works), sum(work.sent_back.bytes for work in works)
     for each in of_ranks:
         assert planned == each[name, sequence]
 
@@ -123,7 +123,7 @@ def test_a_model_that_was_counted_is_cut_as_it_was_before(sequence: bool) -> Non
     before = forwards(model)
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     counts = [
-        sum(work.sent_bytes for work in estimate(model, units, (tokens, tokens), torch.float32, group=group))
+        sum(work.sent.bytes for work in estimate(model, units, (tokens, tokens), torch.float32, group=group))
         for units in [discover(model, "auto")] * 2
     ]
     assert before and forwards(model) == before

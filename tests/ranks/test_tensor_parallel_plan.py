@@ -16,6 +16,7 @@ import torch.distributed as dist
 from planned_runs import LIMITS, NEAR, make_trainer, planned
 from rank_harness import run_ranks
 
+from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
 from lightning_ptm.planning import Link
@@ -23,7 +24,7 @@ from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.terms import TIERS
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
-BATCH, LENGTH, STEPS = 4, 64, 3
+BATCH, LENGTH, STEPS = 4, 64, 4
 RUNS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "three tiers, recomputed": {
@@ -39,32 +40,34 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of pages at the peak, by tier; that a rank of a ring sends in a step."""
+    """Bytes of pages at the peak, by tier; that a rank of a ring sends in a step, in how many exchanges; and rounds of it."""
 
     pages: dict[str, int]
     sent: float
+    exchanges: int
+    rounds: int
 
 
 class Watch(L.Callback):
     """Counts what is added up and gathered in the last step, as rings send it."""
 
     def __init__(self) -> None:
-        self.sent = 0.0
-        self.pages: dict[str, int] = {}
+        self.sent, self.exchanges, self.rounds = 0.0, 0, 0
         self.exchanging = False
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
-        self.sent = 0.0
+        self.measured = Measured({}, 0.0, 0, 0)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
         allocator = trainer.strategy.engine.allocator  # type: ignore[attr-defined]
-        self.pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
+        pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
+        self.measured = Measured(pages, self.sent, self.exchanges, self.rounds)
+        self.sent, self.exchanges, self.rounds = 0.0, 0, 0
 
     def counts(self) -> None:
         sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
-        issues = Exchanges.issue
+        issues, rounds, small_sums = KEPT
 
         def issue(*args: Any) -> None:
+            self.exchanges += 1
             self.exchanging = True
             issues(*args)
             self.exchanging = False
@@ -87,12 +90,25 @@ class Watch(L.Callback):
         dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = all_reduce, all_gather, all_to_all
         Exchanges.issue = issue  # type: ignore[method-assign]
 
+        def a_round(*args: Any) -> Any:
+            self.rounds += 1
+            return rounds(*args)
+
+        def small_sum(*args: Any, **options: Any) -> Any:
+            self.rounds += 1  # of what ranks tell each other without having agreed on it
+            return small_sums(*args, **options)
+
+        ProcessGroupCommunicator.exchange = a_round  # type: ignore[method-assign]
+        ProcessGroupCommunicator.all_reduce = small_sum  # type: ignore[method-assign]
+
+
+KEPT = (Exchanges.issue, ProcessGroupCommunicator.exchange, ProcessGroupCommunicator.all_reduce)
+
 
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
     kept = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
-    issue = Exchanges.issue
     for settings in runs:
         watch = Watch()
         chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": disk}
@@ -105,8 +121,8 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
                 trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
         finally:
             dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
-            Exchanges.issue = issue  # type: ignore[method-assign]
-        found.append(Measured(watch.pages, watch.sent))
+            Exchanges.issue, ProcessGroupCommunicator.exchange, ProcessGroupCommunicator.all_reduce = KEPT  # type: ignore[method-assign]
+        found.append(watch.measured)
     return found
 
 
@@ -127,11 +143,13 @@ def test_bytes_are_those_of_the_run(ranks: int, disk: Path, tmp_path: Path) -> N
         assert found.fits and found.timing is not None
         assert found.numel == sum(each.numel() for each in whole().parameters())
         pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
-        exchanged = {use.link: use.bytes for use in found.timing.links}[Link.TENSOR_EXCHANGE]
+        exchanged = {use.link: use for use in found.timing.links}[Link.TENSOR_EXCHANGE]
         for of_rank in measured:
             taken = of_rank[place].pages
             assert pages == pytest.approx(taken, rel=NEAR), name
-            assert exchanged == pytest.approx(of_rank[place].sent, rel=NEAR) and exchanged > 0, name
+            assert exchanged.bytes == pytest.approx(of_rank[place].sent, rel=NEAR) and exchanged.bytes > 0, name
+            assert exchanged.collectives == of_rank[place].exchanges, name
+            assert found.timing.rounds == of_rank[place].rounds, name
 
 
 def whole() -> GPT:

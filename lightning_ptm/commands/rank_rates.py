@@ -1,0 +1,114 @@
+"""What one rank can do while the others of its node are as busy: arithmetic, copies to and from its device, updates, and what
+steps take beside them. Ranks of a node share caches, memory and units of arithmetic, so that all of them measure at once.
+
+Owns nothing when it has returned. What a node shares as a whole (its disk, its RAM) is measured by probe.py, what lies
+between ranks by collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ptm.commands.collectives import as_if_alone
+from lightning_ptm.commands.compute_rates import Effort, attention_rate, copy_rate, curved_rate, matrix_rate
+from lightning_ptm.commands.fixed_costs import FixedCosts, fixed_costs
+from lightning_ptm.commands.sample import small_gpt
+from lightning_ptm.commands.update_rates import UpdateRates, update_rates
+from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.hardware import DTYPES
+from lightning_ptm.forecasting.node import forward_s
+from lightning_ptm.memory.backend import Backend, CpuBackend
+
+PARTS = 3 * len(DTYPES) + 3
+"""How many parts `rank_rates` begins, and on a device apart three more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopies:
+    """Bytes per second of copies within a device apart, to it and from it."""
+
+    within: float
+    to_device: float
+    to_host: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankRates:
+    """Of one rank; rates per second.
+
+    Attributes:
+        copies: None on a CPU.
+        matrix_flops, attention_flops, curved_numel: by dtype, as a hardware file has them.
+        sample_s: seconds of a forward and a backward of a small GPT.
+    """
+
+    fixed: FixedCosts
+    copies: DeviceCopies | None
+    matrix_flops: dict[str, float]
+    attention_flops: dict[str, float]
+    curved_numel: dict[str, float]
+    sample_s: float
+    updates: UpdateRates
+
+    def efficiency(self, works: Sequence[Work], memory_bytes_per_s: float) -> float:
+        """The share of these rates that a model reaches; at most 1.
+
+        Args:
+            works: of the small GPT (`sample_size`).
+        """
+        matrix, attention, curved = (
+            each["bfloat16"] for each in (self.matrix_flops, self.attention_flops, self.curved_numel)
+        )
+        planned_s = 3 * sum(forward_s(work, matrix, attention, curved, memory_bytes_per_s) for work in works)
+        return min(1.0, planned_s / self.sample_s)
+
+
+def sample_size(backend: Backend, effort: Effort) -> tuple[int, int]:
+    """Width and samples of the small GPT whose seconds are measured."""
+    return max(64, effort.side(backend) // 2), max(1, effort.matrix // 256)
+
+
+def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: int) -> RankRates:
+    """Measure.
+
+    Args:
+        paths: of the disk tier; may be empty.
+        cores: of the updates that go on beside compute.
+    """
+    host = CpuBackend()
+    effort.begins("steps of tiny models")
+    with as_if_alone():
+        fixed = fixed_costs(backend, effort.steps)
+    copies = None
+    if backend.apart:
+        pairs = ((backend, backend), (host, backend), (backend, host))
+        copies = DeviceCopies(*(copy_rate(source, target, effort) for source, target in pairs))
+    matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}
+    attention = {dtype: attention_rate(backend, dtype, effort) for dtype in DTYPES}
+    curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
+    effort.begins("a small GPT")
+    sample = small_gpt(backend, *sample_size(backend, effort))
+    sample_s = sample.typical_s(effort.seconds)
+    effort.begins("updates")
+    updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
+    return RankRates(fixed, copies, matrix, attention, curved, sample_s, updates)
+
+
+def slowest(found: Sequence[RankRates]) -> RankRates:
+    """The least of each rate and the most of each number of seconds: ranks that work in step wait for the slowest."""
+    made: RankRates = _slowest(found, "")
+    return made
+
+
+def _slowest(values: Sequence[Any], name: str) -> Any:
+    first = values[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in fields(first)]
+        return type(first)(**{each: _slowest([getattr(value, each) for value in values], each) for each in names})
+    if isinstance(first, dict):
+        return {key: _slowest([value[key] for value in values], name) for key in first}
+    costs = name == "beside_loss" or (name.endswith("_s") and not name.endswith("_per_s"))
+    return None if first is None else max(values) if costs else min(values)
