@@ -14,6 +14,7 @@ from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import estimate
+from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.models import T5
 from lightning_ptm.planning import Link
 from lightning_ptm.planning.holders import Axis
@@ -75,6 +76,29 @@ def test_each_sharing_class_gathers_over_rings_of_its_own(tmp_path: Path) -> Non
     )
     passes = use.bytes / sum(size * (ranks - 1) for ranks, size in gathered.items())
     assert 2 <= passes <= 3 and use.busy_s == pytest.approx(passes * least, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lock_free": True, "disk_memory": "64MiB"}])
+def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Whether updates go on beside it or not, on cores that compute."""
+    cpu: dict[str, Any] = {"device": "cpu", "device_memory": 0, "disk_memory": "1GiB"}
+    cpu |= {f"{name}_bytes_per_s": None for name in ("device_memory", "host_to_device", "device_to_host")}
+    cpu |= {"disk_read_bytes_per_s": 1e9, "disk_write_bytes_per_s": 1e9, "host_memory": "4GiB"}
+    cut = {**CUT, "units": ["Block"], "disk_path": str(tmp_path), **settings}
+    dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "nodes": 1}
+
+    def of(**slow: float) -> Prediction:
+        return planned(tmp_path, cut, model=SIZES, machine=cpu | slow, **dense)[0]
+
+    free, rounds, late = of(), of(round_s=0.01), of(tensor_exchange_s=0.01)
+    assert free.timing is not None and rounds.timing is not None
+    exchanges = {use.link: use.collectives for use in free.timing.links}[Link.TENSOR_EXCHANGE]
+    assert free.timing.rounds > exchanges // 4 > 0 and free.timing.rounds_s == 0.0
+    # What goes on meanwhile (updates, gathers) may hide a little of it.
+    assert rounds.seconds - free.seconds == pytest.approx(0.01 * free.timing.rounds, rel=0.1)
+    assert late.seconds - free.seconds == pytest.approx(0.01 * exchanges, rel=0.1)
+    assert f"{free.timing.rounds} rounds of agreement {0.01 * free.timing.rounds:.4g}" in render(rounds)
+    assert f"in {exchanges} collectives, while nothing computes" in render(free)
 
 
 def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ import yaml
 from lightning_ptm.cli import main
 from lightning_ptm.commands import probe
 from lightning_ptm.commands.compute_rates import Effort
+from lightning_ptm.commands.fixed_costs import FixedCosts
+from lightning_ptm.commands.rank_rates import DeviceCopies, RankRates, slowest
+from lightning_ptm.commands.update_rates import UpdateRates
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting import hardware
 
@@ -92,3 +95,21 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         probe.measure((tmp_path / "none",), TINY)
     with pytest.raises(SystemExit, match="does not exist"):
         main(["probe", "--disk", str(tmp_path / "none")])
+
+
+def test_what_counts_is_the_slowest_rank() -> None:
+    fast, slow = (
+        RankRates(
+            FixedCosts(step_s=seconds, unit_s=seconds),
+            DeviceCopies(rate, rate, rate),
+            *({"bfloat16": rate} for _ in range(3)),
+            sample_s=seconds,
+            updates=UpdateRates(rate, None, None, seconds, rate, seconds, rate, rate),
+        )
+        for rate, seconds in ((2.0, 1.0), (1.0, 2.0))
+    )
+    assert slowest([fast, slow]) == slowest([slow, fast]) == slow and slowest([fast]) == fast
+    mixed = dataclasses.replace(fast, fixed=FixedCosts(step_s=9.0, unit_s=0.5), curved_numel={"bfloat16": 0.5})
+    found = slowest([mixed, slow])
+    assert found.fixed == FixedCosts(step_s=9.0, unit_s=2.0)
+    assert found.curved_numel == {"bfloat16": 0.5} and found.matrix_flops == {"bfloat16": 1.0}

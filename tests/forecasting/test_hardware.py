@@ -161,6 +161,9 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"disk_both_bytes_per_s": -1}, r"disk_both_bytes_per_s is -1"),
         ({"beside_loss": 0}, r"beside_loss is 0; .* above 0 \(or null where it is not known\)"),
         ({"chunk_s": "long"}, r"chunk_s is 'long'; .* a number above 0"),
+        ({"round_s": 0}, r"round_s is 0; .* above 0 \(or null where it is not known\)"),
+        ({"tensor_exchange_s": -1}, r"tensor_exchange_s is -1"),
+        ({"collective_s": "soon"}, r"collective_s is 'soon'"),
         ({"learn_numel_per_s": -1}, r"learn_numel_per_s is -1"),
     ],
 )

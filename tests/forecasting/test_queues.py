@@ -37,3 +37,10 @@ def test_transfers_take_time_from_compute_where_they_share_its_cores(shared_core
     queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 2)], 0.0)
     assert queues.taken_by_transfers_s(0.0, 5.0) == longer_s  # of the two seconds in which the disk is read
     assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0
+
+
+def test_a_collective_takes_time_beside_its_bytes() -> None:
+    queues = Queues(replace(SLOW, collective_s={Link.COLLECTIVE: 10.0}), None)
+    assert queues.carry(Operation.GATHER, 1, [Load(Link.COLLECTIVE, 3, collectives=2)], 0.0) == 23.0
+    assert queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 3)], 0.0) == 3.0
+    assert {use.link: use.collectives for use in queues.used() if use.collectives} == {Link.COLLECTIVE: 2}

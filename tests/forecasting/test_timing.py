@@ -8,9 +8,11 @@ import pytest
 from planning.models import PAGE, done, even_layout
 from planning.test_placement import pages, placed
 
-from lightning_ptm.forecasting.rates import Activity, Hardware
+from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
+from lightning_ptm.forecasting.sending import Sending
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.planning import Budget, Link, Placement, Plan, Tick, Trace, Wishes, sequential_trace
+from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.terms import Operation, Phase, Tier
 
 INSTANT = Hardware("no limits", *[1e30] * 7)
@@ -168,3 +170,37 @@ def test_a_faster_link_never_makes_a_plan_slower() -> None:
     )
     assert fast.seconds < slow.seconds
     assert slow.seconds == pytest.approx(slow.compute_s + sum(stall.seconds for stall in slow.stalls))
+
+
+def two_ranks() -> tuple[ModelLayout, Trace, Budget, Placement, Plan]:
+    layout = even_layout([2, 6, 6, 6], world_size=2)
+    trace, budget = sequential_trace(layout), pages(22, host=1000)
+    placement = placed(layout, budget, trace=trace, wishes=Wishes(parameter=Tier.HOST, master=Tier.HOST))
+    return layout, trace, budget, placement, done(layout, placement, trace, budget)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_ranks_agree_on_every_collective_and_meet_at_boundaries(micro_batches: int) -> None:
+    layout, trace, budget, placement, plan = two_ranks()
+    exchanged = {1: {Link.TENSOR_EXCHANGE: Sending(bytes=100, collectives=4, rounds=2)}}
+
+    def timed(hardware: Hardware) -> Timing:
+        return steady(
+            layout, placement, plan, trace, budget, hardware, micro_batches=micro_batches, exchanged=exchanged
+        )
+
+    tasks = [task.operation for at in range(plan.tick_count + 1) for task in plan.tasks_at(at)]
+    agreed = tasks.count(Operation.GATHER) + tasks.count(Operation.REDUCE)
+    free, slow = timed(INSTANT), timed(replace(INSTANT, round_s=1.0))
+    assert agreed and slow.rounds == micro_batches * (4 + 2 + agreed) + 1
+    assert slow.rounds_s == pytest.approx(slow.rounds)
+    assert slow.seconds - free.seconds == pytest.approx(slow.rounds)
+    late = timed(replace(INSTANT, collective_s={Link.TENSOR_EXCHANGE: 1.0}))
+    assert late.seconds - free.seconds == pytest.approx(4 * micro_batches)
+    waits = {stall.cause: stall.seconds for stall in late.stalls}
+    assert waits[Operation.EXCHANGE] == pytest.approx(4 * micro_batches)
+
+
+def test_one_rank_agrees_with_nobody() -> None:
+    timing = steady(LAYOUT, PLACEMENT, PLAN, TRACE, BUDGET, replace(INSTANT, round_s=1.0))
+    assert timing.rounds == 0 and timing.seconds == pytest.approx(COMPUTE_S)

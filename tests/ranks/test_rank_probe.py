@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,8 @@ def test_two_ranks_measure_what_lies_between_them(tmp_path: Path) -> None:
     assert found.fits and found.ranks == 2
     assert node.rates(nodes=1).collective_bytes_per_s == node.intra_node_bytes_per_s
     assert node.tensor_exchange_bytes_per_s is not None and 1e6 < node.tensor_exchange_bytes_per_s < 1e11
+    for name in ("collective_s", "tensor_exchange_s", "round_s"):
+        assert 1e-6 < getattr(node, name) < 1.0, name
     _, blueprint = forecast(ROOT / "configs" / "gpt.yaml", str(path), strategy={"tensor_parallel_size": 2})
     assert node.rates(1, blueprint.holders).tensor_exchange_bytes_per_s == node.tensor_exchange_bytes_per_s
 
@@ -72,6 +76,49 @@ def measured_on_two_nodes() -> tuple[int, int, int, int]:
 
 def test_links_between_nodes_are_measured_by_all_ranks() -> None:
     assert run_ranks(measured_on_two_nodes, 4, limit_s=PROMPT_S)[0] == (2, 4, 1 << 16, 1 << 16)
+
+
+def at_once() -> tuple[list[tuple[int, float, float]], list[str]]:
+    """Who has measured, from when to when, as told to this rank; what it has begun."""
+    launch = launched()
+    assert launch is not None
+    begun: list[str] = []
+
+    def measure(effort: Effort) -> tuple[int, float, float]:
+        effort.begins("a part")
+        began_s = time.monotonic()
+        effort.begins("another part")
+        return launch.rank, began_s, time.monotonic()
+
+    with Ranks(launch) as ranks:
+        return ranks.at_once(measure, dataclasses.replace(TINY, begins=begun.append)), begun
+
+
+def test_ranks_measure_what_each_has_at_the_same_time() -> None:
+    first, second = run_ranks(at_once, 2, limit_s=PROMPT_S)
+    assert first == second
+    (found, begun) = first
+    assert [rank for rank, *_ in found] == [0, 1] and begun == ["a part", "another part"]
+    assert max(began_s for _, began_s, _ in found) <= min(ended_s for *_, ended_s in found)
+
+
+def failing() -> None:
+    launch = launched()
+    assert launch is not None
+
+    def measure(effort: Effort) -> None:
+        if launch.rank == 1:
+            raise ConfigError("this rank's disk is full")
+        effort.begins("a part")
+
+    with Ranks(launch) as ranks:
+        ranks.at_once(measure, TINY)
+
+
+def test_nobody_waits_for_a_rank_that_cannot_measure() -> None:
+    first, second = watch_ranks(failing, 2, limit_s=PROMPT_S)
+    assert first.end is second.end is End.RAISED
+    assert "this rank's disk is full" in first.error and "this rank's disk is full" in second.error
 
 
 def refused(disk: str) -> str:
