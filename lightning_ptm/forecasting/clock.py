@@ -16,7 +16,8 @@ from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, LinkUse, Stall, Timing
+from lightning_ptm.forecasting.queues import Load, Queues
+from lightning_ptm.forecasting.rates import Activity, Exchanged, Hardware, Stall, Timing
 from lightning_ptm.planning.chunks import (
     Chunks,
     Cuts,
@@ -45,16 +46,6 @@ class _Arrival:
     cause: Operation
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Bytes that a link is to carry."""
-
-    link: Link
-    bytes: int
-    bytes_per_s: float | None = None
-    """Where it is not the link's."""
-
-
 @dataclass(slots=True)
 class _UpdateLoads:
     """Of an update, or of a chunk of it: what it reads of master states and of gradients, its arithmetic, what it writes."""
@@ -67,56 +58,6 @@ class _UpdateLoads:
     @property
     def reads(self) -> list[Load]:
         return [*self.states, *self.gradient]
-
-
-class Queues:
-    """Links, each of which does one thing at a time, in the order in which they are given it."""
-
-    def __init__(self, hardware: Hardware, record: list[Activity] | None) -> None:
-        # Configuration.
-        self._hardware = hardware
-        self._record = record
-        # State.
-        self._free_s = dict.fromkeys(Link, 0.0)
-        self._busy_s = dict.fromkeys(Link, 0.0)
-        self._bytes = dict.fromkeys(Link, 0)
-        self._disk_free_s = 0.0
-
-    def used(self) -> tuple[LinkUse, ...]:
-        """So far."""
-        return tuple(LinkUse(link, self._bytes[link], self._busy_s[link]) for link in Link)
-
-    def carry(self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float) -> float:
-        """Put loads on their links; returns when the last one is there."""
-        end_s = ready_s
-        for load in loads:
-            start_s = max(ready_s, self._free_s[load.link])
-            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
-            both = self._hardware.disk_both_bytes_per_s
-            if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
-                self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
-                seconds = max(seconds, self._disk_free_s - start_s)
-            self._free_s[load.link] = start_s + seconds
-            self._busy_s[load.link] += seconds
-            self._bytes[load.link] += load.bytes
-            if self._record is not None and load.bytes:
-                self._record.append(Activity(load.link, operation, unit, start_s, seconds, load.bytes))
-            end_s = max(end_s, start_s + seconds)
-        return end_s
-
-    def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
-        """By which seconds of compute from now on get longer: threads that read and write the disk take a core."""
-        per_core = self._hardware.disk_bytes_per_core_s
-        if not self._hardware.shared_cores or per_core is None:
-            return 0.0
-        size = 0.0
-        for link in (Link.DISK_READ, Link.DISK_WRITE):
-            busy_s = min(max(self._free_s[link] - now_s, 0.0), seconds)
-            size += busy_s * self._hardware.bytes_per_s(link)
-        both = self._hardware.disk_both_bytes_per_s
-        if both is not None:
-            size = min(size, both * min(max(self._disk_free_s - now_s, 0.0), seconds))
-        return size / per_core
 
 
 class Clock:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.forecasting.clock import Load, Queues
+from lightning_ptm.forecasting.queues import Load, Queues
 from lightning_ptm.forecasting.rates import Activity, Hardware
 from lightning_ptm.terms import Link, Operation
 
