@@ -11,12 +11,14 @@ from lightning_ptm.terms import Link, Operation
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes that a link is to carry."""
+    """Bytes that a link is to carry, or that the arithmetic of an update reads and writes."""
 
     link: Link
     bytes: int
     bytes_per_s: float | None = None
     """Where it is not the link's."""
+    more_s: float = 0.0
+    """Seconds beside those of the bytes."""
 
 
 class Queues:
@@ -41,7 +43,7 @@ class Queues:
         end_s = ready_s
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
-            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
+            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link)) + load.more_s
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
                 self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both
