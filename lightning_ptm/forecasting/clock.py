@@ -137,7 +137,7 @@ class Clock:
             case Operation.UPDATE:
                 update = self._update_loads(task.unit, self._master_bytes[task.unit], self._gradient_bytes[task.unit])
                 for flat in self._layout.flats_of(task.unit):
-                    update.arithmetic = coded(update.arithmetic, self._coding.get(flat.index))
+                    update.arithmetic = coded(update.arithmetic, self._coding.get(flat.index), self._hardware)
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
             case Operation.RELEASE:
@@ -301,7 +301,8 @@ class Clock:
         loads = self._update_loads(flat.unit, master_bytes, chunk.numel * flat.itemsize)
         if self._staged(flat.unit):
             loads.arithmetic = replace(loads.arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
-        loads.arithmetic = coded(loads.arithmetic, self._coding.get(flat.index), chunk.numel / flat.shard_numel)
+        share = chunk.numel / flat.shard_numel
+        loads.arithmetic = coded(loads.arithmetic, self._coding.get(flat.index), self._hardware, share)
         return loads
 
     def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:

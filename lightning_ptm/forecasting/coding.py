@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lightning_ptm.forecasting.queues import Load
+from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.terms import Link
 from lightning_ptm.update.encoding import ENCODINGS, VALUES_DTYPE
 from lightning_ptm.update.traits import SlotTraits
 
@@ -23,7 +25,7 @@ class Coding:
 
     Attributes:
         more_bytes: by which these states are larger where they are computed than in pages.
-        seconds: of decoding and encoding.
+        seconds: of decoding and encoding, on a CPU.
     """
 
     more_bytes: int
@@ -55,12 +57,17 @@ def coding_of(blueprint: Blueprint, numel_per_s: Mapping[str, float] | None) -> 
     return found
 
 
-def coded(arithmetic: Load, coding: Coding | None, share: float = 1.0) -> Load:
-    """The arithmetic of an update on a share of a flat, with what its encoded states take beside it."""
+def coded(arithmetic: Load, coding: Coding | None, hardware: Hardware, share: float = 1.0) -> Load:
+    """The arithmetic of an update on a share of a flat, with what its encoded states take beside it. The seconds are those of
+    a CPU: on a device with arithmetic of its own they count for nothing."""
     if coding is None:
         return arithmetic
-    more_bytes = int(2 * coding.more_bytes * share)
-    return replace(arithmetic, bytes=arithmetic.bytes + more_bytes, more_s=arithmetic.more_s + coding.seconds * share)
+    on_cpu = hardware.shared_cores or arithmetic.link is Link.UPDATE_HOST
+    return replace(
+        arithmetic,
+        bytes=arithmetic.bytes + int(2 * coding.more_bytes * share),
+        more_s=arithmetic.more_s + (coding.seconds * share if on_cpu else 0.0),
+    )
 
 
 def _word(slot: SlotTraits) -> str:
