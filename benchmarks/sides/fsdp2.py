@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sides.devices import own_device, peaks, start_processes
-from sides.plain import LEARNING_RATE
+from sides.optimizers import LEARNING_RATE
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:

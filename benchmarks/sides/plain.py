@@ -1,12 +1,12 @@
 """The plain PyTorch loop: mixed precision as a competent user writes it, everything in RAM.
 
-A bf16 copy of the model computes; fp32 masters are updated by fused AdamW from fp32 gradients; lists of tensors are
+A bf16 copy of the model computes; fp32 masters are updated by the optimizer, from fp32 gradients; lists of tensors are
 cast and copied by the foreach functions, into memory that is taken once.
 
-Options: `shape`, `batch`, `seed`; `update` false leaves the optimizer and its states away (compute alone, and the
-turn's extra numbers are what was resident before anything was built and before the first step); `keep_gradients` false
-drops each gradient when it is complete; `recompute` true recomputes each block in the backward pass; `device` "cpu" or
-"cuda".
+Options: `shape`, `batch`, `seed`; `optimizer`, one of sides/optimizers.py (absent: AdamW); `update` false leaves the
+optimizer and its states away (compute alone, and the turn's extra numbers are what was resident before anything was built
+and before the first step); `keep_gradients` false drops each gradient when it is complete; `recompute` true recomputes
+each block in the backward pass; `device` "cpu" or "cuda".
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from gpt import GPT, SHAPES, GPTShape, batches, build
 from race import Baton, current_rss_bytes, take_turns
 
 from sides.devices import own_device, peaks
-
-LEARNING_RATE = 3e-4
+from sides.optimizers import optimizers
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
@@ -45,23 +44,27 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         take_turns(baton, lambda: _computed(model, data).item(), lambda: idle | peaks(kind))
         return
 
-    take_turns(baton, updating(model, data), lambda: peaks(kind))
+    take_turns(baton, updating(model, data, options.get("optimizer", "adamw")), lambda: peaks(kind))
 
 
-def updating(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], float]:
-    """A step on the next batch: forward, backward, update of fp32 masters; returns the loss."""
+def updating(
+    model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]], optimizer: str = "adamw"
+) -> Callable[[], float]:
+    """A step on the next batch: forward, backward, update of fp32 masters by `optimizer`; returns the loss."""
     parameters: list[torch.Tensor] = list(model.parameters())
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
     gradients = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
-    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+    names = [name for name, _ in model.named_parameters()]
+    of_masters = optimizers(optimizer, zip(names, masters, strict=True))
 
     def step() -> float:
         loss = _computed(model, data)
         with torch.no_grad():
             torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters if parameter.grad is not None])
-            optimizer.step()
+            for each in of_masters:
+                each.step()
             torch._foreach_copy_(parameters, masters)
         return loss.item()
 

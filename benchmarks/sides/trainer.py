@@ -3,8 +3,8 @@
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `device` "cpu" or "cuda"; `meta` true builds the model on the meta device in
 `configure_model`, to be initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step
-of each turn; `disk_bytes_per_s` a speed that the disk is slowed down to; what was resident before anything was built is one
-of a turn's extra numbers.
+of each turn; `disk_bytes_per_s` a speed that the disk is slowed down to; `optimizer`, one of sides/optimizers.py (absent:
+AdamW); what was resident before anything was built is one of a turn's extra numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from sides.devices import peaks
-from sides.plain import LEARNING_RATE
+from sides.optimizers import optimizers
 
 
 class GPTModule(LightningModule):
     """The benchmarks' GPT as a user would wrap it."""
 
-    def __init__(self, shape: GPTShape, *, seed: int, meta: bool) -> None:
+    def __init__(self, shape: GPTShape, *, seed: int, meta: bool, optimizer: str = "adamw") -> None:
         super().__init__()
         self.shape = shape
+        self.optimizer = optimizer
+        self.automatic_optimization = optimizer != "muon_and_adamw"
         self.model = None if meta else build(shape, dtype=torch.float32, seed=seed)
 
     def configure_model(self) -> None:
@@ -44,10 +46,15 @@ class GPTModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
         loss: Tensor = self.model(*batch)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return optimizers(self.optimizer, self.named_parameters())
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
@@ -162,7 +169,8 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         strategy.file_ops = SlowDisks(options["disk_bytes_per_s"])  # type: ignore[union-attr]
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
-    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
+    optimizer = options.get("optimizer", "adamw")
+    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False), optimizer=optimizer)
     group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
     data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group)
     trainer = Trainer(

@@ -193,6 +193,8 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
         f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
         f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
+        "states_numel_per_s:          # optimizer states decoded and encoded again, by state_dtype",
+        *(f"  {word}: {rate:.4g}" for word, rate in updates.states_numel_per_s.items()),
         _rate(
             "disk_both_bytes_per_s",
             stream,

@@ -7,7 +7,7 @@ element in one pass (a 16-bit gradient and three fp32 numbers are read, three fp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from lightning_ptm.update import (
     probe,
     snapshot,
 )
+from lightning_ptm.update.encoding import ENCODINGS, Encoder, Encoding
 from lightning_ptm.update.forecast import Forecast
 
 _ELEMENT_BYTES = 28
@@ -54,6 +55,7 @@ class UpdateRates:
             what goes with the arithmetic (transfers, the interpreter's lock) counts, too.
         learn_numel_per_s: what a forecast adds to that, elements a second.
         forecast_numel_per_s: elements a second to which a forecast is added.
+        states_numel_per_s: by word of `state_dtype`, elements of states that are decoded and encoded again.
     """
 
     ram_bytes_per_s: float
@@ -64,6 +66,7 @@ class UpdateRates:
     beside_loss: float
     learn_numel_per_s: float
     forecast_numel_per_s: float
+    states_numel_per_s: Mapping[str, float]
 
 
 def update_rates(
@@ -81,6 +84,10 @@ def update_rates(
     with _Bench((), numel) as bench:
         ram = bench.arithmetic_bytes_per_s(seconds)
         add = bench.forecast_numel_per_s(seconds)
+    states = {}
+    for word, encoding in ENCODINGS.items():
+        with _Bench((), numel, encoding) as bench:
+            states[word] = bench.states_numel_per_s(seconds)
     disk: float | None
     stream: float | None
     with _Bench(paths, numel) as bench:
@@ -91,13 +98,13 @@ def update_rates(
     learn_s = max(_ELEMENT_BYTES / learning - _ELEMENT_BYTES / plain, 1e-12)
     if not paths:
         disk = stream = None
-    return UpdateRates(ram, disk, stream, chunk_s, plain, loss, 1.0 / learn_s, add)
+    return UpdateRates(ram, disk, stream, chunk_s, plain, loss, 1.0 / learn_s, add, states)
 
 
 class _Bench:
-    """A few flats with their master states, on the paths' disks or, without any, in RAM."""
+    """A few flats with their master states, on the paths' disks or, without any, in RAM; optimizer states encoded or not."""
 
-    def __init__(self, paths: Sequence[Path], numel: int) -> None:
+    def __init__(self, paths: Sequence[Path], numel: int, encoding: type[Encoding] | None = None) -> None:
         each = numel // _FLATS
         units = [
             UnitSpec(f"unit {index}", (ParameterSpec(f"weight {index}", (each,), "bfloat16", 2, True, 0),))
@@ -119,7 +126,8 @@ class _Bench:
                 )
             )
             optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-6, fused=True)
-            self._traits = probe(optimizer, dtype=torch.float32)
+            traits = probe(optimizer, dtype=torch.float32)
+            self._traits = traits.encoded({slot.name: encoding for slot in traits.slots})
             self._shadow = Shadow(optimizer, self._traits)
             self._hyper: HyperParameters = snapshot(optimizer, self._traits)
             self.updater = Updater(self._allocator, staging=_STAGING_CHUNKS)
@@ -186,6 +194,22 @@ class _Bench:
         source = ParameterGradients([gradient])
         job = self._job(states, gradient, target, None)
         return gradient.numel() * _per_s(lambda: learned.add_(target.tensor(), source, job.transform), seconds)
+
+    def states_numel_per_s(self, seconds: float) -> float:
+        """Elements of encoded states that are decoded and encoded again, as an update has them: chunk by chunk."""
+        states, encoder = self._flats[0][0], Encoder()
+        numel, room = states.flat.shard_numel, torch.empty(_PAGE_BYTES // 4)
+
+        def code() -> None:
+            for name, encoding in states.encodings.items():
+                stored = states.slots[name].tensor()
+                for start in range(0, numel, encoding.chunk_numel):
+                    values = room.narrow(0, 0, min(encoding.chunk_numel, numel - start))
+                    chunk = stored.narrow(0, *encoding.stretch(start, values.numel()))
+                    encoder.decode(encoding, chunk, values)
+                    encoder.encode_step(encoding, values, chunk, states, name, start, self._hyper.number)
+
+        return len(states.encodings) * numel * _per_s(code, seconds)
 
     def _rate(self, work: Callable[[], None], seconds: float) -> float:
         found: list[float] = []

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_ptm.forecasting.coding import Coding
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.planning.chunks import Chunks
 from lightning_ptm.planning.cuts import Cuts, even_cuts
@@ -23,6 +24,7 @@ from lightning_ptm.terms import Phase
 _MERGED_PASSES = 1.4
 """Passes that more steps take at once: one of 28 bytes an element, and a correction that reads and writes a moment and reads
 a gradient, 12 bytes (update/merged.py)."""
+_UNCODED = Coding(0, 0.0)
 _STEPS = 12
 """Steps that count, at least; before them as many, and as many as parameters may lack."""
 _MOST_STEPS = 96
@@ -53,7 +55,7 @@ class BesideRates:
 @dataclass(frozen=True, slots=True)
 class BesideFlat:
     """A trainable flat of this rank: its pages are of one kind with those of other flats of the same `kind`; `foreseeable`:
-    its updates are forecast."""
+    its updates are forecast; `coding`: of its encoded states."""
 
     unit: int
     numel: int
@@ -63,6 +65,7 @@ class BesideFlat:
     kind: Hashable
     foreseeable: bool = False
     cuts: Cuts | None = None
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +323,9 @@ class Beside:
         flat, begun, rates = chunk.flat.is_, job.begun, self._rates
         element_bytes = 2 * (flat.master_bytes_per_element + flat.bytes_per_element)
         passes = _MERGED_PASSES if begun.at_once else begun.steps
-        seconds = passes * chunk.numel * element_bytes / rates.update_bytes_per_s
+        coding, share = flat.coding or _UNCODED, chunk.numel / flat.numel
+        size = passes * (chunk.numel * element_bytes + 2 * coding.more_bytes * share)
+        seconds = size / rates.update_bytes_per_s + coding.seconds * share
         if begun.ahead and rates.learn_numel_per_s is not None:
             seconds += chunk.numel / rates.learn_numel_per_s
         self._at.thread.s += seconds

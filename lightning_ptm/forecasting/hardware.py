@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.memory.backend import apart
+from lightning_ptm.update.encoding import ENCODINGS
 
 FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
 """Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
@@ -155,6 +156,9 @@ class _Reader:
             values[name] = self._by_dtype(name) if self._document.get(name) is not None else None
             if values[name] is not None and set(values[name]) != set(self._document["compute_flops_per_s"]):
                 raise self._wrong(name, "a rate for each dtype of compute_flops_per_s")
+        values["states_numel_per_s"] = None
+        if self._document.get("states_numel_per_s") is not None:
+            values["states_numel_per_s"] = self._by_dtype("states_numel_per_s", ENCODINGS)
         values["cpu_threads"] = self._count("cpu_threads") if self._document.get("cpu_threads") is not None else None
         values["page_size"] = self._page_size()
         if has_own_memory:
@@ -233,15 +237,15 @@ class _Reader:
         except ConfigError as error:
             raise ConfigError(f"{self._path}: {error}") from error
 
-    def _by_dtype(self, name: str) -> dict[str, float]:
+    def _by_dtype(self, name: str, dtypes: Collection[str] = DTYPES) -> dict[str, float]:
         given = self._document[name]
         if not isinstance(given, Mapping) or not given:
-            raise self._wrong(name, f"a rate for each dtype, of {', '.join(DTYPES)}")
+            raise self._wrong(name, f"a rate for each dtype, of {', '.join(dtypes)}")
         rates = {}
         for dtype, rate in given.items():
-            if dtype not in DTYPES:
+            if dtype not in dtypes:
                 raise ConfigError(
-                    f"{self._path}: {name} has an unknown dtype {dtype!r}; it may have {', '.join(DTYPES)}"
+                    f"{self._path}: {name} has an unknown dtype {dtype!r}; it may have {', '.join(dtypes)}"
                 )
             rates[dtype] = self._rate(f"{name}.{dtype}", rate) or 0.0
         return rates

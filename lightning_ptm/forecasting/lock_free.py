@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
+from lightning_ptm.forecasting.coding import coding_of
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.planning.cuts import cuts_of
@@ -32,6 +34,9 @@ def beside_compute(
         among_ranks_s: in which compute waits for other ranks; updates go on.
     """
     layout = blueprint.layout
+    update = rates.update_device_bytes_per_s
+    beside_update = node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2
+    coding = coding_of(blueprint, _slowed(rates.states_numel_per_s, beside_update / update))
     flats = [
         BesideFlat(
             unit=flat.unit,
@@ -42,18 +47,18 @@ def beside_compute(
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
             foreseeable=lock_free.forecast and all(map(can_forecast, traits)),
             cuts=cuts_of(flat, chunk_numel(layout.page_size)),
+            coding=coding.get(flat.index),
         )
         for flat in layout.flats
         if (traits := blueprint.traits[flat.index])
     ]
-    update = rates.update_device_bytes_per_s
     both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s
     ram = node.host_memory_bytes_per_s / node.ranks_per_node
     beside = Beside(
         flats,
         {(row.numel, taken_dtype(row)): row.count for row in lock_free.spares},
         BesideRates(
-            update_bytes_per_s=node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2,
+            update_bytes_per_s=beside_update,
             loss=1.0 if node.beside_loss is None else node.beside_loss,
             learn_numel_per_s=node.learn_numel_per_s,
             forecast_numel_per_s=node.forecast_numel_per_s,
@@ -67,3 +72,8 @@ def beside_compute(
         reach=lock_free.reach,
     )
     return beside.run(trace, micro_batches=accumulate, step_s=(node.step_s or 0.0) + among_ranks_s)
+
+
+def _slowed(numel_per_s: Mapping[str, float] | None, share: float) -> dict[str, float] | None:
+    """Rates of the cores that all the arithmetic beside compute has."""
+    return None if numel_per_s is None else {word: rate * min(1.0, share) for word, rate in numel_per_s.items()}

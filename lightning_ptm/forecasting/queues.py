@@ -1,4 +1,4 @@
-"""Links as queues: each does one thing at a time, in the order in which it is given it."""
+"""Links as queues: what each carries, when it is free again, and what it takes from the cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_ptm.terms import Link, Operation
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes that a link is to carry."""
+    """Bytes that a link is to carry, or that the arithmetic of an update reads and writes."""
 
     link: Link
     bytes: int
@@ -19,6 +19,8 @@ class Load:
     """Where it is not the link's."""
     collectives: int = 0
     """That carry them, of a link between ranks."""
+    more_s: float = 0.0
+    """Seconds beside those of the bytes."""
 
 
 class Queues:
@@ -45,7 +47,8 @@ class Queues:
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
             seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
-            seconds += load.collectives * self._hardware.collective_s.get(load.link, 0.0)
+            seconds += load.more_s + load.collectives * self._hardware.collective_s.get(load.link, 0.0)
+            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link)) + load.more_s
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
                 self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both

@@ -30,6 +30,8 @@ class Hardware:
         chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
         disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
             by the time of its transfers; None: they take none.
+        states_numel_per_s: by word of `state_dtype`, elements of states that the arithmetic decodes and encodes again; None,
+            or no such word: that takes no time.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Hardware:
     disk_bytes_per_core_s: float | None = None
     collective_s: Mapping[Link, float] = field(default_factory=dict)
     round_s: float = 0.0
+    states_numel_per_s: Mapping[str, float] | None = None
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""

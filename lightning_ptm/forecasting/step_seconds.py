@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from lightning_ptm.forecasting.coding import coding_of
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
@@ -74,6 +75,7 @@ def step_time(
         record=record,
         exchanged=exchanged,
         holders=blueprint.holders,
+        coding=coding_of(blueprint, rates.states_numel_per_s),
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None and not node.apart:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_ptm.forecasting.clock import Clock
+from lightning_ptm.forecasting.coding import UNCODED, Coding
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
 from lightning_ptm.forecasting.sending import Exchanged
 from lightning_ptm.planning.holders import Holders
@@ -43,6 +44,7 @@ def steady(
     record: list[Activity] | None = None,
     exchanged: Exchanged | None = None,
     holders: Holders | None = None,
+    coding: Mapping[int, Coding] = UNCODED,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
 
@@ -55,6 +57,7 @@ def steady(
         record: takes what happened in the step that counts, its start at 0.
         exchanged: by tick, what one rank sends to others before it computes.
         holders: which ranks share which flats; None: the layout's ranks all.
+        coding: by flat, of those with encoded states.
     """
     activities: list[Activity] | None = None if record is None else []
     clock = Clock(
@@ -66,6 +69,7 @@ def steady(
         gradient_room_bytes=gradient_room_bytes,
         record=activities,
         holders=holders,
+        coding=coding,
     )
     marks = [clock.so_far()]
     for _ in range(_MOST_STEPS):

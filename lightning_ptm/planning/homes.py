@@ -116,8 +116,12 @@ class Placement:
 
     def master_bytes(self, flat: FlatLayout) -> int:
         """Bytes of a trained flat's master states."""
+        return flat.shard_numel * self.master_bytes_per_element[flat.index] + self.own_bytes(flat)
+
+    def own_bytes(self, flat: FlatLayout) -> int:
+        """Those of them that no element counts."""
         own = self.own_state_bytes.get(flat.index)
-        return flat.shard_numel * self.master_bytes_per_element[flat.index] + (sum(own[flat.rank]) if own else 0)
+        return sum(own[flat.rank]) if own else 0
 
     def gradients(self, unit: int) -> Gradients:
         """How a unit's are kept."""

@@ -28,20 +28,23 @@ def rows() -> list[Any]:
     return found
 
 
-def made_by(package: str, name: str) -> type[Judged]:
+def made_by(package: str, name: str, kind: str) -> type[Judged]:
     cls = getattr(pytest.importorskip(package), name, None)
     if cls is None:
         pytest.skip(f"this version of {package} has no {name}")
 
     class Trained(Judged):
         def configure_optimizers(self) -> Any:
-            if name == "Muon":
+            if (package, name) == ("torch.optim", "Muon"):
                 for parameter in self.parameters():
                     parameter.requires_grad_(parameter.dim() == 2)
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             options: dict[str, Any] = {}
             if package.startswith("transformers"):
                 options = {"relative_step": False, "scale_parameter": False}
+            elif package.startswith("bitsandbytes"):
+                options = {"momentum": 0.9} if name.startswith(("SGD", "LARS")) else {}
+                options |= {"min_8bit_size": 0} if name.endswith("8bit") and kind == "whole" else {}
             elif cls.__module__.startswith("torch.") and "fused" in inspect.signature(cls.__init__).parameters:
                 options = {"fused": True}  # as pages are updated
             return cls(trained, lr=1e-3, **options)
@@ -54,7 +57,7 @@ def made_by(package: str, name: str) -> type[Judged]:
 def test_each_class_is_of_the_kind_that_the_table_has(
     package: str, kind: str, name: str, strategy_at: MakeStrategy
 ) -> None:
-    build = made_by(package, name)
+    build = made_by(package, name, kind)
     if kind == "refused":
         with pytest.raises(ConfigError):
             run(build, strategy_at("masters_on_disk"))

@@ -574,6 +574,31 @@ def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     assert held < (whole + compute_s) / 2  # a pass in every twelve steps
 
 
+@pytest.mark.parametrize("master_home", ["disk", "device"])
+def test_encoded_states_take_the_seconds_of_their_arithmetic(master_home: str, tmp_path: Path) -> None:
+    """Updates compute on fp32 states whatever lies in pages; decoding and encoding comes on top. The disk takes no time."""
+    free = {"disk_read_bytes_per_s": 1e15, "disk_write_bytes_per_s": 1e15, "cpu_cores": 2}
+    settings = {"master_home": master_home, "page_size": "64KiB", "disk_path": str(tmp_path)}
+
+    def seconds(state_dtype: str, **rates: float) -> tuple[float, int]:
+        path = config(tmp_path, settings | {"state_dtype": state_dtype})
+        given = {"states_numel_per_s": rates} if rates else {}
+        found, blueprint = forecast(path, cpu_file(tmp_path, **free, **given))
+        return found.seconds, sum(flat.shard_numel for flat in blueprint.trained_flats())
+
+    exact, numel = seconds("auto")
+    for word in ("bf16", "int8"):
+        assert seconds(word)[0] == pytest.approx(exact, rel=1e-3)
+        other = {"bf16": "int8", "int8": "bf16"}[word]
+        assert seconds(word, **{other: 1.0})[0] == pytest.approx(exact, rel=1e-3)
+        coded, _ = seconds(word, **{word: 1e7})
+        # Two states of each element.
+        assert coded - exact == pytest.approx(2 * numel / 1e7, rel=0.02)
+    assert seconds("auto", bf16=1.0, int8=1.0)[0] == exact
+    settings |= {"lock_free": True}
+    assert seconds("int8", int8=1e6)[0] > 1.1 * seconds("int8")[0]
+
+
 class NeedsValues(L.LightningModule):
     """Takes numbers out of tensors, which the meta device has none of."""
 

@@ -16,6 +16,7 @@ from lightning_ptm.commands.rank_rates import DeviceCopies, RankRates, slowest
 from lightning_ptm.commands.update_rates import UpdateRates
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting import hardware
+from lightning_ptm.update.encoding import ENCODINGS
 
 TINY = Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0, steps=2)
 
@@ -45,6 +46,8 @@ def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.C
     for name in ("update", "disk_update", "beside_update"):
         assert 1e6 < getattr(node, f"{name}_bytes_per_s") < 1e12, name
     assert 1e4 < node.forecast_numel_per_s < 1e12 and node.learn_numel_per_s > 1e4
+    assert node.states_numel_per_s is not None and set(node.states_numel_per_s) == set(ENCODINGS)
+    assert all(1e4 < rate < 1e15 for rate in node.states_numel_per_s.values())
     assert 0 < node.compute_efficiency <= 1
     trials = [line for line in text.splitlines() if line.startswith(f"# {disk}: ")]
     assert len(trials) == 4

@@ -8,6 +8,7 @@ import pytest
 from planning.models import even_layout
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
+from lightning_ptm.forecasting.coding import Coding
 from lightning_ptm.planning import Trace, sequential_trace
 
 UNITS = 4
@@ -28,9 +29,15 @@ DISK_BYTES = UNITS * NUMEL * 24
 
 
 def steps(
-    rates: BesideRates = FREE, *, spares: int = UNITS + 1, max_staleness: int = 16, forecast: bool = False
+    rates: BesideRates = FREE,
+    *,
+    spares: int = UNITS + 1,
+    max_staleness: int = 16,
+    forecast: bool = False,
+    coding: Coding | None = None,
 ) -> BesideTiming:
-    flats = [BesideFlat(unit, NUMEL, 2, 12, True, "a kind", forecast) for unit in range(UNITS)]
+    in_pages = 12 if coding is None else 12 - coding.more_bytes // NUMEL
+    flats = [BesideFlat(unit, NUMEL, 2, in_pages, True, "a kind", forecast, coding=coding) for unit in range(UNITS)]
     run = Beside(
         flats,
         {"a kind": spares},
@@ -61,6 +68,17 @@ def test_a_forecast_is_learned_beside_compute_and_added_by_it() -> None:
     assert learned.seconds == pytest.approx(COMPUTE_S + 1.0)
     added = steps(replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
     assert COMPUTE_S < added.seconds <= COMPUTE_S + 2.0
+
+
+def test_encoded_states_are_computed_in_fp32_and_coded_beside_compute() -> None:
+    """A pass takes a second, and two more for coding; the disk moves what is in pages."""
+    rates = replace(FREE, update_bytes_per_s=PASS_BYTES / 1.0)
+    halves = Coding(more_bytes=4 * NUMEL, seconds=0.0)
+    assert steps(rates, coding=halves).seconds == pytest.approx(COMPUTE_S + 1.0)
+    coded = steps(rates, coding=replace(halves, seconds=2.0 / UNITS))
+    assert coded.seconds == pytest.approx(COMPUTE_S + 3.0)
+    slow = replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S))
+    assert steps(slow, coding=halves).updates > 1.2 * steps(slow).updates
 
 
 def test_updates_that_are_slower_than_steps_take_several_gradients_at_once() -> None:

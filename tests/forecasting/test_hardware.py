@@ -165,6 +165,12 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"tensor_exchange_s": -1}, r"tensor_exchange_s is -1"),
         ({"collective_s": "soon"}, r"collective_s is 'soon'"),
         ({"learn_numel_per_s": -1}, r"learn_numel_per_s is -1"),
+        ({"states_numel_per_s": 1e8}, r"states_numel_per_s is .*; .* a rate for each dtype, of bf16, int8"),
+        (
+            {"states_numel_per_s": {"nf4": 1e8}},
+            r"states_numel_per_s has an unknown dtype 'nf4'; it may have bf16, int8",
+        ),
+        ({"states_numel_per_s": {"int8": 0}}, r"states_numel_per_s\.int8 is 0"),
     ],
 )
 def test_a_wrong_file_is_refused_by_field(tmp_path: Path, values: dict[str, Any], words: str) -> None:

@@ -132,6 +132,34 @@ def by_hand(place: Place) -> Seen:
     return learnt(module)
 
 
+class ByTurns(ByHand):
+    """Blocks are in two optimizers, one of them in a third; each takes a step of its own in every batch, from where the
+    others have left them."""
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.AdamW(self.parameters(), lr=1e-3),
+            torch.optim.SGD(self.blocks.parameters(), lr=1e-2, momentum=0.9),
+            torch.optim.AdamW(self.blocks[0].parameters(), lr=1e-3, betas=(0.8, 0.9)),
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            self.manual_backward(PreciseGPT.training_step(self, batch, batch_idx))
+            if number == 0:
+                self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_turns(place: Place) -> Seen:
+    if place.tier == "lock_free":  # refused: where its masters would be
+        place = dataclasses.replace(place, tier="masters_on_disk")
+    module = seeded(ByTurns)
+    place.trainer().fit(module, loader())
+    return learnt(module)
+
+
 def accumulated(place: Place) -> Seen:
     module = seeded(PreciseGPT)
     place.trainer(accumulate_grad_batches=2, gradient_clip_val=0.5).fit(module, loader())
@@ -405,6 +433,7 @@ def watched(place: Place) -> Seen:
 PROGRAMS: dict[str, Program] = {
     "two optimizers by hand": by_hand,
     "rates by shapes": by_shapes,
+    "parameters in several optimizers": by_turns,
     "accumulated and clipped": accumulated,
     "compiled blocks": compiled,
     "activations in RAM": activations_in_ram,

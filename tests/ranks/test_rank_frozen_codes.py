@@ -11,9 +11,11 @@ from rank_harness import run_ranks
 from rank_models import SkipsABlock
 from rank_tensor_models import Run, assert_same_learning, train
 from rank_training import TIERS, Training, fit_in_all_tiers, plain
+from test_rank_experts import MoETower
 from torch import nn
 
 from lightning_ptm.memory.codes import rounded
+from lightning_ptm.models.moe import Expert
 from lightning_ptm.terms import ALIGN_NUMEL, CODES
 
 CODE = CODES["nf4"]
@@ -58,6 +60,32 @@ def test_any_number_of_ranks_has_the_numbers_of_weights_that_were_rounded_before
     for rank, by_tier in enumerate(ours):
         for outcome in by_tier.values():
             outcome.assert_equal(theirs[rank])
+
+
+class FrozenExperts(MoETower):
+    """Experts are frozen; what is around them learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for inner in self.modules():
+            if isinstance(inner, Expert):
+                inner.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("tier", ["ram", pytest.param("all_on_disk", marks=pytest.mark.slow), "three_tiers"])
+def test_divided_experts_compute_with_the_same_codes(tier: str, disk: Path) -> None:
+    training = Training(FrozenExperts, "64-true", batches=3)
+    settings = {"units": ["MixtureOfExperts", "Expert"], "frozen_dtype": CODE.name}
+    whole = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, ["ram"])
+    divided = run_ranks(fit_in_all_tiers, 2, training, 2, disk, {**settings, "expert_parallel_size": 2}, [tier])
+    exact = run_ranks(fit_in_all_tiers, 2, training, 2, disk, {"units": settings["units"]}, ["ram"])
+    for ours, theirs, uncoded in zip(divided, whole, exact, strict=True):
+        torch.testing.assert_close(ours[tier].losses, theirs["ram"].losses, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours[tier].weights, theirs["ram"].weights, rtol=0, atol=1e-9)
+        assert not torch.equal(theirs["ram"].losses[0], uncoded["ram"].losses[0])
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from rank_harness import run_ranks
 from rank_models import Tower
 from rank_training import BATCH, Outcome, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
 from rank_training import outcome_of as outcome
+from test_rank_experts import MoETower
 from torch import Tensor
 
 from lightning_ptm.sharded import load
@@ -73,6 +74,30 @@ def test_they_train_as_plain_data_parallelism(precision: str, disk: Path) -> Non
             of_rank[tier].assert_same_weights(per_rank[0]["ram"])
     if precision == "32-true":
         per_rank[0]["ram"].assert_same_weights(Outcome([], plainly(training)))
+
+
+class TurnsOfExperts(Turns, MoETower):
+    """The same with experts, which ranks divide; gradients are not clipped, whose parts other ranks have."""
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(Tower.training_step(self, batch, index))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("tier", ["ram", pytest.param("masters_on_disk", marks=pytest.mark.slow), "three_tiers"])
+def test_divided_experts_are_in_several_too(tier: str, disk: Path) -> None:
+    """The weights are those of ranks that all have all experts."""
+    training = Training(TurnsOfExperts, "64-true", batches=3)
+    settings = {"units": ["MixtureOfExperts", "Expert"]}
+    whole = run_ranks(fit_in_all_tiers, RANKS, training, RANKS, disk, settings, ["ram"])
+    divided = run_ranks(
+        fit_in_all_tiers, RANKS, training, RANKS, disk, {**settings, "expert_parallel_size": RANKS}, [tier]
+    )
+    for ours, theirs in zip(divided, whole, strict=True):
+        torch.testing.assert_close(ours[tier].losses, theirs["ram"].losses, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours[tier].weights, theirs["ram"].weights, rtol=0, atol=1e-9)
 
 
 def epochs(folder: Path, root: Path, tier: str, kind: str, resumed: bool) -> dict[str, Tensor]:

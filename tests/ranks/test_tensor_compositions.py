@@ -10,7 +10,14 @@ import torch
 from rank_compositions import PROGRAMS, Place, run
 from rank_harness import run_ranks
 
-QUICK = ("two optimizers by hand", "rates by shapes", "weights gathered and written", "texts written", "finetuned")
+QUICK = (
+    "two optimizers by hand",
+    "rates by shapes",
+    "parameters in several optimizers",
+    "weights gathered and written",
+    "texts written",
+    "finetuned",
+)
 TIERS = ("ram", "all_on_disk", "lock_free", "three_tiers")
 
 

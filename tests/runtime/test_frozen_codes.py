@@ -11,16 +11,18 @@ import torch
 from checkpoint_runs import HALF
 from checkpoint_runs import fit as run
 from plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.cli import main
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.codes import rounded
 from lightning_ptm.sharded import load
 from lightning_ptm.terms import ALIGN_NUMEL, CODES
+from lightning_ptm.trainer.precision import AngelPTMPrecision, LossScale
 
 BATCHES = tokens(3)
 
@@ -170,6 +172,42 @@ def test_weights_of_files_are_coded_as_they_are_read(strategy_at, tier: str, tmp
     save_file(Adapted().state_dict(), tmp_path / "model.safetensors")
     strategy = strategy_at(tier, frozen_dtype="nf4", weights=tmp_path / "model.safetensors")
     fit(FromMeta, BATCHES, strategy, "32-true").assert_equal(as_rounded_before("nf4", "32-true"))
+
+
+@pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "three_tiers"])
+@pytest.mark.parametrize("code", ["int8", "nf4"])
+def test_with_a_loss_scale_adapters_learn_on_the_same_codes(strategy_at, tier: str, code: str) -> None:
+    """`16-mixed`: against the same run whose frozen weights were rounded before and are kept as they are."""
+
+    class Rounded(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, parameter in self.named_parameters():
+                if coded(name):
+                    parameter.data = rounded_by(code, parameter, torch.float16)
+
+    def trained(build: type[Adapted], count: int = 8, **settings: Any) -> Outcome:
+        plugin = AngelPTMPrecision("16-mixed", LossScale(init_scale=2.0**24))
+        return fit(build, tokens(count), strategy_at(tier, **settings), None, plugins=[plugin])  # type: ignore[arg-type]
+
+    ours, theirs = trained(Adapted, frozen_dtype=code), trained(Rounded)
+    ours.assert_equal(theirs)
+    first, last = trained(Adapted, 1, frozen_dtype=code).weights["head.weight"], ours.weights["head.weight"]
+    torch.manual_seed(0)
+    assert torch.equal(first, Adapted().head.weight), "the first step overflows"
+    assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_is_exported_are_the_rounded_values(strategy_at, tmp_path: Path, kind: str) -> None:
+    strategy = strategy_at("masters_on_disk", frozen_dtype="nf4", state_dict_type=kind)
+    trained, _ = run(strategy, tmp_path, build=Adapted, precision="bf16-mixed")
+    main(["export", str(tmp_path / "last.ckpt"), str(tmp_path / "out")])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == trained.weights.keys() and any(map(coded, found))
+    for name, value in trained.weights.items():
+        assert torch.equal(found[name], value), name
+        assert not coded(name) or torch.equal(rounded_by("nf4", value, torch.bfloat16), value), name
 
 
 class Edits(L.Callback):
