@@ -48,7 +48,6 @@ class Queues:
             start_s = max(ready_s, self._free_s[load.link])
             seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link))
             seconds += load.more_s + load.collectives * self._hardware.collective_s.get(load.link, 0.0)
-            seconds = load.bytes / (load.bytes_per_s or self._hardware.bytes_per_s(load.link)) + load.more_s
             both = self._hardware.disk_both_bytes_per_s
             if both is not None and load.link in (Link.DISK_READ, Link.DISK_WRITE):
                 self._disk_free_s = max(self._disk_free_s, ready_s) + load.bytes / both

@@ -25,8 +25,8 @@ CODING = Coding(more_bytes=600, seconds=3.0)
 )
 def test_seconds_of_a_cpu_count_where_it_does_the_arithmetic(link: Link, shared_cores: bool, more_s: float) -> None:
     """Of half a flat: states are read and written as fp32 either way."""
-    found = coded(Load(link, 1000, 7.0, 0.25), CODING, replace(NODE, shared_cores=shared_cores), 0.5)
-    assert found == Load(link, 1000 + 2 * 300, 7.0, 0.25 + more_s)
+    found = coded(Load(link, 1000, 7.0, more_s=0.25), CODING, replace(NODE, shared_cores=shared_cores), 0.5)
+    assert found == Load(link, 1000 + 2 * 300, 7.0, more_s=0.25 + more_s)
 
 
 def test_what_is_not_encoded_takes_what_it_took() -> None:
