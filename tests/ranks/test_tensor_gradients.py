@@ -3,11 +3,13 @@ step, as on one rank, and change no bit of what is learned where they are laid i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning_ptm
 import pytest
 import torch
 from rank_harness import run_ranks
@@ -64,3 +66,34 @@ def test_no_bit_depends_on_where_they_wait(precision: str, trainer: Mapping[str,
     for mine, theirs in zip(in_ram, paged, strict=True):
         assert mine.losses == theirs.losses and mine.norms == theirs.norms
         assert [name for name, value in mine.weights.items() if not torch.equal(value, theirs.weights[name])] == []
+
+
+class OwnCalls(L.Callback):
+    """Calls of this package's Python functions in each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._folder = str(Path(lightning_ptm.__file__).parent)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counts.append(0)
+        sys.setprofile(self._heard)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        sys.setprofile(None)
+
+    def _heard(self, frame: Any, event: str, value: Any) -> None:
+        self.counts[-1] += event == "call" and frame.f_code.co_filename.startswith(self._folder)
+
+
+def own_calls(how: Run, disk: Path) -> int:
+    watch = OwnCalls()
+    train(how, disk, watch)
+    return watch.counts[-1]
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 2950), (2, 6600)])
+def test_a_step_calls_few_functions_of_ours(ranks: int, most: int, disk: Path) -> None:
+    """A model of few elements takes as long as these calls. Bounds are a tenth above what was counted."""
+    for count in run_ranks(own_calls, ranks, Run("gpt", ranks, ranks, steps=6), disk):
+        assert count <= most
