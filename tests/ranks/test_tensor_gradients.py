@@ -1,5 +1,5 @@
-"""Gradients of a tensor group's parts, which no other rank has a part of: with everything in RAM they stay in `.grad` until the
-step, as on one rank, and change no bit of what is learned where they are laid into pages."""
+"""Gradients of a tensor group's parts, which no other rank has a part of: with everything in RAM they stay in `.grad` until
+the step, as on one rank, and what is learned is, bit by bit, what it is where they are laid into pages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning_ptm
 import pytest
 import torch
 from rank_harness import run_ranks
 from rank_tensor_models import Outcome, Run, train
 
+import lightning_ptm
 from lightning_ptm.runtime.route import Waits
 
 
 class Routes(L.Callback):
-    """By name of a trained parameter, whether it is a part, where its gradient waits, and whether `.grad` has it in a backward
-    pass's end."""
+    """By name of a trained parameter, whether it is a part, where its gradient waits, and whether `.grad` is it behind a
+    backward pass."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[bool, Waits, bool]] = {}
@@ -56,6 +56,7 @@ def test_parts_stay_where_autograd_leaves_them(disk: Path) -> None:
             "bf16-mixed", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow
         ),
         pytest.param("64-true", {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, marks=pytest.mark.slow),
         pytest.param("16-mixed", {}, marks=pytest.mark.slow),
     ],
 )
