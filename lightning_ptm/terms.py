@@ -144,6 +144,8 @@ def chunk_numel(page_size: int) -> int:
 class PageState(enum.Enum):
     """State of one copy of a page in one tier."""
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python's
+
     ABSENT = "absent"
     ARRIVING = "arriving"
     RESIDENT = "resident"
@@ -172,6 +174,8 @@ class Kind(enum.Enum):
 
 class Operation(enum.Enum):
     """What a task of a plan does (Algorithm 1's move_to_gpu, all_gather, compute, and their counterparts)."""
+
+    __hash__ = object.__hash__  # Enum's own is a call of Python's
 
     FETCH = "fetch"
     EVICT = "evict"

@@ -143,21 +143,22 @@ def choose(rows: Sequence[Row], teams: Teams = NO_TEAMS) -> Decision | Met | Stu
     Raises:
         RankError: some ranks wait for others to meet them, and these do not come. It is raised on all ranks.
     """
-    gather = _decided(rows, teams, Operation.GATHER)
-    if gather is not None:
-        return gather
-    met = frozenset(rank for group in teams.groups if _together(rows, group) for rank in group)
-    met |= frozenset(rank for rank, row in enumerate(rows) if row[0] == _GATHERING and rows.count(row) == _size(row))
+    here = {row[0] for row in rows}
+    if _CODES[Operation.GATHER] in here:
+        return _decided(rows, teams, Operation.GATHER)
+    met: set[int] = set()
+    if _MEETING in here:
+        met.update(rank for group in teams.groups if _together(rows, group) for rank in group)
+    if _GATHERING in here:
+        met.update(rank for rank, row in enumerate(rows) if row[0] == _GATHERING and rows.count(row) == _size(row))
     if met:
-        return Met(met)
-    reduce = _decided(rows, teams, Operation.REDUCE)
-    if reduce is not None:
-        return reduce
-    waiting = [rank for rank, row in enumerate(rows) if row[0] == _MEETING]
-    if waiting:
-        raise RankError(_deserted(rows, teams, waiting[0]))
-    gathered = any(row[0] == _GATHERING for row in rows)
-    return Stuck() if gathered and not any(_leaves(row, rows) for row in rows) else None
+        return Met(frozenset(met))
+    if _CODES[Operation.REDUCE] in here:
+        return _decided(rows, teams, Operation.REDUCE)
+    if _MEETING in here:
+        waiting = next(rank for rank, row in enumerate(rows) if row[0] == _MEETING)
+        raise RankError(_deserted(rows, teams, waiting))
+    return Stuck() if _GATHERING in here and not any(_leaves(row, rows) for row in rows) else None
 
 
 def _size(gathering: Row) -> int:
@@ -174,10 +175,10 @@ def _leaves(row: Row, rows: Sequence[Row]) -> bool:
     )
 
 
-def _decided(rows: Sequence[Row], teams: Teams, operation: Operation) -> Decision | None:
-    asked = [row for row in rows if row[0] == _CODES[operation]]
-    if not asked:
-        return None
+def _decided(rows: Sequence[Row], teams: Teams, operation: Operation) -> Decision:
+    """Of an operation that some rank asks for."""
+    code = _CODES[operation]
+    asked = [row for row in rows if row[0] == code]
     unit = asked[0][1]
     same = [row for row in asked if row[1] == unit]
     flags = 0
@@ -293,8 +294,9 @@ class Agreement:
 
     def _round(self, row: Row) -> Sequence[Row]:
         rows = self._exchange(row)
-        if any(each[0] == _GIVEN_UP for each in rows):
-            raise RankError(self._explain(""))
+        for each in rows:
+            if each[0] == _GIVEN_UP:
+                raise RankError(self._explain(""))
         return rows
 
 

@@ -30,6 +30,8 @@ TENSORS_PER_PAGE = 2
 class PageEvent(enum.Enum):
     """What happens to bytes of a page."""
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python's
+
     TAKE = "take"
     """A tensor gets them."""
     ARRIVE = "arrive"

@@ -46,9 +46,15 @@ class ComputeStream:
             self._stream.join()
             self._stream = now
 
+    @property
+    def here(self) -> bool:
+        """Whether it is the current stream of this thread."""
+        now = self._backend.current_stream()
+        return now is self._stream or now == self._stream
+
     def entered(self) -> AbstractContextManager[None]:
         """Inside, it is the current stream of this thread."""
-        return nullcontext() if self._backend.current_stream() == self._stream else self._joined()
+        return nullcontext() if self.here else self._joined()
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
@@ -73,7 +79,10 @@ def on_compute_stream(method: Callable[Concatenate[Owner, P], Result]) -> Callab
 
     @functools.wraps(method)
     def wrapped(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        with self.stream.entered():
+        stream = self.stream
+        if stream.here:  # as nearly always: to enter it would cost more than many a method
+            return method(self, *args, **kwargs)
+        with stream.entered():
             return method(self, *args, **kwargs)
 
     return wrapped

@@ -234,6 +234,11 @@ class Chunks(Generic[F, J, C]):
         """Whether any job is unfinished or any transfer in flight that nobody has asked for ahead."""
         return bool(self.queue or self._writing or self._abandoned)
 
+    @property
+    def idle(self) -> bool:
+        """Whether `advance` changes nothing, whatever transfers end, until something is asked for."""
+        return not (self.queue or self._writing or self._abandoned or self._wanted)
+
     # Progress.
 
     def advance(self) -> bool:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 class State(enum.Enum):
     """Of a unit, in the pass in progress."""
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python's
+
     RESTING = "resting"
     """Nothing of it has been computed."""
     HELD = "held"
@@ -39,6 +41,8 @@ class State(enum.Enum):
 
 class Event(enum.Enum):
     """What autograd tells of a unit."""
+
+    __hash__ = object.__hash__
 
     OUTPUT = "a gradient of an output has arrived"
     RECOMPUTE = "its forward is about to be computed again"
@@ -195,6 +199,15 @@ class Calls:
     def recompute(self, unit: int) -> tuple[Action, ...]:
         """The unit's forward is about to be computed again."""
         return self._step(unit, Event.RECOMPUTE)
+
+    def one_of_many(self, unit: int) -> bool:
+        """Whether a trained parameter has got its gradient where others are still to come and the unit's backward has begun:
+        nothing follows then, and it is counted. Else nothing has changed, and `gradient` is to be called."""
+        entry = self._units[unit]
+        if entry.due <= 1 or entry.state not in _BEGUN:
+            return False
+        entry.due -= 1
+        return True
 
     def gradient(self, unit: int) -> tuple[Action, ...]:
         """A trained parameter has got its gradient."""

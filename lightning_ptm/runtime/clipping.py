@@ -111,14 +111,14 @@ class Clipping:
                 widest = dtype if widest is None else torch.promote_types(widest, dtype)
                 part = shard_power(
                     flat.states,
-                    TensorGradient(flat.gradient.on_device()),
+                    _reader(flat),
                     flat.gradient.present(),
                     norm_type=norm_type,
                     dtype=dtype,
                     unscale=unscale,
                     clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
                 ).cpu()
-                flat.gradient.done_reading()
+                _done_reading(flat)
                 power = torch.maximum(power, part) if infinite else power + part
         return norm_of_power(self._communicator.all_reduce(power, maximum=infinite), norm_type, widest or torch.float32)
 
@@ -143,23 +143,16 @@ class Clipping:
         self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, clips: Transform, order: dict[int, int]
     ) -> list[tuple[int, Tensor]]:
         present = flat.gradient.present()
-        reader: GradientReader
-        if flat.gradient.in_place:
-            binding = flat.store.binding
-            reader = ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
-        else:
-            reader = TensorGradient(flat.gradient.on_device())
         norms = parameter_norms(
             flat.states,
-            reader,
+            _reader(flat),
             present,
             norm_type=norm_type,
             dtype=_dtype(flat),
             unscale=unscale,
             clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
         )
-        if not flat.gradient.in_place:
-            flat.gradient.done_reading()
+        _done_reading(flat)
         computed = iter(norms)
         return [
             # Zeros, too: how many norms there are decides how their sum rounds.
@@ -167,6 +160,19 @@ class Clipping:
             for slot, parameter in enumerate(flat.store.binding.parameters)
             if present[slot] and flat.states.groups[slot] is not None
         ]
+
+
+def _reader(flat: FlatUpdate) -> GradientReader:
+    """A flat's gradient, for a reader that holds it briefly; `_done_reading` must follow."""
+    if not flat.gradient.in_place:
+        return TensorGradient(flat.gradient.on_device())
+    binding = flat.store.binding
+    return ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
+
+
+def _done_reading(flat: FlatUpdate) -> None:
+    if not flat.gradient.in_place:
+        flat.gradient.done_reading()
 
 
 def _dtype(flat: FlatUpdate) -> torch.dtype:

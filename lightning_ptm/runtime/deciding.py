@@ -288,7 +288,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
     )
     keep = room.at_step or asked.lock_free
     placement = None
-    if asked.unified and not keep and not model.layout.shared:
+    if asked.unified and not keep and any(flat.trainable and model.layout.alone(flat) for flat in model.layout.flats):
         placement = all_in_ram(place_with)
     if placement is None:
         placement = place_with(keep_gradients=keep)
@@ -337,6 +337,8 @@ def _blueprint(
 def _routes(
     request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement
 ) -> tuple[GradientRoute | None, ...]:
+    # A tensor group's parts stay in `.grad` until the step, as one rank's parameters do; no plan makes room for them there.
+    in_ram = asked.unified and placement.keeps_gradients and not asked.lock_free and is_all_in_ram(placement)
     found: list[GradientRoute | None] = []
     for flat, dtype, master, gradient, traits in zip(
         model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
@@ -346,7 +348,7 @@ def _routes(
             of_flat = route(
                 gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
-                one_rank=asked.holders.of(flat.unit).whole.alone,
+                one_rank=model.layout.alone(flat) and (in_ram or not model.layout.shared),
                 sums=flat.sums_gradients,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,

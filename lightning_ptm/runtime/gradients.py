@@ -180,8 +180,8 @@ class FlatGradient:
         self._let_go_of_used()
 
     def _still_used(self) -> int | None:
-        parameters = enumerate(self.store.binding.parameters)
-        return next((at for at, p in parameters if p.grad is not None and p.grad is self._used.get(at)), None)
+        gradients = enumerate(self.store.binding.gradients())
+        return next((at for at, grad in gradients if grad is not None and grad is self._used.get(at)), None)
 
     def _let_go_of_used(self) -> None:
         self.settle()
@@ -202,9 +202,8 @@ class FlatGradient:
         if self._shown:
             self._follow_user(stay=True)
         parameters = self.store.binding.parameters
-        given = [
-            slot for slot, p in enumerate(parameters) if p.grad is not None and p.grad is not self._shown.get(slot)
-        ]
+        gradients = enumerate(self.store.binding.gradients())
+        given = [slot for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
         if given:
             self._check_alone(given[0], "was assigned")
             shown, self._shown = self._shown, {}
@@ -317,7 +316,8 @@ class FlatGradient:
             elif used and used[slot]:
                 if slot not in self._used or self._used[slot].held is not None:  # those were an earlier step's
                     self._used[slot] = ShownGradient(parameter, partial(self._refuse, slot, _USED))
-                parameter.grad = self._used[slot]
+                with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+                    parameter.grad = self._used[slot]
             else:
                 continue
             self._retired = True
@@ -678,9 +678,9 @@ class FlatGradient:
         if not all(here) or full.numel() != sum(slot.numel for slot in self.store.layout.slots):
             full.zero_()  # gaps, padding, and parameters without a gradient here
         binding = self.store.binding
-        for slot, parameter in enumerate(binding.parameters):
+        for slot, grad in enumerate(binding.gradients()):
             sum_ = self._whole[slot]
-            grad = None if isinstance(parameter.grad, ShownGradient) else parameter.grad  # of a step before
+            grad = None if isinstance(grad, ShownGradient) else grad  # of a step before
             if sum_ is not None:
                 binding.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
             elif grad is not None:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
@@ -39,6 +40,11 @@ _not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
 )
 """torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
+
+
+_light = skip
+"""For hooks of each parameter, which nearly always do next to nothing: torch.compile does not trace their own code. What they
+call when there is more to do is `_not_compiled`, and the way there takes longer than they do."""
 
 
 class BackwardListener(Protocol):
@@ -66,9 +72,9 @@ _OPAQUE = (str, int, float, type, nn.Module, types.ModuleType, types.FunctionTyp
 _DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 
 
-@torch.compiler.disable
 def _in_derivative() -> bool:
-    """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of."""
+    """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of. Not to be asked
+    where torch.compile traces."""
     stack = torch._C._functorch.get_interpreter_stack() if torch._C._functorch.maybe_current_level() else None
     kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return stack is not None and any(each.key() in kinds for each in stack)
@@ -461,10 +467,12 @@ class Hooks:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    @on_compute_stream
     def _start_pass(self) -> None:
-        if self._in_pass:
-            return
+        if not self._in_pass:
+            self._begin_pass()
+
+    @on_compute_stream
+    def _begin_pass(self) -> None:
         self._in_pass = True
         self._executor.computation_begins(Phase.BACKWARD)
         self._calls.begin_pass()
@@ -532,18 +540,26 @@ class Hooks:
     def _inputs_done(self, index: int, call: int, gradients: Any) -> None:
         self._act(index, self._calls.inputs(index, call))
 
+    @_light
+    def _gradient_comes(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter.grad is not None:
+            self._another_comes(index, parameter)
+
     @_not_compiled
     @on_compute_stream
-    def _gradient_comes(self, index: int, parameter: Tensor, gradient: Tensor) -> None:
-        if parameter.grad is None:
-            return
+    def _another_comes(self, index: int, parameter: Tensor) -> None:
         self._start_pass()  # of the user's own: until then `.grad` may be a view of pages, or what a step has used up
         if parameter.grad is not None:
             self._listener.another_gradient(index, parameter)
 
+    @_light
+    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+        if torch.is_grad_enabled() or not (self._in_pass and self._calls.one_of_many(index)):
+            self._gradient_counts(index)
+
     @_not_compiled
     @on_compute_stream
-    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+    def _gradient_counts(self, index: int) -> None:
         self._refuse_double_backward()
         self._start_pass()
         self._act(index, self._calls.gradient(index))

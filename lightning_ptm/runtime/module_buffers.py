@@ -120,7 +120,7 @@ class ModuleBuffers:
         own = {id(buffer) for name, buffer in self._module.named_buffers() if name in ignored} if ignored else set()
         found = (
             (owner, [(name, buffer) for name, buffer in owner._buffers.items() if _is_shared(buffer, own)])
-            for owner in self._module.modules()
+            for owner in _modules_in(self._module)
             if owner._buffers
         )
         return [(owner, buffers) for owner, buffers in found if buffers]
@@ -128,6 +128,18 @@ class ModuleBuffers:
     def _has_changed(self, owner: nn.Module, buffers: list[tuple[str, Tensor]]) -> bool:
         known = self._known.get(owner)
         return known is None or None in known or known != [_seen(buffer) for _, buffer in buffers]
+
+
+def _modules_in(root: nn.Module) -> list[nn.Module]:
+    """As `root.modules()`, in its order; at each step, so without a generator for each module and those inside of it."""
+    found: dict[nn.Module, None] = {}
+    ahead: list[nn.Module | None] = [root]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            ahead.extend(reversed(module._modules.values()))
+    return list(found)
 
 
 _Owners = list[tuple[nn.Module, list[tuple[str, Tensor]]]]

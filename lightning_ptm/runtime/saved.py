@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -150,7 +150,8 @@ class SavedTensors:
 
     def _unpack(self, saved: Packed | Sent | _HandedOn | _Kept) -> Tensor:
         if isinstance(saved, _Kept):
-            _refuse_changed(saved)
+            if saved.tensor._version != saved.version:
+                _refuse_changed(saved)
             return saved.tensor
         if isinstance(saved, Sent):
             assert self._offload is not None  # it has packed this
@@ -168,14 +169,9 @@ class SavedTensors:
         raise InternalError(f"unit {saved.unit} has no flat {saved.flat}, of which a tensor was saved")
 
 
-def _refuse_changed(saved: _Kept) -> None:
-    """Raises:
-    UsageError: it was written to since it was saved.
-    """
-    version = saved.tensor._version
-    if version != saved.version:
-        raise UsageError(
-            f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs was changed in place after the "
-            f"forward (version {version}, not {saved.version}), so gradients would be wrong; change a clone of it, or, if it "
-            f"goes into a unit whose forward is recomputed, set recompute='none'"
-        )
+def _refuse_changed(saved: _Kept) -> NoReturn:
+    raise UsageError(
+        f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs was changed in place after the "
+        f"forward (version {saved.tensor._version}, not {saved.version}), so gradients would be wrong; change a clone of it, "
+        f"or, if it goes into a unit whose forward is recomputed, set recompute='none'"
+    )

@@ -24,9 +24,10 @@ class ShownGradient(Tensor):
 
     @staticmethod
     def __new__(cls: Any, parameter: Tensor, read: Callable[[], Tensor]) -> ShownGradient:
-        made: ShownGradient = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        with torch._C.DisableTorchFunctionSubclass():  # a closed one would be asked by Python each time
+            made: ShownGradient = Tensor._make_wrapper_subclass(
+                cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
         return made
 
     def __init__(self, parameter: Tensor, read: Callable[[], Tensor]) -> None:

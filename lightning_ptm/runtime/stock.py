@@ -304,11 +304,8 @@ def _in_place_home_bytes(blueprint: Blueprint) -> int:
     page = blueprint.layout.page_size
     return sum(
         flat.shard_bytes // page * page
-        for flat in blueprint.layout.flats
-        if flat.trainable
-        and blueprint.placement.homes[flat.unit].gradient.computes
-        and not blueprint.layout.shared
-        and not flat.sums_gradients
+        for flat in blueprint.trained_flats()
+        if blueprint.placement.homes[flat.unit].gradient.computes and blueprint.route(flat).waits is Waits.IN_GRAD
     )
 
 

@@ -116,6 +116,11 @@ class Pipeline:
         """Whether any job is unfinished or any transfer of ours in flight."""
         return bool(self._landing) or self.policy.busy
 
+    @property
+    def idle(self) -> bool:
+        """Whether `advance` changes nothing until something is asked for."""
+        return not self._landing and self.policy.idle
+
     # Progress.
 
     def advance(self) -> bool:

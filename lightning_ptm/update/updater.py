@@ -165,7 +165,7 @@ class Updater:
             Whether anything moved; False when a thread does the work.
         """
         self._check()
-        if self._thread is not None:
+        if self._thread is not None or self._pipeline.idle:  # asked at every tick, mostly for nothing
             return False
         moved = False
         with self._working():

@@ -53,6 +53,19 @@ def test_progress(state: State, event: Event, complete: bool, open_calls: bool, 
         assert following is (F if waits else after.get(state, state))
 
 
+@pytest.mark.parametrize("state", list(State))
+def test_one_gradient_of_many_is_counted_where_nothing_follows(state: State) -> None:
+    for due in (0, 1, 2, 3):
+        calls = Calls(2, lambda unit: 0, lambda call: True)
+        calls._units[1].state, calls._units[1].due = state, due
+        counted = calls.one_of_many(1)
+        assert counted == (due > 1 and state in (C, F, K))
+        assert (calls.state(1), calls._units[1].due) == (state, due - counted)
+        if counted:  # then this would have done the same
+            calls._units[1].due = due
+            assert calls.gradient(1) == () and (calls.state(1), calls._units[1].due) == (state, due - 1)
+
+
 class Table:
     """Three units of two parameters; `passing` are the calls of the pass in progress."""
 

@@ -255,3 +255,11 @@ def test_a_model_without_buffers_sends_nothing() -> None:
     ranks = Ranks(build=lambda rank: nn.Linear(2, 2))
     assert ranks.changed() == [False, False]
     assert ranks.follow() == []
+
+
+def test_modules_are_those_of_torch_in_its_order() -> None:
+    shared = nn.BatchNorm1d(2)
+    root = nn.Sequential(nn.Sequential(shared, nn.Linear(2, 2)), nn.ModuleList([nn.Sequential(nn.Identity(), shared)]))
+    root.register_module("none", None)
+    root[1].append(root[0])
+    assert list(map(id, module_buffers._modules_in(root))) == list(map(id, root.modules()))
