@@ -738,6 +738,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
         ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
         ({"lock_free": True, "forecast_reach": 0}, "forecast_reach=0: give a number of steps, 1 or more"),
         ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
+        (
+            {"forecast_reach": 16},
+            "forecast_reach=16 with lock_free=False: each step waits for its update, and nothing is",
+        ),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
 )
