@@ -127,7 +127,8 @@ class Settings:
             applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Where
             updates are held, only with a `forecast_reach` of `max_staleness` or more.
         forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
-            Each step of a forecast takes compute a pass over the parameters.
+            Each step of a forecast takes compute a pass over the parameters; where updates are held, one more, for the
+            momentum of the gradients that wait.
         half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units

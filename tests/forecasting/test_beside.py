@@ -28,7 +28,13 @@ DISK_BYTES = UNITS * NUMEL * 24
 
 
 def steps(
-    rates: BesideRates = FREE, *, spares: int = UNITS + 1, max_staleness: int = 16, forecast: bool = False
+    rates: BesideRates = FREE,
+    *,
+    spares: int = UNITS + 1,
+    max_staleness: int = 16,
+    forecast: bool = False,
+    paced: bool = False,
+    reach: int | None = None,
 ) -> BesideTiming:
     flats = [BesideFlat(unit, NUMEL, 2, 12, True, "a kind", forecast) for unit in range(UNITS)]
     run = Beside(
@@ -38,6 +44,8 @@ def steps(
         chunk_numel=CHUNK,
         staging=8,
         max_staleness=max_staleness,
+        paced=paced,
+        reach=reach,
     )
     return run.run(TRACE)
 
@@ -61,6 +69,14 @@ def test_a_forecast_is_learned_beside_compute_and_added_by_it() -> None:
     assert learned.seconds == pytest.approx(COMPUTE_S + 1.0)
     added = steps(replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0), forecast=True)
     assert COMPUTE_S < added.seconds <= COMPUTE_S + 2.0
+
+
+def test_the_momentum_of_what_is_held_takes_a_second_pass() -> None:
+    rates = replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0)
+    found = steps(rates, forecast=True, paced=True, reach=16)
+    assert found.updates < 0.2
+    # The first gradient behind a pass is not added to any.
+    assert COMPUTE_S + 1.5 < found.seconds < COMPUTE_S + 2.0
 
 
 def test_updates_that_are_slower_than_steps_take_several_gradients_at_once() -> None:
