@@ -127,7 +127,8 @@ class Settings:
             applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Where
             updates are held, only with a `forecast_reach` of `max_staleness` or more.
         forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
-            Each step of a forecast takes compute a pass over the parameters.
+            Each step of a forecast takes compute a pass over the parameters; where updates are held, one more, for the
+            momentum of the gradients that wait.
         half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
@@ -225,6 +226,17 @@ class Settings:
                 "state_dict_type='sharded', or async_save=False"
             )
         self._check_parallel()
+        self._check_lock_free()
+        self._check_weights()
+        self.recompute_every  # noqa: B018  checked by being read
+        if self.activations not in ("keep", "host"):
+            hint = ", and recompute='all' to recompute them" if str(self.activations) == "recompute" else ""
+            raise ConfigError(f"activations={self.activations!r}: use 'keep' or 'host'{hint}")
+        named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
+        if self.units != "auto" and not named:
+            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+
+    def _check_lock_free(self) -> None:
         for name in ("max_staleness", "staleness_warmup"):
             steps = getattr(self, name)
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
@@ -236,6 +248,11 @@ class Settings:
                 f"staleness_warmup={self.staleness_warmup} with lock_free=False: each step waits for its update anyway; give "
                 f"lock_free=True, or leave it out"
             )
+        if self.forecast_reach != type(self).forecast_reach and not self.lock_free:
+            raise ConfigError(
+                f"forecast_reach={self.forecast_reach} with lock_free=False: each step waits for its update, and nothing is "
+                f"forecast; give lock_free=True, or leave it out"
+            )
         if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
             raise ConfigError(
                 f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "
@@ -246,14 +263,6 @@ class Settings:
                 "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "
                 "or use lock_free=False"
             )
-        self._check_weights()
-        self.recompute_every  # noqa: B018  checked by being read
-        if self.activations not in ("keep", "host"):
-            hint = ", and recompute='all' to recompute them" if str(self.activations) == "recompute" else ""
-            raise ConfigError(f"activations={self.activations!r}: use 'keep' or 'host'{hint}")
-        named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
-        if self.units != "auto" and not named:
-            raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
 
     def _check_disk_path(self) -> None:
         paths = [self.disk_path] if isinstance(self.disk_path, (str, Path)) else self.disk_path

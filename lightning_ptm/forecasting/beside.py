@@ -227,7 +227,8 @@ class Beside:
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
             if flat.have.foresees(self._max_staleness, published=flat.published):
-                self._at.longer_s += self._forecast_s(flat)
+                held = self._pace is not None and bool(self._pace.waiting(flat.place))
+                self._at.longer_s += self._forecast_s(flat, together=held)
                 flat.have.seen += 1
             flat.have.received += 1
             begin = None if self._pace is None else self._pace.came(flat.place, flat.applied)
@@ -240,7 +241,7 @@ class Beside:
     def _offer(self, flat: _Flat, step: int, *, begin: bool) -> None:
         held = self.waiting.hold(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
         if held.foreseen:
-            self._at.longer_s += self._rates.loss * self._forecast_s(flat)
+            self._at.longer_s += self._rates.loss * self._forecast_s(flat, together=held.doing is Doing.ADDED)
         if held.doing is Doing.ADDED:
             size = 3 * flat.is_.numel * flat.is_.bytes_per_element
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
@@ -347,6 +348,8 @@ class Beside:
         at.disk_free_s = max(at.disk_free_s, at.thread.s) + size / self._rates.disk_bytes_per_s
         return at.disk_free_s
 
-    def _forecast_s(self, flat: _Flat) -> float:
+    def _forecast_s(self, flat: _Flat, *, together: bool = False) -> float:
+        """Args: together: what comes is added to what waits, whose momentum is then followed, too."""
         rate = self._rates.forecast_numel_per_s
-        return 0.0 if rate is None else flat.is_.numel / rate
+        passes = 2 if together and self.waiting.follows_sums else 1
+        return 0.0 if rate is None else passes * flat.is_.numel / rate

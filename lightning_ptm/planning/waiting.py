@@ -165,6 +165,11 @@ class Waiting(Generic[F]):
         self.told: Callable[[Act], None] | None = None
         """Told of what is decided, in order."""
 
+    @property
+    def follows_sums(self) -> bool:
+        """Whether forecasts follow the momentum of sums that wait."""
+        return follows_sums(self.reach)
+
     def hold(self, flat: F, step: int, steps: int = 1, which: Hashable = None, *, unseen: int | None = None) -> Act:
         """A contribution has come; it is held back until its pass is asked for.
 
@@ -256,6 +261,15 @@ class Waiting(Generic[F]):
         if self.told is not None:
             self.told(act)
         return act
+
+
+def follows_sums(reach: int) -> bool:
+    """Whether forecasts that reach so far follow the momentum of gradients that wait for the same update.
+
+    Of two steps it is left out: with it, descent is stable up to a curvature of 14 / lr, without it up to 19 / lr. Of more it
+    is most of what an update will do.
+    """
+    return reach > REACH
 
 
 def forecasts_all(received: int, applied: int, seen: int, reach: int) -> bool:

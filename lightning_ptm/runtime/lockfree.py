@@ -29,12 +29,12 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.pace import Pace
-from lightning_ptm.planning.waiting import Reading
+from lightning_ptm.planning.waiting import Reading, follows_sums
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
-from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, Version
+from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin, Version, foresee
 from lightning_ptm.update.forecast import Forecast, can_forecast
 
 log = logging.getLogger(__name__)
@@ -269,17 +269,32 @@ class LockFreeUpdates(UpdateScheduler):
         if not clock.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        self._add_forecast(clock, contribution)
+        self._add_forecast(clock, contribution, self._earlier(place, contribution))
+
+    def _earlier(self, place: int, contribution: Contribution) -> Contribution | None:
+        """The sum that a contribution will be added to, where forecasts follow its momentum; None: there is none, or it may
+        be taken by an update meanwhile."""
+        clock = self._clocks[place]
+        if self._pace is None or not follows_sums(clock.reach):
+            return None
+        held = clock.held
+        if held is None and self._pace.waiting(place):
+            self._buffering.wait(lambda: self._buffering.offers(place) >= clock.offers)
+            held = self._buffering.held(place)
+            # What was begun is never newer than what was not: with no more steps than these, all of it is held back.
+            if held is not None and len(held.origins) > self._pace.waiting(place):
+                held = None
+        return held if held is not None and held.goes_with(contribution) else None
 
     @staticmethod
-    def _add_forecast(clock: _Clock, contribution: Contribution) -> None:
+    def _add_forecast(clock: _Clock, contribution: Contribution, earlier: Contribution | None = None) -> None:
         """On pages that nobody reads now."""
         assert clock.forecast is not None
-        store, steps = clock.flat.store, len(contribution.origins)
+        store = clock.flat.store
         contribution.settle()
         store.await_reads()
-        clock.forecast.add_(store.home.tensor(), contribution.source, contribution.transform, steps)
-        clock.seen += steps
+        foresee(clock.forecast, store.home.tensor(), contribution, earlier)
+        clock.seen += len(contribution.origins)
         clock.exact = False
 
     def _handed_over(self) -> None:

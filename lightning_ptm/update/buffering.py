@@ -148,6 +148,12 @@ class Buffering:
         where they cannot be added. Never blocks."""
         return len(self._flats[flat].buffer.waiting)
 
+    def held(self, flat: int) -> Contribution | None:
+        """What waits of a flat and was handed over last, as far as the thread has come. To be read only while it is known
+        that nothing more comes and that no update may begin with it. Never blocks."""
+        newest = self._flats[flat].buffer.waiting[-1:]
+        return newest[0] if newest else None
+
     def applied(self, flat: int) -> int:
         """Contributions that the newest version of a flat includes. Never blocks."""
         return self._flats[flat].buffer.slot.applied

@@ -19,7 +19,7 @@ import torch
 
 from lightning_ptm.planning import waiting
 from lightning_ptm.planning.waiting import Begin, Doing, Flat, Waiting, forecasts_all
-from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.forecast import Earlier, Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.job import Pending
 from lightning_ptm.update.shadow import HyperParameters
@@ -196,12 +196,27 @@ class FlatBuffer(Flat):
         self.forecast: Forecast | None = None
         """The newest."""
 
-    def foresee(self, pages: PagedTensor, contribution: Contribution) -> None:
-        """Bring parameters to where a contribution is expected to take them."""
+    def foresee(self, pages: PagedTensor, contribution: Contribution, earlier: Contribution | None = None) -> None:
+        """Bring parameters to where a contribution is expected to take them.
+
+        Args:
+            earlier: what waits, and will be applied together with it (`Forecast.add_`).
+        """
         if self.forecast is not None and contribution.origins:
             contribution.settle()
-            steps = len(contribution.origins)
-            self.forecast.add_(pages.tensor(), contribution.source, contribution.transform, steps)
+            foresee(self.forecast, pages.tensor(), contribution, earlier)
+
+
+def foresee(
+    forecast: Forecast, values: torch.Tensor, contribution: Contribution, earlier: Contribution | None = None
+) -> None:
+    """`Forecast.add_` of a contribution that has settled. `earlier` is only read; whoever owns it leaves it as it is."""
+    sums = None
+    if earlier is not None:
+        for pending in earlier.after:
+            pending.wait()
+        sums = Earlier(earlier.source, earlier.transform, len(earlier.origins))
+    forecast.add_(values, contribution.source, contribution.transform, len(contribution.origins), sums)
 
 
 Submit = Callable[[Begin[FlatBuffer], Contribution, "PagedTensor"], None]
@@ -247,7 +262,8 @@ class Buffers:
         )
         if unseen is not None:
             if held.foreseen:
-                flat.foresee(unseen.pages, contribution)
+                together = held.doing is Doing.ADDED and self.policy.follows_sums
+                flat.foresee(unseen.pages, contribution, flat.waiting[-1] if together else None)
             flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
         if held.doing is Doing.ADDED:
             flat.waiting[-1].add(contribution)

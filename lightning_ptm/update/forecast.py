@@ -55,7 +55,8 @@ def can_forecast(traits: OptimizerTraits) -> bool:
 class _Rule:
     """The next step of one parameter group: x -= gain * g / (sqrt(curvature + noise * mean(g * g)) + eps).
 
-    `persistence` is how much of the last change momentum would repeat without a gradient.
+    `persistence` is how much of the last change momentum would repeat without a gradient, `echo` how much of what a gradient
+    does in its own step goes on so: all of it, but for Nesterov's momentum, which is ahead of itself in that step.
     """
 
     gain: float
@@ -65,6 +66,15 @@ class _Rule:
     second_moment: str | None
     scale: float
     """Curvature is this times the mean of the second moment."""
+    echo: float = 1.0
+
+    def moved(self, steps: int) -> float:
+        """How far so many steps with the mean of their gradients go, in units of what one does with their sum: after its own
+        step, each is followed by its momentum in those that are left."""
+        if not steps:
+            return 0.0
+        later = sum((steps - later) * self.persistence**later for later in range(1, steps))
+        return (steps + self.echo * later) / steps
 
 
 def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
@@ -73,8 +83,10 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
     if kind in _SGD:
         momentum = float(group["momentum"])
         fresh = 1.0 if momentum == 0.0 else 1.0 - float(group["dampening"])
-        gain = lr * (1.0 + momentum * fresh if group.get("nesterov") else fresh)
-        return _Rule(gain, 0.0, 0.0, momentum, None, 0.0)
+        if group.get("nesterov"):
+            whole = 1.0 + momentum * fresh
+            return _Rule(lr * whole, 0.0, 0.0, momentum, None, 0.0, momentum * fresh / whole)
+        return _Rule(lr * fresh, 0.0, 0.0, momentum, None, 0.0)
     first, second = (float(beta) for beta in group["betas"])
     corrected = bool(group.get("bias_correction", True))
 
@@ -90,6 +102,34 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
         second_moment="exp_avg_sq",
         scale=second / correction(second, steps + 1),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Earlier:
+    """The sum of the gradients of some steps, and what an update would do to it first."""
+
+    gradient: GradientSource
+    transform: Transform
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weight:
+    """How much of a gradient, multiplied by `factor`, goes into parameters.
+
+    Attributes:
+        steps: it is the sum over so many; taken: steps that an update takes, with the mean of all that it applies.
+        followed: so many of these are in the parameters.
+    """
+
+    factor: float
+    steps: int
+    taken: int
+    followed: int = 0
+
+    def under(self, rule: _Rule) -> float:
+        """In units of what one step does."""
+        return self.factor * (rule.moved(self.taken) - rule.moved(self.followed))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +225,14 @@ class Forecast:
                 self._curvature[(segment.stop - 1) // ALIGN_NUMEL] = mean.cpu() * scale
 
     @torch.no_grad()
-    def add_(self, values: torch.Tensor, gradient: GradientSource, transform: Transform, steps: int = 1) -> None:
+    def add_(
+        self,
+        values: torch.Tensor,
+        gradient: GradientSource,
+        transform: Transform,
+        steps: int = 1,
+        earlier: Earlier | None = None,
+    ) -> None:
         """Change compute parameters as updates with this gradient are expected to.
 
         Args:
@@ -193,20 +240,28 @@ class Forecast:
             gradient: of the shard; it has arrived.
             transform: what an update would do to it first; clipping by value is left out.
             steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
+            earlier: what was added to these values before, of the same parameters, and will be applied together with the
+                gradient, as so many steps more with the mean of all; now they are followed by their momentum in these.
         """
-        factor = transform.factor
+        before = 0 if earlier is None else earlier.steps
+        self._add_all(values, gradient, _Weight(transform.factor, steps, before + steps))
+        if earlier is not None:
+            weight = _Weight(earlier.transform.factor, before, before + steps, followed=before)
+            self._add_all(values, earlier.gradient, weight)
+
+    def _add_all(self, values: torch.Tensor, gradient: GradientSource, weight: _Weight) -> None:
         if isinstance(gradient, ParameterGradients):
             for segment in self._states.segments:
                 if gradient.has(segment.parameter):
-                    self._add(values, segment.start, gradient.piece(segment), factor, steps)
+                    self._add(values, segment.start, gradient.piece(segment), weight)
             return
         present = gradient.present(self._states.flat)
         whole = gradient.paged.tensor()
         for segment in self._states.segments:
             if present[segment.parameter]:
-                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), factor, steps)
+                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), weight)
 
-    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, factor: float, steps: int) -> None:
+    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, weight: _Weight) -> None:
         """For a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
         gradient = gradient.to(values.device)
         stop = start + gradient.numel()
@@ -219,23 +274,21 @@ class Forecast:
                 part = gradient.narrow(0, begin - start, end - begin)
                 whole = part.numel() - part.numel() % ALIGN_NUMEL
                 if whole:
-                    self._answer(
-                        values, begin, part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL), stretch.rule, factor, steps
-                    )
+                    blocks = part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL)
+                    self._answer(values, begin, blocks, stretch.rule, weight)
                 if part.numel() > whole:
                     rest = part.narrow(0, whole, part.numel() - whole).view(1, -1)
-                    self._answer(values, begin + whole, rest, stretch.rule, factor, steps)
+                    self._answer(values, begin + whole, rest, stretch.rule, weight)
 
-    def _answer(
-        self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, factor: float, steps: int
-    ) -> None:
+    def _answer(self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, weight: _Weight) -> None:
         if start % ALIGN_NUMEL:
             raise InternalError(
                 f"a stretch of a parameter begins at element {start}, which is no multiple of {ALIGN_NUMEL}"
             )
+        total = rule.gain * weight.under(rule)
+        if total == 0.0:
+            return  # no momentum goes on
         count, width = blocks.shape
-        followed = sum((steps - later) * rule.persistence**later for later in range(steps)) / steps
-        total = rule.gain * factor * followed
         # bfloat16 has the range for a gain that also undoes a loss scale; float16 has not.
         dtype = torch.float32 if values.dtype is torch.float16 else values.dtype
         if rule.second_moment is None:
@@ -243,7 +296,7 @@ class Forecast:
         else:
             first = start // ALIGN_NUMEL
             squares = _squares(blocks, wide=rule.noise <= _TINY_NOISE)
-            curvature = squares.mul_(rule.noise * (factor / steps) ** 2 / width)
+            curvature = squares.mul_(rule.noise * (weight.factor / weight.steps) ** 2 / width)
             curvature += self._curvature[first : first + count]
             gain = (total / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
         into = values.narrow(0, start, count * width).view(count, width)

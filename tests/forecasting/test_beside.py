@@ -35,6 +35,8 @@ def steps(
     max_staleness: int = 16,
     forecast: bool = False,
     coding: Coding | None = None,
+    paced: bool = False,
+    reach: int | None = None,
 ) -> BesideTiming:
     in_pages = 12 if coding is None else 12 - coding.more_bytes // NUMEL
     flats = [BesideFlat(unit, NUMEL, 2, in_pages, True, "a kind", forecast, coding=coding) for unit in range(UNITS)]
@@ -45,6 +47,8 @@ def steps(
         chunk_numel=CHUNK,
         staging=8,
         max_staleness=max_staleness,
+        paced=paced,
+        reach=reach,
     )
     return run.run(TRACE)
 
@@ -79,6 +83,14 @@ def test_encoded_states_are_computed_in_fp32_and_coded_beside_compute() -> None:
     assert coded.seconds == pytest.approx(COMPUTE_S + 3.0)
     slow = replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S))
     assert steps(slow, coding=halves).updates > 1.2 * steps(slow).updates
+
+
+def test_the_momentum_of_what_is_held_takes_a_second_pass() -> None:
+    rates = replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0)
+    found = steps(rates, forecast=True, paced=True, reach=16)
+    assert found.updates < 0.2
+    # The first gradient behind a pass is not added to any.
+    assert COMPUTE_S + 1.5 < found.seconds < COMPUTE_S + 2.0
 
 
 def test_updates_that_are_slower_than_steps_take_several_gradients_at_once() -> None:

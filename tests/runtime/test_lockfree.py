@@ -30,6 +30,7 @@ from lightning_ptm import (
 )
 from lightning_ptm.memory import FileOps
 from lightning_ptm.runtime import machine
+from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.update import LossScale
 from lightning_ptm.update.buffers import Buffers
 from lightning_ptm.update.shadow import Shadow
@@ -223,10 +224,11 @@ class HalfUnused(ScheduledStack):
 
 
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores) -> None:
+@pytest.mark.parametrize("reach", [2, 16])
+def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores, reach) -> None:
     monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
     watch = Watch()
-    run(strategy_at(where, max_staleness=16, hold_updates=True), built(HalfUnused), watch)
+    run(strategy_at(where, max_staleness=16, hold_updates=True, forecast_reach=reach), built(HalfUnused), watch)
     assert all(audit.balanced for _, audits in watch.seen for audit in audits)
     assert_all_applied(watch.seen[-1][1], 12)
 
@@ -738,6 +740,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
         ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
         ({"lock_free": True, "forecast_reach": 0}, "forecast_reach=0: give a number of steps, 1 or more"),
         ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
+        (
+            {"forecast_reach": 16},
+            "forecast_reach=16 with lock_free=False: each step waits for its update, and nothing is",
+        ),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
 )
@@ -803,3 +809,74 @@ def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None
     assert watch.seen[-1][0].staleness.mean > 0.9  # type: ignore[union-attr]
     first, last = float(module.losses[0]), float(module.losses[-1])
     assert last < 0.5 * first if forecast else last > 1e3 * first
+
+
+class GentleValley(Valley):
+    """A curvature of 2.5 / lr: held for twelve steps, stable where forecasts follow the momentum of what is held, not where
+    they only add it."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9, dampening=0.9)
+
+
+class EndsPasses(Watch):
+    """A pass that has begun ends before the next step, so what is held back alone makes parameters stale, on any machine."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        updates = trainer.strategy.engine.updates  # type: ignore[attr-defined]
+        policy = updates._buffering._buffers.policy
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            updates.audit()  # the buffering thread has come to all that was handed over
+            if not policy._in_hand and not any(flat.may_begin for flat in policy.flats):
+                break
+            updates.progress()
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+
+FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("follows", [True, False])
+def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    if not follows:
+        monkeypatch.setattr(LockFreeUpdates, "_earlier", lambda *_: None)
+    strategy = strategy_at(where, units=["Linear"], **FAR)
+    watch, module = EndsPasses(), built(lambda: GentleValley(SlowDisk()))
+    make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, tokens(120).loader())
+    assert watch.seen[-1][0].staleness.maximum == 11  # type: ignore[union-attr]
+    first, last = float(module.losses[0]), float(module.losses[-1])
+    assert last < 0.1 * first if follows else last > 10 * first
+
+
+class SteadyAndSeen(Steady):
+    """Keeps how many steps its parameters are behind those of a synchronous run, which go as far in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind: list[float] = []
+
+    def loss(self, batch: Tensor, index: int) -> Tensor | None:
+        seen = (float(each.detach().float().mean()) for each in (self.small, self.large))
+        self.behind.extend((value - (1.0 - index * 1e-2)) / 1e-2 for value in seen)
+        return super().loss(batch, index)
+
+
+@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_sums_that_are_followed_keep_parameters_near_where_they_would_be(
+    strategy_at, monkeypatch, where, cores, precision
+) -> None:
+    """Without it they are up to ten steps behind. What is left is the momentum from before the last pass."""
+    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+    plugin = AngelPTMPrecision(precision)
+    strategy = strategy_at(where, poison=False, precision_plugin=plugin, **FAR)
+    watch, module = EndsPasses(), built(SteadyAndSeen)
+    make_trainer(strategy, None, callbacks=[watch]).fit(module, tokens(60).loader())  # type: ignore[arg-type]
+    assert isinstance(module, SteadyAndSeen)
+    assert watch.seen[-1][0].staleness.maximum == 11  # type: ignore[union-attr]
+    assert min(module.behind) > -2.0 and max(module.behind) < 6.5
+    for weight in (module.small, module.large):
+        torch.testing.assert_close(weight.detach(), torch.full((4096,), 1 - 60 * 1e-2), rtol=0.02, atol=0.0)
