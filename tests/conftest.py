@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from quick_cases import mark_slow
+from quick_cases import Turn, mark_slow
 from quick_start import leave_out_of_collections, look_for_callbacks_once
 
 from lightning_ptm import AngelPTMStrategy
@@ -115,9 +115,21 @@ def nothing_left_behind() -> Iterator[None]:
     assert changed == variables, "environment variables were changed"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turn",
+        default="",
+        help="also run part 3 of 30 (--turn=3/30) of the cases that are slow because others of their test are quick",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_slow(items, list(TIERS))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        turn = Turn.read(config.getoption("--turn"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--turn: {error}") from None
+    mark_slow(items, list(TIERS), turn)
 
 
 def pytest_collection_finish() -> None:

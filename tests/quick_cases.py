@@ -1,7 +1,8 @@
-"""Which cases of a test are quick, by its marks; the others are slow."""
+"""Which cases of a test are quick, by its marks; the others are slow, unless it is their turn."""
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Sequence, Set
 
@@ -9,12 +10,37 @@ import pytest
 from covering import few
 
 
-def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str]) -> None:
-    """Marks those as slow that no mark of their test calls quick.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Of the cases that are slow because others of their test are quick, one part of so many. Without a turn, none."""
 
-    A test that goes through `all_tiers` takes every other one, from the first or the second on as its name has it: quick
-    tests of a subject have all of them in turn; with the mark `quick_tiers`, those that it names. Of a test with the mark
-    `one_in(n)`, one case in n is quick; with the mark `covering(n)`, few of those that would be quick without it.
+    part: int = 0
+    parts: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Turn:
+        """`3/30`, or "" for none; any number will do for the part, a day's too.
+
+        Raises:
+            ValueError: it says something else.
+        """
+        if not text:
+            return cls()
+        part, _, parts = text.partition("/")
+        if not (part.isdecimal() and parts.isdecimal() and int(parts)):
+            raise ValueError(f"a turn is a part of so many, like 3/30, not {text!r}")
+        return cls(int(part) % int(parts), int(parts))
+
+    def has(self, name: str) -> bool:
+        return self.parts > 0 and zlib.crc32(name.encode()) % self.parts == self.part
+
+
+def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str], turn: Turn | None = None) -> None:
+    """Marks those as slow that no mark of their test calls quick, and that do not have their turn.
+
+    A test that goes through `all_tiers` takes every third one, from the first, the second or the third on as its name has
+    it: quick tests of a subject have all of them in turn; with the mark `quick_tiers`, those that it names. Of a test with
+    the mark `one_in(n)`, one case in n is quick; with the mark `covering(n)`, few of those that would be quick without it.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -22,10 +48,10 @@ def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str]) -> None:
     for name, cases in tests.items():
         left_out: set[str] = set()
         if set(map(_tier_of, cases)) == set(all_tiers):
-            left_out = set(all_tiers[1 - zlib.crc32(name.encode()) % 2 :: 2])
+            left_out = set(all_tiers) - set(all_tiers[zlib.crc32(name.encode()) % 3 :: 3])
         quick = _covering(name, [case for case in cases if _is_quick(case, left_out)])
         for case in cases:
-            if case not in quick:
+            if case not in quick and not (turn or Turn()).has(case.nodeid):
                 case.add_marker(pytest.mark.slow)
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quick_cases import mark_slow
+from quick_cases import Turn, mark_slow
+
+TIERS = ["ram", "disk", "both", "neither"]
 
 
 class Case:
     """What pytest collects of a test, so far as it is asked for."""
 
-    def __init__(self, choices: tuple[str, ...], marks: list[pytest.Mark]) -> None:
-        self.nodeid = f"tests/test_x.py::test_x[{'-'.join(choices)}]"
-        self.callspec = SimpleNamespace(_idlist=list(choices), params={})
+    def __init__(self, choices: tuple[str, ...], marks: list[pytest.Mark], name: str) -> None:
+        self.nodeid = f"tests/test_x.py::test_{name}[{'-'.join(choices)}]"
+        params = {"tier": choices[0]} if choices[0] in TIERS else {}
+        self.callspec = SimpleNamespace(_idlist=list(choices), params=params)
         self.marks = marks[:]
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
@@ -25,9 +29,11 @@ class Case:
         self.marks.append(mark.mark)
 
 
-def quick_cases(*lists: str, marks: list[Any]) -> list[tuple[str, ...]]:
-    cases = [Case(choices, [each.mark for each in marks]) for choices in itertools.product(*lists)]
-    mark_slow(cases, ["ram", "disk"])  # type: ignore[arg-type]
+def quick_cases(
+    *lists: Sequence[str], marks: list[Any], turn: Turn | None = None, name: str = "x"
+) -> list[tuple[str, ...]]:
+    cases = [Case(choices, [each.mark for each in marks], name) for choices in itertools.product(*lists)]
+    mark_slow(cases, TIERS, turn)  # type: ignore[arg-type]
     return [tuple(case.callspec._idlist) for case in cases if case.get_closest_marker("slow") is None]
 
 
@@ -48,3 +54,30 @@ def test_every_two_values_meet_where_that_is_asked_for() -> None:
 def test_without_the_mark_all_are_quick_and_what_is_slow_stays_so() -> None:
     assert len(quick_cases("abcd", "xyz", marks=[])) == 12
     assert quick_cases("abcd", "xyz", marks=[pytest.mark.covering(1), pytest.mark.slow]) == []
+
+
+def test_a_test_that_goes_through_the_tiers_has_some_and_tests_of_a_subject_have_all() -> None:
+    of_tests = [quick_cases(TIERS, "ab", marks=[], name=f"x{number}") for number in range(20)]
+    for cases in of_tests:
+        tiers = {tier for tier, _ in cases}
+        assert len(tiers) in (1, 2) and len(cases) == 2 * len(tiers)
+    assert {tier for cases in of_tests for tier, _ in cases} == set(TIERS)
+
+
+@pytest.mark.parametrize("marks", [[pytest.mark.covering(1)], [pytest.mark.one_in(3)]])
+def test_every_case_has_its_turn_once(marks: list[Any]) -> None:
+    always = set(quick_cases("abcd", "xyz", "12", marks=marks))
+    turns = [set(quick_cases("abcd", "xyz", "12", marks=marks, turn=Turn(part, 5))) - always for part in range(5)]
+    assert always.union(*turns) == set(itertools.product("abcd", "xyz", "12"))
+    assert sum(map(len, turns)) == 24 - len(always)
+
+
+def test_what_is_slow_by_itself_has_no_turn() -> None:
+    assert quick_cases("abcd", marks=[pytest.mark.slow], turn=Turn(0, 1)) == []
+
+
+def test_a_turn_is_a_part_of_so_many() -> None:
+    assert (Turn.read("3/30"), Turn.read("365/30"), Turn.read("")) == (Turn(3, 30), Turn(5, 30), Turn())
+    for text in ("3", "3/0", "/3", "a/b", "3/30/2"):
+        with pytest.raises(ValueError, match="like 3/30"):
+            Turn.read(text)

@@ -63,8 +63,11 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:
-    limit, used = _number(folder / limit_name), _number(folder / used_name)
-    if limit is None or used is None:
+    limit = _number(folder / limit_name)
+    if limit is None or limit >= NO_LIMIT:  # as most groups: what they use is not read, which costs the system more
+        return NO_LIMIT
+    used = _number(folder / used_name)
+    if used is None:
         return NO_LIMIT
     cache = 0
     try:

@@ -52,9 +52,10 @@ class Tracer:
     def tick(self, unit: int, phase: Phase, live: tuple[int, ...], passes: int = 0) -> None:
         """A new tick begins, behind so many backward passes; the one before ends."""
         now = perf_counter()
+        beside = self._non_model_bytes()  # once for both: the allocator looks through all its holes
         if self._ticks:
-            self._close(self._ticks[-1], now)
-        opened = _OpenTick(unit, phase, live, self._non_model_bytes(), now, passes)
+            self._close(self._ticks[-1], now, beside)
+        opened = _OpenTick(unit, phase, live, beside, now, passes)
         if self._backend.apart:
             opened.mark = self._backend.mark(timed=True)
         self._ticks.append(opened)
@@ -67,7 +68,7 @@ class Tracer:
     def finish(self) -> Trace:
         """The trace of the iteration that ends here."""
         if self._ticks:
-            self._close(self._ticks[-1], perf_counter())
+            self._close(self._ticks[-1], perf_counter(), self._non_model_bytes())
             if self._backend.apart:
                 self._end = self._backend.mark(timed=True)
                 self._end.synchronize()
@@ -78,9 +79,9 @@ class Tracer:
         )
         return Trace(ticks, self._tensors(seconds))
 
-    def _close(self, tick: _OpenTick, now: float) -> None:
+    def _close(self, tick: _OpenTick, now: float, beside: int) -> None:
         tick.cpu_s = now - tick.started_s
-        tick.non_model_bytes = max(tick.non_model_bytes, self._non_model_bytes())
+        tick.non_model_bytes = max(tick.non_model_bytes, beside)
 
     def _device_seconds(self, index: int) -> float:
         start = self._ticks[index].mark

@@ -22,7 +22,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,13 @@ class Surroundings:
         self._environment = dict(os.environ)
         self._random = numpy.random.get_state(), torch.get_rng_state()
         self._handlers = [signal.getsignal(each) for each in _SIGNALS]
-        self._modules: dict[str, dict[Any, Any]] = {}
-        """Of the modules seen so far, what they held, by name."""
+        self._looked_at: set[str] = set()
+        """Names of the modules seen so far, the others' too."""
+        self._others: list[tuple[str, types.ModuleType]] = []
+        self._held_by_others: list[tuple[Mapping[str, Any], str, Any]] = []
+        """What torch.distributed's modules and the package's held: of which dictionary, by which name."""
+        self._of_tests: dict[str, dict[Any, Any]] = {}
+        """What those of the tests held, by name."""
 
     def set_up(self, job: Job) -> None:
         """I1."""
@@ -141,9 +146,14 @@ class Surroundings:
 
     def remember(self) -> None:
         """What modules hold now, of those that were not there before."""
-        for name, module in list(sys.modules.items()):
-            if name not in self._modules and (name.startswith(_WATCHED) or _is_of_tests(module)):
-                self._modules[name] = dict(_held(module))
+        for name in sys.modules.keys() - self._looked_at:
+            self._looked_at.add(name)
+            module = sys.modules[name]
+            if _is_of_tests(module):
+                self._of_tests[name] = dict(_held(module))
+            elif name.startswith(_WATCHED):
+                self._others.append((name, module))
+                self._held_by_others += _code_of(module)
 
     def are_as_they_were(self) -> bool:
         """I2; gives the process groups up."""
@@ -159,15 +169,17 @@ class Surroundings:
             and [signal.getsignal(each) for each in _SIGNALS] == self._handlers
             and (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
             and not torch.are_deterministic_algorithms_enabled()
-            and all(self._holds(name, before) for name, before in self._modules.items())
+            and all(sys.modules.get(name) is module for name, module in self._others)
+            # Each by itself: others import what they lack later.
+            and all(names.get(name) is value for names, name, value in self._held_by_others)
+            and all(self._holds(name, before) for name, before in self._of_tests.items())
         )
 
     def _holds(self, name: str, before: dict[Any, Any]) -> bool:
         if name not in sys.modules:
             return False
         now = dict(_held(sys.modules[name]))
-        as_many = len(now) == len(before) or not _is_of_tests(sys.modules[name])  # others import what they lack later
-        return as_many and all(now.get(key) is value for key, value in before.items())
+        return len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
 
 
 def _is_of_tests(module: types.ModuleType) -> bool:
@@ -175,14 +187,32 @@ def _is_of_tests(module: types.ModuleType) -> bool:
 
 
 def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
-    """By name, its functions and classes, and theirs; of a module of tests all that it holds, and what its lists hold."""
-    kinds: tuple[type, ...] = (object,) if _is_of_tests(module) else _KINDS
+    """Of a module of tests all that it holds, what its lists hold, and its classes, by name."""
     for name, value in list(vars(module).items()):
-        if issubclass(type(value), kinds) and not name.startswith("__"):
+        if name.startswith("__"):
+            continue
+        yield name, value
+        if type(value) in (list, dict, set):
+            elements = value.values() if isinstance(value, dict) else value
+            yield from (((name, place), each) for place, each in enumerate(elements))
+        if _is_own_class(value, module):
+            yield from (((name, each), held) for each, held in _inside(value, (object,)))
+
+
+def _code_of(module: types.ModuleType) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Its functions and classes, and theirs."""
+    for name, value in list(vars(module).items()):
+        if issubclass(type(value), _KINDS) and not name.startswith("__"):
+            yield vars(module), name, value
+        if _is_own_class(value, module):
+            yield from ((vars(value), each, held) for each, held in _inside(value, _KINDS))
+
+
+def _is_own_class(value: object, module: types.ModuleType) -> bool:
+    return issubclass(type(value), type) and value.__module__ == module.__name__
+
+
+def _inside(of: type, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    for name, value in list(vars(of).items()):
+        if not name.startswith(("__", "_abc_")) and issubclass(type(value), kinds):
             yield name, value
-            if type(value) in (list, dict, set) and kinds is not _KINDS:
-                elements = value.values() if isinstance(value, dict) else value
-                yield from (((name, place), each) for place, each in enumerate(elements))
-        if issubclass(type(value), type) and value.__module__ == module.__name__:
-            inner = [pair for pair in vars(value).items() if not pair[0].startswith(("__", "_abc_"))]
-            yield from (((name, each), held) for each, held in inner if issubclass(type(held), kinds))

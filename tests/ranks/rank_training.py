@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from products import products_of
 from rank_models import VOCABULARY, Tower
@@ -41,6 +42,11 @@ TIERS: dict[str, dict[str, Any]] = {
     "lock_free": {"lock_free": True, "max_staleness": 0},
 }
 """Where model states live, as settings of the strategy."""
+
+TIERS_TOGETHER = pytest.mark.parametrize(
+    "tiers", [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]], ids="+".join
+)
+"""Each tier once, some in one start of ranks. With `covering`, each of them meets few values of a test's other parameters."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,9 +111,14 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
     return found
 
 
+def case(ranks: int, name: str) -> object:
+    marks = [pytest.mark.slow] if name in ("in RAM", "reduced once") else []
+    return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", RUNS)
-def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "name"), [case(ranks, name) for ranks, runs in RUNS.items() for name in runs])
+def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path, ranks: int, name: str) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(256)) * 256)
     data = {"path": str(text), "sequence_length": LENGTH, "batch_size": BATCH}
@@ -121,16 +126,14 @@ def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path, ranks: int) -> N
         {"class_path": "lightning_ptm.models.T5MoE", "init_args": MODEL},
         {"class_path": "lightning_ptm.data.SpanCorruption", "init_args": data},
     )
-    runs = RUNS[ranks]
-    measured = run_ranks(train, ranks, str(disk), data, list(runs.values()), limit_s=200)
-    for place, (name, run) in enumerate(runs.items()):
-        settings = BASE | run.settings | {"disk_path": str(disk)}
-        found = planned(tmp_path, settings, STEPS, *described, ranks=ranks, **run.trainer)
-        assert found.fits and found.timing is not None
-        pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
-        for of_rank in measured[:2]:  # of a group
-            assert pages == pytest.approx(of_rank[place].pages, rel=NEAR), name
-        exchanged = {use.link: use.bytes for use in found.timing.links}[Link.EXCHANGE]
-        assert (exchanged > 0) == ("expert_parallel_size" in run.settings)
-        for of_rank in measured[:2]:
-            assert exchanged == pytest.approx(of_rank[place].sent, rel=NEAR), name
+    run = RUNS[ranks][name]
+    measured = run_ranks(train, ranks, str(disk), data, [run], limit_s=200)
+    settings = BASE | run.settings | {"disk_path": str(disk)}
+    found = planned(tmp_path, settings, STEPS, *described, ranks=ranks, **run.trainer)
+    assert found.fits and found.timing is not None
+    pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
+    exchanged = {use.link: use.bytes for use in found.timing.links}[Link.EXCHANGE]
+    assert (exchanged > 0) == ("expert_parallel_size" in run.settings)
+    for (of_rank,) in measured[:2]:  # of a group
+        assert pages == pytest.approx(of_rank.pages, rel=NEAR)
+        assert exchanged == pytest.approx(of_rank.sent, rel=NEAR)

@@ -30,6 +30,7 @@ from rank_models import (
     UsesOneBlockEach,
 )
 from rank_training import (
+    TIERS_TOGETHER,
     Outcome,
     Training,
     fit,
@@ -69,9 +70,7 @@ def assert_plain(training: Training, settings: dict[str, Any], tiers: Sequence[s
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.parametrize(
-    "tiers", [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]], ids="+".join
-)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("build", DIFFERENT)
 def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> None:
     assert_plain(Training(build, precision, batches=5), {}, tiers, disk)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from rank_harness import run_ranks
 from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
 from rank_training import (
     TIERS,
+    TIERS_TOGETHER,
     Outcome,
     Training,
     expected,
@@ -27,24 +30,30 @@ from lightning_ptm import AngelPTMStrategy
 PRECISIONS = ["bf16-mixed", "32-true"]
 
 
-def outcomes(training: Training, world_size: int, folder: Path, **settings: Any) -> dict[str, list[Outcome]]:
-    """By tier, the outcome on each rank; checks that all tiers are alike, and the weights of all ranks."""
-    per_rank = run_ranks(fit_in_all_tiers, world_size, training, world_size, folder, settings, list(TIERS))
-    by_tier = {tier: [of_rank[tier] for of_rank in per_rank] for tier in TIERS}
-    for ranks in by_tier.values():
-        for rank, outcome in enumerate(ranks):
-            outcome.assert_equal(by_tier["ram"][rank])
-            outcome.assert_same_weights(ranks[0])
-    return by_tier
+def outcomes(training: Training, world_size: int, folder: Path, tiers: Sequence[str], **settings: Any) -> list[Outcome]:
+    """The outcome on each rank; checks that all of `tiers` are alike, and the weights of all ranks."""
+    per_rank = run_ranks(fit_in_all_tiers, world_size, training, world_size, folder, settings, tiers)
+    for of_rank in per_rank:
+        for tier in tiers:
+            of_rank[tier].assert_equal(of_rank[tiers[0]])
+            of_rank[tier].assert_same_weights(per_rank[0][tier])
+    return [of_rank[tiers[0]] for of_rank in per_rank]
+
+
+def test_each_tier_is_among_those_that_are_tried_together() -> None:
+    assert sorted(itertools.chain(*TIERS_TOGETHER.args[1])) == sorted(TIERS)
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_tier_is_plain_data_parallelism(world_size: int, build: Any, precision: str, disk: Path) -> None:
+def test_every_tier_is_plain_data_parallelism(
+    world_size: int, build: Any, precision: str, tiers: list[str], disk: Path
+) -> None:
     training = Training(build, precision)
-    ours = outcomes(training, world_size, disk)["ram"]
+    ours = outcomes(training, world_size, disk, tiers)
     for rank, theirs in enumerate(expected(training, world_size)):
         ours[rank].assert_equal(theirs)
     # The ranks have different batches.
@@ -52,33 +61,36 @@ def test_every_tier_is_plain_data_parallelism(world_size: int, build: Any, preci
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
 )
-def test_settings_that_change_no_bit(settings: dict[str, Any], precision: str, disk: Path) -> None:
+def test_settings_that_change_no_bit(settings: dict[str, Any], precision: str, tiers: list[str], disk: Path) -> None:
     training = Training(Tower, precision)
-    ours = outcomes(training, 2, disk, **settings)["ram"]
+    ours = outcomes(training, 2, disk, tiers, **settings)
     for rank, theirs in enumerate(expected(training, 2)):
         ours[rank].assert_equal(theirs)
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulation(world_size: int, precision: str, disk: Path) -> None:
+def test_accumulation(world_size: int, precision: str, tiers: list[str], disk: Path) -> None:
     training = Training(Tower, precision, batches=6, accumulate=3)
-    ours = outcomes(training, world_size, disk, recompute="every 2nd")["ram"]
+    ours = outcomes(training, world_size, disk, tiers, recompute="every 2nd")
     for rank, theirs in enumerate(expected(training, world_size)):
         ours[rank].assert_equal(theirs)
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven, SkipsAnother])
-def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, disk: Path) -> None:
+def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, tiers: list[str], disk: Path) -> None:
     training = Training(build, precision, batches=6, accumulate=3, reduce_once=True)
-    ours = outcomes(training, 2, disk, reduce_gradients="each_step")["ram"]
+    ours = outcomes(training, 2, disk, tiers, reduce_gradients="each_step")
     for rank, theirs in enumerate(expected(training, 2)):
         ours[rank].assert_equal(theirs)
 
@@ -112,11 +124,14 @@ def test_reductions_that_are_not_needed_are_not_made(disk: Path) -> None:
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_clipping_by_norm(precision: str, accumulate: int, disk: Path) -> None:
+def test_clipping_by_norm(precision: str, accumulate: int, tiers: list[str], disk: Path) -> None:
     training = Training(MomentumTower, precision, accumulate=accumulate, clip=0.2)
-    ours = outcomes(training, 2, disk, recompute="all")["ram"]
+    # Not bit for bit the plain loop's, so all are compared with what they are in RAM.
+    tiers = ["ram", *(tier for tier in tiers if tier != "ram")]
+    ours = outcomes(training, 2, disk, tiers, recompute="all")
     # The norm is summed shard by shard, in fp64, and there parameter by parameter, in fp32: the clip factors differ by
     # some 1e-7, which bf16 parameters may magnify to their own rounding.
     tolerance = 1e-6 if precision == "32-true" else 5e-5

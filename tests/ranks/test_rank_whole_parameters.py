@@ -12,6 +12,7 @@ from rank_harness import run_ranks
 from rank_models import NobodyUsesABlock, SkipsABlock
 from rank_training import (
     TIERS,
+    TIERS_TOGETHER,
     Training,
     expected,
     fit,
@@ -65,10 +66,11 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
 
 
 @pytest.mark.covering(1)
+@TIERS_TOGETHER
 @pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_accumulation(precision: str, build: Any, disk: Path) -> None:
-    assert_as_plain(Training(build, precision, batches=6, accumulate=3), 2, disk, list(TIERS))
+def test_accumulation(precision: str, build: Any, tiers: list[str], disk: Path) -> None:
+    assert_as_plain(Training(build, precision, batches=6, accumulate=3), 2, disk, tiers)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rank_harness import End, run_ranks, watch_ranks
 from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, train
 from torch import Tensor, nn
 
-from lightning_ptm.comm import ProcessGroupCommunicator
+from lightning_ptm.comm import ProcessGroupCommunicator, patience
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.models.gpt import Block
 
@@ -195,8 +195,13 @@ class LeavesALayerOut(SwapsLayers):
     block = LeavesOut
 
 
-def fail_together(kind: type[PreciseGPT], disk: Path) -> tuple[str, float]:
-    """Type and text of this rank's error, and the seconds until it."""
+def fail_together(kind: type[PreciseGPT], disk: Path, long_s: float = 5.0) -> tuple[str, float]:
+    """Type and text of this rank's error, and the seconds until it.
+
+    Args:
+        long_s: after which a rank says what it waits for, and asks what others do.
+    """
+    patience._LONG_S = long_s  # of this rank's process
     rank_tensor_models.MODELS["fails"] = kind
     began_s = time.monotonic()
     try:
@@ -243,7 +248,7 @@ def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(disk: 
 
 def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) -> None:
     """Of the last one of a unit the other rank waits for the sum, while this one goes on to the next unit."""
-    outcomes = watch_ranks(fail_together, 2, LeavesALayerOut, disk)
+    outcomes = watch_ranks(fail_together, 2, LeavesALayerOut, disk, 1.0)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):
         assert text.startswith("RankError: rank 0"), text

@@ -126,9 +126,14 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
     return found
 
 
+def case(ranks: int, name: str) -> object:
+    marks = [pytest.mark.slow] if ranks > 2 or name == "in RAM" else []
+    return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_are_those_of_the_run(ranks: int, disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "name"), [case(ranks, name) for ranks in (2, 4) for name in RUNS])
+def test_bytes_are_those_of_the_run(ranks: int, name: str, disk: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(256)) * 256)
     data = {"path": str(text), "sequence_length": LENGTH, "batch_size": BATCH}
@@ -136,20 +141,18 @@ def test_bytes_are_those_of_the_run(ranks: int, disk: Path, tmp_path: Path) -> N
         {"class_path": "lightning_ptm.models.GPT", "init_args": MODEL},
         {"class_path": "lightning_ptm.data.TextBytes", "init_args": data},
     )
-    measured = run_ranks(train, ranks, str(disk), data, list(RUNS.values()), limit_s=200)
-    for place, (name, settings) in enumerate(RUNS.items()):
-        chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": str(disk)}
-        found = planned(tmp_path, chosen, STEPS, *described, ranks=ranks)
-        assert found.fits and found.timing is not None
-        assert found.numel == sum(each.numel() for each in whole().parameters())
-        pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
-        exchanged = {use.link: use for use in found.timing.links}[Link.TENSOR_EXCHANGE]
-        for of_rank in measured:
-            taken = of_rank[place].pages
-            assert pages == pytest.approx(taken, rel=NEAR), name
-            assert exchanged.bytes == pytest.approx(of_rank[place].sent, rel=NEAR) and exchanged.bytes > 0, name
-            assert exchanged.collectives == of_rank[place].exchanges, name
-            assert found.timing.rounds == of_rank[place].rounds, name
+    measured = run_ranks(train, ranks, str(disk), data, [RUNS[name]], limit_s=200)
+    chosen = {**LIMITS, **RUNS[name], "tensor_parallel_size": 2, "disk_path": str(disk)}
+    found = planned(tmp_path, chosen, STEPS, *described, ranks=ranks)
+    assert found.fits and found.timing is not None
+    assert found.numel == sum(each.numel() for each in whole().parameters())
+    pages = {tier: plan.page_bytes for tier, plan in found.tiers.items()}
+    exchanged = {use.link: use for use in found.timing.links}[Link.TENSOR_EXCHANGE]
+    for (of_rank,) in measured:
+        assert pages == pytest.approx(of_rank.pages, rel=NEAR)
+        assert exchanged.bytes == pytest.approx(of_rank.sent, rel=NEAR) and exchanged.bytes > 0
+        assert exchanged.collectives == of_rank.exchanges
+        assert found.timing.rounds == of_rank.rounds
 
 
 def whole() -> GPT:

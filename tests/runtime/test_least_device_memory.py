@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
+from plain_loop import Batches, Outcome, PlainLoop, TrainModule, fit, vectors
 from test_micro_batches import ALL_FIRST, Staged
 from test_run_and_paper import Tower
 from torch import Tensor, nn
@@ -110,16 +111,21 @@ def attempt(name: str, disk: Path, **memory: str) -> None:
     except CapacityError:
         assert not begun.batches, "the plan was accepted, and the run did not fit"
         raise
-    plain = PlainLoop(kind, precision, options.get("accumulate_grad_batches", 1), options.get("gradient_clip_val")).run(
-        batches
-    )
-    ours.assert_equal(plain)
+    ours.assert_equal(plainly(name))
 
 
+@functools.cache
+def plainly(name: str) -> Outcome:
+    kind, batches, precision, options, _ = CASES[name]
+    loop = PlainLoop(kind, precision, options.get("accumulate_grad_batches", 1), options.get("gradient_clip_val"))
+    return loop.run(batches)
+
+
+@pytest.mark.parametrize("further", [range(2), pytest.param(range(2, 5), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_every_device_memory_from_the_least_that_is_accepted(disk: Path, name: str) -> None:
+def test_every_device_memory_from_the_least_that_is_accepted(disk: Path, name: str, further: range) -> None:
     least = CASES[name][-1]
     with pytest.raises(CapacityError):
         attempt(name, disk, device_memory=f"{64 * (least - 1)}KiB", host_memory="64MiB")
-    for pages in range(least, least + 5):
-        attempt(name, disk, device_memory=f"{64 * pages}KiB", host_memory="64MiB")
+    for pages in further:
+        attempt(name, disk, device_memory=f"{64 * (least + pages)}KiB", host_memory="64MiB")

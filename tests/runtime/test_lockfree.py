@@ -166,6 +166,7 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 """Gradients that are held back are added up by compute where it has all cores, and they lie in `.grad`."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
 def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores, reach) -> None:
@@ -311,6 +312,7 @@ class Plain(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
 def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(

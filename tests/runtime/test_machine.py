@@ -54,6 +54,8 @@ def v2(group: str, limit: object, used: object, stat: str = "", *, file: str = "
         (48 * MIB, 3 * MIB, "", 32 * MIB),  # the machine has less
         ("max", 3 * MIB, "", 32 * MIB),
         (8 * MIB, 3 * MIB, "inactive_file\n", 5 * MIB),
+        (MIB << 30, (MIB << 30) - 7 * MIB, "", 7 * MIB),  # of the largest nodes
+        ((1 << 63) - 4096, 3 * MIB, "", 32 * MIB),  # as version 1 says that there is none
     ],
 )
 def test_ram_within_the_group(

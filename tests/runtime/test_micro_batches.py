@@ -150,7 +150,7 @@ class Large(Staged):
 LARGE = Batches([each for _ in range(2) for each in BATCHES.items])
 
 
-@pytest.mark.parametrize("host_memory", ["6MiB", "4.5MiB"])
+@pytest.mark.parametrize("host_memory", [pytest.param("6MiB", marks=pytest.mark.slow), "4.5MiB"])
 def test_a_plan_fits_wherever_the_run_does(strategy_at, host_memory) -> None:
     """In flight, a unit's gradients leave in the same tick as in turn, so no more is late than there."""
     late: dict[str, int] = {}

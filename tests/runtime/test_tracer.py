@@ -55,16 +55,27 @@ def units() -> Any:
 
 
 def test_the_largest_reading_of_a_tick_counts() -> None:
-    # Of a tick: when it begins, when somebody looks, and when the next one, or the iteration, ends it (I1).
-    tracer = Tracer(units(), Beside(1, 9, 2, 3, 3, 7), CpuBackend())
+    # Of a tick: when it begins, when somebody looks, and when the next one, or the iteration, ends it (I1). Where one tick
+    # ends and another begins there is one reading, of both.
+    tracer = Tracer(units(), Beside(1, 9, 10, 3, 7), CpuBackend())
     tracer.observe()  # there is no tick yet
     tracer.tick(1, F, (0, 1))
     tracer.observe()
     tracer.tick(2, F, (0, 2))
     tracer.observe()
     trace = tracer.finish()
+    assert [tick.non_model_bytes for tick in trace.ticks] == [10, 10]
+    assert trace.non_model_peak_bytes == 10
+
+
+def test_a_look_in_the_middle_of_a_tick_and_one_at_the_end_of_the_iteration_count_for_it_alone() -> None:
+    tracer = Tracer(units(), Beside(1, 9, 2, 3, 7), CpuBackend())
+    tracer.tick(1, F, (0, 1))
+    tracer.observe()
+    tracer.tick(2, F, (0, 2))
+    tracer.observe()
+    trace = tracer.finish()
     assert [tick.non_model_bytes for tick in trace.ticks] == [9, 7]
-    assert trace.non_model_peak_bytes == 9
 
 
 def test_a_tick_is_closed_by_the_next_one() -> None:
