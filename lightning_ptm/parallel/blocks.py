@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
     return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
 
 
-_FLAGS = (bool, str, float, Enum, type(None), torch.dtype)
+_FLAGS = (bool, str, float, Enum, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 
 
 def _told(value: Any, index: int) -> str:

@@ -12,64 +12,83 @@ import torch
 from torch import Tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Each of mappings, sequences and data classes, in order."""
+def tensors_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Each of mappings, sequences and data classes, in order.
+
+    Args:
+        around: ids of objects that this one is in, which are not gone through again.
+    """
     if isinstance(value, Tensor):
         yield value
-    else:
+    elif id(value) not in around:
         for each in _elements(value):
-            yield from tensors_in(each)
+            yield from tensors_in(each, around | {id(value)})
 
 
-def results_in(value: Any) -> Iterator[Tensor]:
-    """Each that is a floating one, in order; of other objects, those in their attributes that have a gradient."""
+def results_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Each that is a floating one, in order; of other objects, those in their attributes that have a gradient.
+
+    Args:
+        around: as `tensors_in`.
+    """
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
         return
+    if id(value) in around:
+        return
     elements = _elements(value)
     for each in elements:
-        yield from results_in(each)
+        yield from results_in(each, around | {id(value)})
     if not elements and hasattr(value, "__dict__") and not _keeps_what_was_read(value):
         yield from (each for each in tensors_in(vars(value)) if each.is_floating_point() and each.grad_fn is not None)
 
 
-def copied(value: Any, tracked: Collection[int]) -> Any:
+def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = None) -> Any:
     """The same arguments for another call: numbers in fp32, everything else a copy.
 
     Args:
         tracked: ids of tensors that become leaves with a gradient.
+        known: by id, copies of the data classes around this.
     """
+    known = {} if known is None else known
     if isinstance(value, Tensor):
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         return value.detach().to(dtype, copy=True).requires_grad_(id(value) in tracked)
     if isinstance(value, dict):
-        return {key: copied(each, tracked) for key, each in value.items()}
+        return {key: copied(each, tracked, known) for key, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(each, tracked) for each in value))
+        return type(value)(*(copied(each, tracked, known) for each in value))
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(copied(each, tracked) for each in value)
+        return type(value)(copied(each, tracked, known) for each in value)
     if _keeps_what_was_read(value):
         return None  # nothing that a block needs
-    if _is_data(value):
-        made = copy.copy(value)
+    if id(value) in known:
+        return known[id(value)]
+    if _is_data(value) and any(True for _ in tensors_in(value)):
+        known[id(value)] = made = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, copied(getattr(value, field.name, None), tracked))
+            object.__setattr__(made, field.name, copied(getattr(value, field.name, None), tracked, known))
         return made
     return copy.deepcopy(value)
 
 
-def told(value: Any) -> str:
-    """What arguments say but for numbers: flags, names, and which tensors there are. Equal on ranks that call alike."""
+def told(value: Any, around: frozenset[int] = frozenset()) -> str:
+    """What arguments say but for numbers: flags, names, and which tensors there are. Equal on ranks that call alike.
+
+    Args:
+        around: as `tensors_in`.
+    """
     if isinstance(value, Tensor):
         return f"{'floating' if value.is_floating_point() else 'other'} tensor of {value.dim()}"
     if value is None or isinstance(value, (bool, str, Enum, torch.dtype)):
         return repr(value)
     if _keeps_what_was_read(value):
         return "None"  # as `copied`
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {told(each)}' for key, each in value.items())}}}"
-    return f"{type(value).__qualname__}({', '.join(map(told, _elements(value)))})"
+    elements = [] if id(value) in around else _elements(value)
+    names = [str(key) for key in value] if isinstance(value, Mapping) and elements else []
+    inside = [*names, *(told(each, around | {id(value)}) for each in elements)]
+    return f"{type(value).__qualname__}({', '.join(inside)})"
 
 
 def _elements(value: Any) -> list[Any]:

@@ -392,8 +392,9 @@ class Engine:
             self._inside = False
             self.executor.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
-            self.rendezvous.reach(STEP_ENDS)
-            self.executor.end()
+            seen = self.rendezvous.reach(STEP_ENDS)
+            # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
+            self.executor.end(together=not seen & ANY_TOGETHER)
 
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)

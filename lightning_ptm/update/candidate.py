@@ -34,8 +34,9 @@ from lightning_ptm.update.whole_trial import keeps_others, run_by_parameter, sma
 
 _WORKS = (
     "what works: optimizers that treat each element on its own, as Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, "
-    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; on one rank also those that treat each parameter on "
-    "its own, as Muon, Adafactor and LAMB do; or any, with everything in RAM, on one rank and in a true precision"
+    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; unless ranks cut parameters, also those that treat "
+    "each parameter on its own, as Muon, Adafactor and LAMB do; or any, with everything in RAM, on one rank and in a true "
+    "precision"
 )
 
 

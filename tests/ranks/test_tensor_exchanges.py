@@ -12,6 +12,7 @@ import torch
 from rank_harness import End, run_ranks, watch_ranks
 from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, train
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_ptm.comm import ProcessGroupCommunicator, patience
 from lightning_ptm.comm.agreement import Row
@@ -155,6 +156,17 @@ class CallsAlone(PreciseGPT):
         return loss
 
 
+class EvaluatesAlone(PreciseGPT):
+    """Another rank has ended the batch, which is the first of its kind, so that a plan is made behind it."""
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.full((4, 17), 3), 2)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if os.environ["RANK"] == "1":
+            self(batch[:, :-1])
+
+
 class InParallel(Block):
     """Its parts take the same input, and what they exchange is of one shape. From its third call on, one rank does
     otherwise, behind the first exchange."""
@@ -257,8 +269,9 @@ def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) 
         assert took_s < PROMPT_S
 
 
-def test_a_rank_that_calls_the_module_alone_is_an_error_on_all(disk: Path) -> None:
-    outcomes = watch_ranks(fail_together, 2, CallsAlone, disk)
+@pytest.mark.parametrize("kind", [CallsAlone, EvaluatesAlone])
+def test_a_rank_that_calls_the_module_alone_is_an_error_on_all(kind: type[PreciseGPT], disk: Path) -> None:
+    outcomes = watch_ranks(fail_together, 2, kind, disk)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):
         assert text.startswith("RankError: rank"), text

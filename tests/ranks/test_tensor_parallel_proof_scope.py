@@ -127,6 +127,15 @@ class Activated(Gated):
         return x + self.project(self.function(self.expand(x)))
 
 
+class InConfiguration(Gated):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(function=function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(self.config.function(self.expand(x)))
+
+
 class Called:
     """An object that is called as a function."""
 
@@ -140,6 +149,10 @@ class Called:
 @dataclasses.dataclass(frozen=True)
 class Hidden:
     value: Tensor
+    around: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.around.append(self)
 
 
 class Wrapped(Gated):
@@ -287,6 +300,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
         "blocks.1 (Activated) computes",
     ),
     "a later call with another flag": (Asking, PLAN, "blocks.2 (Asked) computes"),
+    "a later block with another function in its configuration": (
+        lambda: Stack(*(InConfiguration(each) for each in FUNCTIONS)),
+        PLAN,
+        "blocks.1 (InConfiguration) computes",
+    ),
     "data classes": (lambda: OfObjects(Hidden, gated=False), PLAN, ""),
     "a wrong result in a data class": (lambda: OfObjects(Hidden, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
     "a wrong result in an object": (lambda: OfObjects(_in_object, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
