@@ -145,7 +145,7 @@ def show(scores: Mapping[str, Score], planned: Mapping[str, Any]) -> None:
         plan = planned[title]
         links = {use.link.value: use.busy_s for use in plan.timing.links}
         names = ("update_device", "disk_read", "disk_write", "collective", "tensor_exchange")
-        cells = (plan.timing.compute_s, *(links[name] for name in names))
+        cells = (plan.timing.compute_s, *(links[name] for name in names), plan.timing.rounds_s)
         rows.append(
             (
                 title,
@@ -155,7 +155,7 @@ def show(scores: Mapping[str, Score], planned: Mapping[str, Any]) -> None:
                 f"{plan.seconds / score.step_s:.2f}",
             )
         )
-    parts = ("compute", "update", "disk read", "disk write", "gathers", "exchanges")
+    parts = ("compute", "update", "disk read", "disk write", "gathers", "exchanges", "rounds")
     show_table(("run", *parts, "planned", "measured", "ratio"), rows)
 
 

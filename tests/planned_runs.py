@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import lightning as L
 import yaml
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.runtime.blueprint import Blueprint
@@ -19,6 +21,32 @@ LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
 """Settings of all runs that are compared."""
 NEAR = 0.03
 """Planned bytes against measured ones."""
+
+
+class Rounds:
+    """Counts the rounds of a rank, and what ranks tell each other without having agreed on it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, those of all communicators."""
+        communicator: Any = ProcessGroupCommunicator
+        kept = communicator.exchange, communicator.all_reduce
+
+        def counted(own: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                self.count += 1
+                return own(*args, **options)
+
+            return call
+
+        communicator.exchange, communicator.all_reduce = map(counted, kept)
+        try:
+            yield
+        finally:
+            communicator.exchange, communicator.all_reduce = kept
 
 
 def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ranks: int, **options: Any) -> L.Trainer:

@@ -20,6 +20,7 @@ def as_json(found: Prediction) -> str:
             "hardware": found.hardware,
             "nodes": found.nodes,
             "ranks": found.ranks,
+            "tensor_parallel_size": found.tensor_ranks,
             "parameters": found.numel,
             "fits": found.fits,
             "reason": found.reason,

@@ -232,7 +232,7 @@ class Clock:
     def _owe(self, task: Task) -> None:
         """An update is issued: the cores will do it chunk by chunk."""
         ready_s = self._ready_s(task.unit, Kind.GRADIENT)
-        staged = self._staged(task.unit)
+        staged = _staged(self._placement, task.unit)
         self._updates.add(task.unit)
         for flat in self._layout.flats_of(task.unit):
             if flat.trainable:
@@ -242,9 +242,6 @@ class Clock:
 
     def _cuts(self, flat: FlatLayout) -> Cuts:
         return cuts_of(flat, chunk_numel(self._layout.page_size))
-
-    def _staged(self, unit: int) -> bool:
-        return not self._placement.homes[unit].master.updates
 
     def _pump(self) -> None:
         """What needs no waiting, as a run does it at ticks."""
@@ -313,7 +310,7 @@ class Clock:
         flat = chunk.flat
         master_bytes = self._placement.master_bytes(flat) * chunk.numel // flat.shard_numel
         loads = self._update_loads(flat.unit, master_bytes, chunk.numel * flat.itemsize)
-        if self._staged(flat.unit):
+        if _staged(self._placement, flat.unit):
             loads.arithmetic = replace(loads.arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
         share = chunk.numel / flat.shard_numel
         loads.arithmetic = coded(loads.arithmetic, self._coding.get(flat.index), self._hardware, share)
@@ -359,3 +356,8 @@ class Clock:
         flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
         sizes = {flat.index: flat.shard_bytes * (flat.world_size - 1) for flat in flats}
         return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index), 1) for index, size in sizes.items()]
+
+
+def _staged(placement: Placement, unit: int) -> bool:
+    """Whether a unit's updates stream through staging."""
+    return not placement.homes[unit].master.updates

@@ -17,7 +17,6 @@ import pytest
 import test_plan_and_ranks as of_experts
 import test_tensor_parallel_plan as of_parts
 import torch
-import torch.distributed as dist
 from planned_runs import LIMITS, NEAR, forecast_of, make_trainer
 from rank_harness import run_ranks
 
@@ -70,6 +69,7 @@ class Measured:
         taken: what its inventory, by which set-up takes pages, has of each class.
         rows: all of that; pages: bytes at the peak, by tier.
         tokens, activations: that it sent in the last step.
+        exchanges: of activations in it; rounds: of it.
     """
 
     homes: dict[tuple[str, str], int]
@@ -78,6 +78,8 @@ class Measured:
     pages: dict[str, int]
     tokens: float
     activations: float
+    exchanges: int
+    rounds: int
 
 
 def homes(engine: Engine) -> dict[tuple[str, str], int]:
@@ -101,20 +103,16 @@ class Looks(L.Callback):
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
-    kept = dist.all_reduce, dist.all_gather_into_tensor
     for settings in runs:
         tokens, activations, looks = of_experts.Watch(), of_parts.Watch(), Looks()
         trainer = make_trainer({**settings, "disk_path": disk}, STEPS, tokens, int(os.environ["WORLD_SIZE"]))
         trainer.callbacks += [activations, looks]  # type: ignore[attr-defined]
         torch.manual_seed(0)
-        activations.counts()
-        try:
-            with warnings.catch_warnings(), tokens.counting():
-                warnings.simplefilter("ignore")
-                trainer.fit(T5MoE(**SIZES), datamodule=SpanCorruption(**data))
-        finally:
-            dist.all_reduce, dist.all_gather_into_tensor = kept
-        found.append(Measured(*looks.found, activations.pages, tokens.measured.sent, activations.sent))
+        with warnings.catch_warnings(), tokens.counting(), activations.counting():
+            warnings.simplefilter("ignore")
+            trainer.fit(T5MoE(**SIZES), datamodule=SpanCorruption(**data))
+        cut = activations.measured
+        found.append(Measured(*looks.found, cut.pages, tokens.measured.sent, cut.sent, cut.exchanges, cut.rounds))
     return found
 
 
@@ -137,6 +135,7 @@ def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path) -> None:
         # What is everybody's, parts of that, experts, and their parts (experts have nothing whole here).
         assert {axes for _, _, axes in by_class(blueprint, rows)} == {"data expert tensor", "data expert", "data"}
         links = {use.link: use.bytes for use in found.timing.links}
+        collectives = {use.link: use.collectives for use in found.timing.links}
         for of_rank in (run[place] for run in measured):
             assert unnumbered(of_rank.rows) == unnumbered(rows), name
             assert of_rank.taken == by_class(blueprint, rows), name
@@ -145,6 +144,8 @@ def test_bytes_are_those_of_the_run(disk: Path, tmp_path: Path) -> None:
             }
             assert of_rank.homes == in_classes, name
             assert pages == pytest.approx(of_rank.pages, rel=NEAR), name
+            assert collectives[Link.TENSOR_EXCHANGE] == of_rank.exchanges, name
+            assert found.timing.rounds == pytest.approx(of_rank.rounds, rel=0.05), name
         # How many tokens come to a rank depends on routers: in a group, as many in all as are sent.
         for ranks in blueprint.holders.mesh.groups([Axis.EXPERT]):
             of_group = [measured[rank][place] for rank in ranks]

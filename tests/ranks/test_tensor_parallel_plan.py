@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from planned_runs import LIMITS, NEAR, make_trainer, planned
+from planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
 from rank_harness import run_ranks
 
-from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
 from lightning_ptm.planning import Link
@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "master_home": "disk",
         "recompute": "all",
     },
+    "lock-free, every 2nd recomputed": {"lock_free": True, "recompute": "every 2nd"},
     "parts of the sequence": {"sequence_parallel": True},
     "parts of the sequence, recomputed": {"sequence_parallel": True, "recompute": "all"},
 }
@@ -49,22 +50,24 @@ class Measured:
 
 
 class Watch(L.Callback):
-    """Counts what is added up and gathered in the last step, as rings send it."""
+    """Counts what is added up and gathered in a step, as rings send it, and rounds."""
 
     def __init__(self) -> None:
-        self.sent, self.exchanges, self.rounds = 0.0, 0, 0
+        self.rounds = Rounds()
+        self.sent, self.exchanges = 0.0, 0
         self.exchanging = False
         self.measured = Measured({}, 0.0, 0, 0)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
         allocator = trainer.strategy.engine.allocator  # type: ignore[attr-defined]
         pages = {tier.name.lower(): allocator.peak_bytes(tier) for tier in TIERS}
-        self.measured = Measured(pages, self.sent, self.exchanges, self.rounds)
-        self.sent, self.exchanges, self.rounds = 0.0, 0, 0
+        self.measured = Measured(pages, self.sent, self.exchanges, self.rounds.count)
+        self.sent, self.exchanges, self.rounds.count = 0.0, 0, 0
 
-    def counts(self) -> None:
-        sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
-        issues, rounds, small_sums = KEPT
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        kept = sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
+        issues = Exchanges.issue
 
         def issue(*args: Any) -> None:
             self.exchanges += 1
@@ -73,8 +76,9 @@ class Watch(L.Callback):
             self.exchanging = False
 
         def all_reduce(value: Any, *args: Any, **options: Any) -> Any:
-            size = dist.get_world_size(options.get("group"))
-            self.sent += 2 * value.nbytes * (size - 1) / size
+            if self.exchanging:  # and not of a few numbers
+                size = dist.get_world_size(options.get("group"))
+                self.sent += 2 * value.nbytes * (size - 1) / size
             return sums(value, *args, **options)
 
         def all_gather(out: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -89,39 +93,25 @@ class Watch(L.Callback):
 
         dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = all_reduce, all_gather, all_to_all
         Exchanges.issue = issue  # type: ignore[method-assign]
-
-        def a_round(*args: Any) -> Any:
-            self.rounds += 1
-            return rounds(*args)
-
-        def small_sum(*args: Any, **options: Any) -> Any:
-            self.rounds += 1  # of what ranks tell each other without having agreed on it
-            return small_sums(*args, **options)
-
-        ProcessGroupCommunicator.exchange = a_round  # type: ignore[method-assign]
-        ProcessGroupCommunicator.all_reduce = small_sum  # type: ignore[method-assign]
-
-
-KEPT = (Exchanges.issue, ProcessGroupCommunicator.exchange, ProcessGroupCommunicator.all_reduce)
+        try:
+            with self.rounds.counting():
+                yield
+        finally:
+            dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
+            Exchanges.issue = issues  # type: ignore[method-assign]
 
 
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """One rank's part of several trainings, one after the other."""
     found = []
-    kept = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
     for settings in runs:
         watch = Watch()
         chosen = {**LIMITS, **settings, "tensor_parallel_size": 2, "disk_path": disk}
         trainer = make_trainer(chosen, STEPS, watch, int(os.environ["WORLD_SIZE"]))
         torch.manual_seed(0)
-        watch.counts()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
-        finally:
-            dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
-            Exchanges.issue, ProcessGroupCommunicator.exchange, ProcessGroupCommunicator.all_reduce = KEPT  # type: ignore[method-assign]
+        with warnings.catch_warnings(), watch.counting():
+            warnings.simplefilter("ignore")
+            trainer.fit(GPT(**MODEL), datamodule=TextBytes(**data))
         found.append(watch.measured)
     return found
 
