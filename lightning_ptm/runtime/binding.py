@@ -62,7 +62,7 @@ class FlatBinding:
         self.dtype = dtype
         self.device = device
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
-        self._orders = [_order(slot.spec.shape, slot.spec.stride) for slot in layout.slots]
+        self._orders = [slot.spec.order for slot in layout.slots]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
         self.closes = closes
@@ -380,10 +380,3 @@ class FlatBinding:
                 f"parameter {name} had shape {self._shapes[slot]} at set-up and has {tuple(self.parameters[slot].shape)} "
                 f"now; its pages do not fit it any more; change shapes before fit() starts, or build a new Trainer"
             )
-
-
-def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The dimensions of a tensor, that with the longest strides first; None where that is their own order."""
-    if stride is None:
-        return None
-    return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))
