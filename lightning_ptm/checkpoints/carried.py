@@ -65,8 +65,8 @@ class Carried:
         self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.values.names()}
         parameters = [parameter for _, parameter in engine.values.names()]
         engine.drain("states before they are laid out anew")
-        for optimizer in optimizers:
-            _let_go_of_removed(engine, module, plain_optimizer(optimizer))
+        self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
+        """By optimizer, (id, name) of parameters of which the states in pages end."""
         self._scalars = [
             {
                 id(parameters[place]): scalars
@@ -129,8 +129,12 @@ class Carried:
         """Of these, by id of parameter."""
         return {known: read().dtype for known, read in self.given().parameters.items()}
 
-    def give_back(self, module: LightningModule) -> None:
-        """Parameters that the module has not any more, and somebody else has, are ordinary ones."""
+    def give_back(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Parameters that the module has not any more, and somebody else has, are ordinary ones; whose states end is told.
+
+        Args:
+            optimizers: as they were given before.
+        """
         gc.collect()  # of the engine that has been closed
         now = {id(parameter) for parameter in module.parameters()}
         given = self.given().parameters
@@ -139,6 +143,14 @@ class Carried:
             if parameter is not None and known not in now:
                 reopen(parameter)
                 set_data(parameter, given[known]().clone())
+        for optimizer, removed in zip(map(plain_optimizer, optimizers), self._removed, strict=True):
+            names = [name for known, name in removed if self._kept[known]() is not None]
+            if names:
+                rank_zero_warn(
+                    f"{some(names, 3)} {'is' if len(names) == 1 else 'are'} in no group of {type(optimizer).__name__} any "
+                    f"more, or in no module, and the states there end; added again, it begins with none, where a plain "
+                    f"Trainer goes on with the old ones"
+                )
 
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         """Writes what optimizers keep into the new pages; parameters of which it keeps nothing start afresh. Collective.
@@ -179,24 +191,24 @@ def _kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int])
         return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
 
-def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> None:
-    """Parameters that are in no group of an optimizer any more have no states of it."""
+def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Parameters that are in no group of an optimizer any more have no states of it.
+
+    Returns:
+        (id, name) of those, and of what no module has any more, that had some.
+    """
     left = {id(parameter) for parameter in parameters_of(optimizer)}
     here = {id(parameter) for parameter in module.parameters()}
-    removed: list[str] = []
+    removed: list[tuple[int, str]] = []
     for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
         known = list(zip(flat.store.binding.parameters, flat.states.groups, strict=True))
-        flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])
         removed += [
-            slot.spec.name
-            for slot, (parameter, group) in zip(flat.store.binding.layout.slots, known, strict=True)
-            if group is not None and id(parameter) in here - left
+            (id(parameter), slot.spec.name)
+            for place, (slot, (parameter, group)) in enumerate(zip(flat.store.binding.layout.slots, known, strict=True))
+            if group is not None and id(parameter) not in here & left and flat.states.remembers(place)
         ]
-    if removed:
-        rank_zero_warn(
-            f"{some(removed, 3)} {'is' if len(removed) == 1 else 'are'} in no group of {type(optimizer).__name__} any more, "
-            f"and the states there end; added again, it begins with none, where a plain Trainer goes on with the old ones"
-        )
+        flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])
+    return removed
 
 
 def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:

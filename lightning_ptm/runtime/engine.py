@@ -48,6 +48,7 @@ from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.moving import move_beside_parameters
+from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner, check_layout
@@ -255,7 +256,9 @@ class Engine:
         )
         self._undo.callback(self.hooks.close)
         self._state_dicts = StateDicts(
-            [module for module in self.module.modules() if not self._always_readable(module)], self.readable
+            [module for module in self.module.modules() if not self._always_readable(module)],
+            self.readable,
+            lambda: self.hooks.copyable,
         )
         self._undo.callback(self._state_dicts.close)
         if blueprint.experts is not None:
@@ -797,8 +800,24 @@ class Engine:
                 f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
             )
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
-        with self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed), ending:
+        with (
+            self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed),
+            ending,
+            self.hooks.lending(),
+        ):
             yield
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """What is in the user's hands now and goes back to pages would be in them twice."""
+        looked_at = self._known.changed() and not self.blueprint.outside
+        shared = overlap(self.module, self.module.parameters()) if looked_at else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, "
+                f"and pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), or give what is "
+                f"new memory of its own, nn.Parameter(tensor.clone())"
+            )
 
     @contextmanager
     def _until_all_have(self, deed: str) -> Iterator[None]:

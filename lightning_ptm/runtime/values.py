@@ -628,7 +628,7 @@ class Values:
         are laid out anew."""
         for store in self._stores:
             for binding, _ in _all_flats(store):
-                self.resized |= binding.give_up_resized()
+                self.resized |= {} if binding.lent else binding.give_up_resized()
         return bool(self.resized)
 
     @contextmanager

@@ -49,8 +49,19 @@ class RearrangingStrategy(EndingStrategy):
 
     def _follow_other_parameters(self) -> None:
         """I2. Collective where there are some."""
-        if self._engine is not None and self._trains and self._engine.other_parameters():
+        if self._engine is None or not self._trains or not self._engine.other_parameters():
+            return
+        interruption = self._interruption
+        if interruption is None or not interruption.here:
             self._follow_rearranging()
+            return
+        self._settle()
+        if not self._unsaved:
+            with interruption.told():
+                raise UsageError(
+                    "parameters were added, replaced or resized just before the run was cut short, and no pages have them; "
+                    "go on from an earlier checkpoint"
+                )
 
     def _lay_out_anew(self) -> None:
         self._saves.finish()
@@ -61,7 +72,7 @@ class RearrangingStrategy(EndingStrategy):
             Carried(self.engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
         ) as carried:
             self._leave_pages(carried)
-            carried.give_back(self._module)
+            carried.give_back(self._module, optimizers)
             self._build(trainer, anew=True, given=carried.given())
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from judged import WIDTH, Block, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -196,6 +197,19 @@ class PutBack(Changing):
             self.swap([], self.blocks[1].parameters())
 
 
+class Copied(Changing):
+    """A block is a copy of another one, and of that one there are copies later."""
+
+    def change(self) -> None:
+        self.blocks.append(copy.deepcopy(self.blocks[-1]))
+        self.optimizers().add_param_group({"params": list(self.blocks[-1].parameters())})
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            with self.whole(), torch.no_grad():
+                self.change()
+
+
 class WithMomentum(OneBlockMore):
     """States without scalars."""
 
@@ -272,6 +286,7 @@ BUILDS = [
     WeightNorm,
     Parametrized,
     PutBack,
+    Copied,
     WithMomentum,
     Factored,
     InTwoOptimizers,
@@ -402,6 +417,17 @@ def test_whose_states_do_not_fit_any_more_is_told(strategy_at: MakeStrategy, hom
 
 @pytest.mark.parametrize("home", HOMES)
 def test_what_no_module_has_is_not_left_untrained_in_silence(strategy_at: MakeStrategy, home: str) -> None:
+    class OfNobodyFromTheStart(Judged):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [nn.Parameter(torch.ones(8))]
+
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return super().loss([batch[0] * self.kept[0]])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([*self.parameters(), *self.kept], lr=1e-2, fused=True)
+
     class OfNobody(Changing):
         def change(self) -> None:
             self.kept = [nn.Parameter(torch.ones(4))]
@@ -410,13 +436,41 @@ def test_what_no_module_has_is_not_left_untrained_in_silence(strategy_at: MakeSt
         def loss(self, batch: list[Tensor]) -> Tensor:
             return super().loss(batch) + (self.kept[0].sum() if hasattr(self, "kept") else 0.0)
 
-    if home == "ram":
-        judge(OfNobody, strategy_at(home), max_epochs=3)
-        return
-    with pytest.raises(
-        UsageError, match=r"shape \(4,\) is in a group of AdamW and has a gradient, and no module has it"
+    for build in (OfNobody, OfNobodyFromTheStart):
+        if home == "ram":
+            judge(build, strategy_at(home), max_epochs=3)
+            continue
+        with pytest.raises(UsageError, match=r" is in a group of AdamW and has a gradient, and no module has it"):
+            run(build, strategy_at(home), max_epochs=3)
+
+
+@pytest.mark.parametrize("home", ON_DISK)
+def test_what_would_lie_in_the_memory_of_another_one_is_refused(strategy_at: MakeStrategy, home: str) -> None:
+    class Sharing(Changing):
+        def change(self) -> None:
+            self.more = nn.Linear(WIDTH, 4)
+            self.more.weight = nn.Parameter(self.head.weight.data)
+
+    with pytest.raises(UsageError, match=r"head.weight and more.weight lie in the same memory, .*tensor.clone\(\)"):
+        run(Sharing, strategy_at(home), max_epochs=3)
+
+
+def test_a_run_that_is_cut_short_in_a_change_saves_nothing(strategy_at: MakeStrategy, tmp_path: Path) -> None:
+    class Failing(WithAnotherBlock):
+        def change(self) -> None:
+            super().change()
+            raise ValueError("on purpose")
+
+    saving = OnExceptionCheckpoint(tmp_path)
+    module = Failing()
+    of = trainer(strategy_at("masters_on_disk"), max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    with (
+        pytest.warns(UserWarning, match=r"no checkpoint .* is written: .*replaced or resized just before"),
+        pytest.raises(ValueError, match="on purpose"),
     ):
-        run(OfNobody, strategy_at(home), max_epochs=3)
+        of.fit(module, batches())
+    assert not [*tmp_path.glob("*.ckpt")]
+    assert all(torch.isfinite(each).all() for each in module.parameters())
 
 
 def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrategy) -> None:
