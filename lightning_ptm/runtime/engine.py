@@ -135,10 +135,7 @@ class Engine:
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
-        self._known = KnownParameters(module)
-        self._strangers = self._known.missing(
-            each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-        )
+        self._known = KnownParameters(module, optimizers)
         self._taken_over = False
         self._adds_up = False
         """Inside `without_reduction`."""
@@ -577,11 +574,11 @@ class Engine:
     def strangers(self, optimizer: Optimizer) -> list[Tensor]:
         """Parameters in the groups of an optimizer that the module has not, so that no pages have them."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in self._strangers if id(parameter) in known]
+        return [parameter for parameter in self._known.strangers if id(parameter) in known]
 
     def _check_of_the_module(self, optimizer: Optimizer) -> None:
         """What is in no pages needs no update as long as nothing computes with it."""
-        for parameter in self.strangers(optimizer) if self._strangers else ():
+        for parameter in self.strangers(optimizer) if self._known.strangers else ():
             if parameter.grad is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "

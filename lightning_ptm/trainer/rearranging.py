@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -53,7 +54,8 @@ class RearrangingStrategy(EndingStrategy):
             return
         interruption = self._interruption
         if interruption is None or not interruption.here:
-            self._follow_rearranging()
+            with torch.inference_mode(False):  # an evaluation's, of which tensors could not train later
+                self._follow_rearranging()
             return
         self._settle()
         if not self._unsaved:

@@ -260,6 +260,46 @@ class BeforeValidation(WithAnotherBlock):
                 self.change()
 
 
+class InAnEvaluation(OneBlockMore):
+    def val_dataloader(self) -> Any:
+        return batches(2)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.loss(batch)
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            with torch.inference_mode(False), self.whole(), torch.no_grad():
+                self.change()
+
+
+class BeforeEachBatch(Changing):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        with self.whole(), torch.no_grad():
+            if index % 2:
+                self.blocks.append(Block())
+                self.optimizers().add_param_group({"params": list(self.blocks[-1].parameters())})
+            else:
+                Replaced.change(self)  # type: ignore[arg-type]
+
+
+class InAPart(Changing):
+    """What alone is changed is whole."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        strategy: Any = self.trainer.strategy
+        return strategy.gathered(self.head) if isinstance(strategy, AngelPTMStrategy) else nullcontext()
+
+    def change(self) -> None:
+        Replaced.change(self)  # type: ignore[arg-type]
+
+
 class AtTheEnd(WithAnotherBlock):
     """Nothing follows."""
 
@@ -291,6 +331,9 @@ BUILDS = [
     Factored,
     InTwoOptimizers,
     BeforeValidation,
+    InAnEvaluation,
+    BeforeEachBatch,
+    InAPart,
     AtTheEnd,
 ]
 

@@ -60,7 +60,8 @@ def test_the_same_ones(name: str) -> None:
     assert not known.changed()
 
 
-def test_those_that_no_module_had() -> None:
+def test_what_optimizers_have_and_no_module() -> None:
     built, other = model(), nn.Parameter(torch.ones(2))
-    (found,) = KnownParameters(built).missing([built[0].weight, other, built[1].bias])
+    optimizers = [torch.optim.SGD(built.parameters()), torch.optim.SGD([built[1].bias, other])]
+    (found,) = KnownParameters(built, optimizers).strangers
     assert found is other
