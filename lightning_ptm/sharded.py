@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO, read_file
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.errors import UsageError
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.storage.checked import CheckedFolder
@@ -51,6 +52,11 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict without element-wise state: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
+    if strangers := engine.strangers(optimizer):
+        raise UsageError(
+            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__}, and no module "
+            f"has it, so a sharded checkpoint has no name for it; take it out of the group, or use state_dict_type='full'"
+        )
     with opened(optimizer):
         result = optimizer.state_dict()
     scalars = engine.values.optimizer_scalars(engine.updates.index_of(optimizer), parameters_of(optimizer))

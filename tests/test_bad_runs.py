@@ -308,11 +308,21 @@ def _write(module: Stack) -> None:
 
 
 def test_a_parameter_that_changes_shape(strategy_at: Any) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.warns(UserWarning, match="blocks.1.down.weight have another shape than what AdamW keeps"):
         trainer_with(strategy_at("ram"), precision="32-true").fit(built(at(2, _prune)), batches())
+
+
+def _prune_what_is_only_read(module: Stack) -> None:
+    with module.trainer.strategy.gathered(module, write=False):
+        _prune(module)
+
+
+def test_a_parameter_that_changes_shape_where_edits_are_not_kept(strategy_at: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        trainer_with(strategy_at("masters_on_disk")).fit(built(at(2, _prune_what_is_only_read)), batches())
     message = str(caught.value)
     assert "parameter blocks.1.up.weight had shape (256, 64) at set-up and has (128, 64) now" in message
-    assert "change shapes before fit() starts, or build a new Trainer" in message
+    assert "change shapes between two batches, inside of `with strategy.gathered(module):`" in message
 
 
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:

@@ -8,6 +8,8 @@ process was killed) are a partial checkpoint, which the next run there removes (
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,8 +25,10 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.errors import some
+from lightning_ptm.runtime.closed import reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given, Read
+from lightning_ptm.runtime.parameter_data import set_data
 from lightning_ptm.sharded import check
 from lightning_ptm.storage.checked import CheckedFolder
 from lightning_ptm.storage.folder import Draft
@@ -58,10 +62,11 @@ class Carried:
         ops: SaveOps | None = None,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in engine.values.names()}
+        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.values.names()}
         parameters = [parameter for _, parameter in engine.values.names()]
         engine.drain("states before they are laid out anew")
-        for optimizer in optimizers:
-            _let_go_of_removed(engine, plain_optimizer(optimizer))
+        self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
+        """By optimizer, (id, name) of parameters of which the states in pages end."""
         self._scalars = [
             {
                 id(parameters[place]): scalars
@@ -124,6 +129,29 @@ class Carried:
         """Of these, by id of parameter."""
         return {known: read().dtype for known, read in self.given().parameters.items()}
 
+    def give_back(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Parameters that the module has not any more, and somebody else has, are ordinary ones; whose states end is told.
+
+        Args:
+            optimizers: as they were given before.
+        """
+        gc.collect()  # of the engine that has been closed
+        now = {id(parameter) for parameter in module.parameters()}
+        given = self.given().parameters
+        for known, kept in self._kept.items():
+            parameter = kept()
+            if parameter is not None and known not in now:
+                reopen(parameter)
+                set_data(parameter, given[known]().clone())
+        for optimizer, removed in zip(map(plain_optimizer, optimizers), self._removed, strict=True):
+            names = [name for known, name in removed if self._kept[known]() is not None]
+            if names:
+                rank_zero_warn(
+                    f"{some(names, 3)} {'is' if len(names) == 1 else 'are'} in no group of {type(optimizer).__name__} any "
+                    f"more, or in no module, and the states there end; added again, it begins with none, where a plain "
+                    f"Trainer goes on with the old ones"
+                )
+
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
         """Writes what optimizers keep into the new pages; parameters of which it keeps nothing start afresh. Collective.
 
@@ -163,20 +191,37 @@ def _kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int])
         return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
 
-def _let_go_of_removed(engine: Engine, optimizer: Optimizer) -> None:
-    """Parameters that are in no group of an optimizer any more have no states of it."""
+def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Parameters that are in no group of an optimizer any more have no states of it.
+
+    Returns:
+        (id, name) of those, and of what no module has any more, that had some.
+    """
     left = {id(parameter) for parameter in parameters_of(optimizer)}
-    removed: list[str] = []
+    here = {id(parameter) for parameter in module.parameters()}
+    removed: list[tuple[int, str]] = []
     for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
         known = list(zip(flat.store.binding.parameters, flat.states.groups, strict=True))
-        flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])
         removed += [
-            slot.spec.name
-            for slot, (parameter, group) in zip(flat.store.binding.layout.slots, known, strict=True)
-            if group is not None and id(parameter) not in left
+            (id(parameter), slot.spec.name)
+            for place, (slot, (parameter, group)) in enumerate(zip(flat.store.binding.layout.slots, known, strict=True))
+            if group is not None and id(parameter) not in here & left and flat.states.remembers(place)
         ]
-    if removed:
+        flat.states.regroup([group if id(parameter) in left else None for parameter, group in known])
+    return removed
+
+
+def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
+    """States of parameters that have another shape now will end."""
+    ending = [
+        name
+        for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer))
+        for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
+        if name in engine.values.resized and flat.states.remembers(place)
+    ]
+    if ending:
         rank_zero_warn(
-            f"{some(removed, 3)} {'is' if len(removed) == 1 else 'are'} in no group of {type(optimizer).__name__} any more, "
-            f"and the states there end; added again, it begins with none, where a plain Trainer goes on with the old ones"
+            f"{some(ending, 3)} {'has' if len(ending) == 1 else 'have'} another shape than what {type(optimizer).__name__} "
+            f"keeps of it, which ends, and it begins afresh, where a plain Trainer raises at its next step; `del "
+            f"optimizer.state[parameter]` says that this is meant, and load_state_dict brings states of the new shape"
         )

@@ -208,7 +208,7 @@ def index_of(
         optimizers=tuple(
             OptimizerIndex(
                 type(plain_optimizer(optimizer)).__qualname__,
-                tuple(names[id(parameter)] for parameter in parameters_of(plain_optimizer(optimizer))),
+                tuple(names[id(each)] for each in parameters_of(plain_optimizer(optimizer)) if id(each) in names),
             )
             for optimizer in optimizers
         ),

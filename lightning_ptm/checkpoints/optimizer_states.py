@@ -5,6 +5,7 @@ Full tensors, in the optimizer's own format. Every function that is given an eng
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     states: dict[int, dict[str, Any]] = {}
     copy_of = copies(engine)
     for parameter, state in engine.values.optimizer_states(index, copy_of if keep else lambda name, value: value):
-        if keep:
+        if keep and id(parameter) in order:  # else its group was taken away since
             states[order[id(parameter)]] = state
     if not keep:
         return {}
@@ -137,7 +138,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
     index = engine.updates.index_of(optimizer)
     engine.values.load_optimizer_states(index, states)
     paged = engine.updates.parameters_of(index)
-    guard(optimizer, paged)
+    guard(optimizer, paged, partial(engine.forget_states, index))
     with opened(optimizer):
         for parameter in paged:
             optimizer.state.pop(parameter, None)

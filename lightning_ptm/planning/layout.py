@@ -57,7 +57,7 @@ class ParameterSpec:
         further: (optimizer, group) of others that update it, too; they share its master, and each has states of its own.
         gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
         stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
-            shape (channels_last, a transposed weight); compared, never interpreted. The elements lie end to end.
+            shape (channels_last, a transposed weight). The elements lie end to end.
         box: of a part of a larger parameter, which part; `shape` is the part's.
         partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
         updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
@@ -94,6 +94,14 @@ class ParameterSpec:
     def group_in(self, optimizer: int) -> int:
         """Index of its parameter group within one of them."""
         return self.group if optimizer == self.optimizer else dict(self.further)[optimizer]
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Its dimensions, that with the longest strides first; None where that is their own order."""
+        if self.stride is None:
+            return None
+        stride = self.stride
+        return tuple(sorted(range(len(self.shape)), key=lambda dimension: (-stride[dimension], -self.shape[dimension])))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:

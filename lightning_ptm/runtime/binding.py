@@ -62,7 +62,7 @@ class FlatBinding:
         self.dtype = dtype
         self.device = device
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
-        self._orders = [_order(slot.spec.shape, slot.spec.stride) for slot in layout.slots]
+        self._orders = [slot.spec.order for slot in layout.slots]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
         self.closes = closes
@@ -97,7 +97,7 @@ class FlatBinding:
         return [slot.spec.box for slot in self.layout.slots]
 
     def fits(self, slot: int, value: Tensor) -> bool:
-        """Whether `value` can be that of the parameter of `slot`, or of the larger one that it is a part of."""
+        """Whether `value` can be that of a slot's parameter, or of the larger one that it is a part of."""
         return tuple(value.shape) in (self._shapes[slot], self.layout.slots[slot].spec.whole_shape)
 
     def view(self, full: Tensor, slot: int) -> Tensor:
@@ -320,6 +320,20 @@ class FlatBinding:
                 self._check_shape(slot)
         return found
 
+    def give_up_resized(self, whole: Tensor | None = None) -> dict[str, nn.Parameter]:
+        """By name, parameters to which users have given another shape: they are theirs now, and others stand in for them.
+
+        Args:
+            whole: (padded_numel,), of which the others are views; by default what they are bound to, if that is precise.
+        """
+        whole, found = whole if whole is not None or self._is_copy else self._base, {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for at, parameter in enumerate(self.parameters):
+                if whole is not None and parameter.shape != self._shapes[at] and self.boxes[at] is None:
+                    self.parameters[at] = nn.Parameter(self.view(whole, at), parameter.requires_grad)
+                    found[self.layout.slots[at].spec.name] = parameter
+        return found
+
     def edited(self, whole: Tensor) -> None:
         """What the user has put in the place of our data gets other values, of `whole` (padded_numel,)."""
         for slot, theirs in self.replaced().items():
@@ -375,15 +389,8 @@ class FlatBinding:
         found = self.parameters[slot]
         # For a checkpoint, a part is lent as the larger one.
         if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.fits(slot, found)):
-            name = self.layout.slots[slot].spec.name
             raise UsageError(
-                f"parameter {name} had shape {self._shapes[slot]} at set-up and has {tuple(self.parameters[slot].shape)} "
-                f"now; its pages do not fit it any more; change shapes before fit() starts, or build a new Trainer"
+                f"parameter {self.layout.slots[slot].spec.name} had shape {self._shapes[slot]} at set-up and has "
+                f"{tuple(found.shape)} now; its pages do not fit it any more; change shapes between two batches, inside of "
+                f"`with strategy.gathered(module):`"
             )
-
-
-def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The dimensions of a tensor, that with the longest strides first; None where that is their own order."""
-    if stride is None:
-        return None
-    return tuple(sorted(range(len(shape)), key=lambda dimension: (-stride[dimension], -shape[dimension])))

@@ -52,7 +52,8 @@ def _is_about_values(function: Any) -> bool:
 COPIED_IN_A_RUN = (
     "a module whose parameters are in pages, or a callback, a Trainer or whatever else refers to it, cannot be copied or "
     "pickled while a run is in progress, but with everything in RAM, on one rank, in a true precision and without recompute; "
-    "copy it before the run (in __init__ or setup), or take the module's state_dict()"
+    "copy it before the run (in __init__ or setup), or a part of it inside of `with trainer.strategy.gathered(module):` (not "
+    "with recompute), or take the module's state_dict()"
 )
 
 

@@ -90,9 +90,9 @@ def decide(
     """
     blueprint = _decide(request, machine, world_size, agree, rank)
     may_be = may_be_outside(request, blueprint)
-    optimized = (
+    optimized = [
         each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
-    )
+    ]
     shared = overlap(request.module, optimized)
     if shared is not None and not may_be:
         raise ConfigError(
@@ -100,7 +100,8 @@ def decide(
             f"pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), give each memory of its "
             f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
         )
-    if (request.rearranges or shared is not None) and may_be:
+    strange = {id(parameter) for parameter in optimized} - {id(each) for each in request.module.parameters()}
+    if (request.rearranges or shared is not None or strange) and may_be:
         blueprint = _decide(request, machine, world_size, agree, rank, outside=True)
     return dataclasses.replace(blueprint, may_be_outside=may_be)
 

@@ -42,11 +42,13 @@ from lightning_ptm.runtime.executor import Executor, Mode
 from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.moving import move_beside_parameters
+from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.planner import Planner, check_layout
@@ -133,6 +135,7 @@ class Engine:
         self._frozen = [
             item for unit in blueprint.units for item in unit.parameters if not item.parameter.requires_grad
         ]
+        self._known = KnownParameters(module, optimizers)
         self._taken_over = False
         self._adds_up = False
         """Inside `without_reduction`."""
@@ -250,7 +253,9 @@ class Engine:
         )
         self._undo.callback(self.hooks.close)
         self._state_dicts = StateDicts(
-            [module for module in self.module.modules() if not self._always_readable(module)], self.readable
+            [module for module in self.module.modules() if not self._always_readable(module)],
+            self.readable,
+            lambda: self.hooks.copyable,
         )
         self._undo.callback(self._state_dicts.close)
         if blueprint.experts is not None:
@@ -545,6 +550,7 @@ class Engine:
         self._check_open()
         index = self.updates.index_of(optimizer)
         self._check_rearranged(optimizer, index)
+        self._check_of_the_module(optimizer)
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self.clipping.take(index)
@@ -566,12 +572,39 @@ class Engine:
                 if flat.store.binding.replaced():
                     flat.store.binding.check()
 
+    def strangers(self, optimizer: Optimizer) -> list[Tensor]:
+        """Parameters in the groups of an optimizer that the module has not, so that no pages have them."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in self._known.strangers if id(parameter) in known]
+
+    def _check_of_the_module(self, optimizer: Optimizer) -> None:
+        """What is in no pages needs no update as long as nothing computes with it."""
+        for parameter in self.strangers(optimizer) if self._known.strangers else ():
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "
+                    f"gradient, and no module has it, so no pages have it and this step would leave it as it is; make it an "
+                    f"attribute of a module (self.name = parameter), or take it out of the group"
+                )
+
+    def forget_states(self, optimizer: int, parameter: Tensor) -> None:
+        """An optimizer keeps nothing any more of earlier updates of a parameter: its next one begins afresh. Not collective;
+        to be done on all ranks."""
+        self.updates.finish_all()
+        for _, flat in self.updates.flats_of(optimizer):
+            known = zip(flat.store.binding.layout.slots, flat.store.binding.parameters, strict=True)
+            for place, (slot, each) in enumerate(known):
+                if parameter is self.values.resized.get(slot.spec.name, each):
+                    flat.states.set_scalars(place, None)
+
     def outgrown(self) -> bool:
-        """Whether parameters were unfrozen, or put into groups that they had not been in, so that pages fit it no longer;
-        of a run that could do without, also whether they were given other data."""
+        """Whether the module's parameters are others (`other_parameters`), were unfrozen, or were put into groups that they
+        had not been in, so that pages fit it no longer; of a run that could do without, also whether they were given other
+        data."""
         paged = (index for index in range(len(self._optimizers)) if index not in self.blueprint.selfstepping)
         return (
-            any(item.parameter.requires_grad for item in self._frozen)
+            self.other_parameters()
+            or any(item.parameter.requires_grad for item in self._frozen)
             or any(map(self.updates.outgrown, paged))
             or (
                 self.blueprint.may_be_outside
@@ -579,6 +612,14 @@ class Engine:
                 and any(flat.binding.replaced() for store in self.stores for flat in store.flats)
             )
         )
+
+    def other_parameters(self) -> bool:
+        """Whether the module has parameters that it had not when its pages were laid out, or of other shapes, or lacks some.
+
+        Raises:
+            UsageError: a shape differs where what has the parameter in pages does not let it.
+        """
+        return self.values.follow_shapes() or self._known.changed()
 
     def waiting_gradients(self) -> tuple[str, ...]:
         """Names of units of which pages hold gradients that no step has used."""
@@ -757,8 +798,24 @@ class Engine:
                 f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
             )
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
-        with self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed), ending:
+        with (
+            self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed),
+            ending,
+            self.hooks.lending(),
+        ):
             yield
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """What is in the user's hands now and goes back to pages would be in them twice."""
+        looked_at = self._known.changed() and not self.blueprint.outside
+        shared = overlap(self.module, self.module.parameters()) if looked_at else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, "
+                f"and pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), or give what is "
+                f"new memory of its own, nn.Parameter(tensor.clone())"
+            )
 
     @contextmanager
     def _until_all_have(self, deed: str) -> Iterator[None]:

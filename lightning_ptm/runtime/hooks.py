@@ -148,6 +148,9 @@ class Hooks:
         offload: takes activations to RAM; None: they stay.
     """
 
+    of_a_copy = False
+    """Nobody hears of calls."""
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -178,7 +181,8 @@ class Hooks:
         self._calls = Calls(len(units), self._trained, self._takes_part)
         self._in_pass = False
         self._wrapped = False
-        self.copyable = all(store.readable for store in stores) and not recompute and offload is None
+        self._plain_calls = not recompute and offload is None
+        self.copyable = all(store.readable for store in stores) and self._plain_calls
         """Whether a copy of a module may be made: its parameters can be read at any time, and calls need nothing of ours."""
         try:
             for unit in units:
@@ -186,6 +190,15 @@ class Hooks:
         except BaseException:
             self.close()
             raise
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Inside, parameters are in the user's hands: these can be copied, and so can modules that have no others."""
+        before, self.copyable = self.copyable, self.copyable or self._plain_calls
+        try:
+            yield
+        finally:
+            self.copyable = before
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
@@ -320,6 +333,8 @@ class Hooks:
             self._put_around(owner, partial(self._call_of_owner, owner))
 
     def _call_of_owner(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.of_a_copy:
+            return original(*args, **kwargs)
         if torch.compiler.is_compiling():
             # It would cut the compiled code of a unit in two; a call from outside is refused when autograd saves.
             return original(*args, **kwargs)
@@ -608,6 +623,8 @@ def _ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], insid
 
 class _OfACopy(Hooks):
     """What a copy of a module has in their place: its calls are what they were, and nobody hears of them."""
+
+    of_a_copy = True
 
     def __init__(self) -> None:
         self.copyable = True

@@ -8,6 +8,7 @@ the pages. I2: with `keep_vars=True` what is asked for are the parameters themse
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -28,10 +29,14 @@ class StateDicts:
     Args:
         modules: those of which some parameters cannot be read at any time.
         readable: see `Readable`.
+        copyable: whether modules may be copied now.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], readable: Readable) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], readable: Readable, copyable: Callable[[], bool] = lambda: False
+    ) -> None:
         self._readable = readable
+        self.copyable = copyable
         self._inside = False
         self._restore = [replace(each, state_dict=_StateDict(self, each, each.state_dict)) for each in modules]
 
@@ -63,6 +68,11 @@ class _StateDict:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.take(self._module, self._original, *args, **kwargs)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        if not self._owner.copyable():
+            raise UsageError(COPIED_IN_A_RUN)
+        return copy.deepcopy(self._original, known)  # which is bound to the copy
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(COPIED_IN_A_RUN)

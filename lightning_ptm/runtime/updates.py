@@ -174,15 +174,15 @@ class UpdateScheduler(abc.ABC):
 
     def follow_groups(self, optimizer: int) -> None:
         """Parameters that were moved between groups since the last step are updated with their new one (I3)."""
-        now = _members(self.optimizers[optimizer])
-        before = self._members[optimizer]
+        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
         if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
             return
         self.finish_all()
-        group_of = {id(parameter): group for group, members in enumerate(now) for parameter in members}
+        known = {id(each) for members in before for each in members}
+        group_of = {id(each): group for group, members in enumerate(now) for each in members}
         for _, flat in self.flats_of(optimizer):
             flat.states.regroup([group_of.pop(id(parameter), None) for parameter in flat.store.binding.parameters])
-        for parameter in (parameter for members in now for parameter in members if id(parameter) in group_of):
+        for parameter in (each for members in now for each in members if id(each) in group_of.keys() - known):
             if parameter.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} was put into a group of "

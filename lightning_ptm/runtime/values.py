@@ -188,6 +188,8 @@ class Values:
         self._originals: dict[int, Tensor] = {}
         self._unknown: dict[int, str] = {}
         """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
+        self.resized: dict[str, nn.Parameter] = {}
+        """By name, parameters that have other shapes than their pages, which have no part in them any more."""
         self._read_only: set[int] = set()
         """Units, by index, that are gathered, and whose edits are not kept."""
 
@@ -610,6 +612,7 @@ class Values:
             write = write and may_write()
             for binding, flat, whole in wholes:
                 if write:
+                    self.resized |= binding.give_up_resized(whole)
                     self._collect_edits(binding, whole)
                     self._tells(binding.layout).broadcast(whole)
                     if flat is not None:
@@ -619,6 +622,14 @@ class Values:
                     binding.unbind()
                 else:
                     flat.rebind(whole if write else None)
+
+    def follow_shapes(self) -> bool:
+        """Whether users have given parameters other shapes (`parameter.data = ...`): what they are now is theirs, until pages
+        are laid out anew."""
+        for store in self._stores:
+            for binding, _ in _all_flats(store):
+                self.resized |= {} if binding.lent else binding.give_up_resized()
+        return bool(self.resized)
 
     @contextmanager
     def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:

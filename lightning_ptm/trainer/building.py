@@ -161,7 +161,8 @@ class BuildingStrategy(CheckpointingStrategy):
         """What the run has to hear of is watched, and what users should know beforehand is told them."""
         paged = self._paged_optimizers()
         for optimizer in paged:
-            guard(optimizer, engine.updates.parameters_of(engine.updates.index_of(optimizer)))
+            index = engine.updates.index_of(optimizer)
+            guard(optimizer, engine.updates.parameters_of(index), partial(engine.forget_states, index))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
         self._steps = OptimizerSteps(

@@ -2,14 +2,15 @@
 and swallow what is written to it: this one says what to do instead.
 
 Owns `optimizer.state` from `guard` to `unguard`. What is shown in it (states that were loaded, until the first step) can be
-read, and states of parameters that have no pages are the user's as ever.
+read, and states of parameters that have no pages are the user's as ever. What has states can lose them (`del`, `pop`,
+`clear`, an empty dict in their place): the next update of it begins afresh.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ _READ = (
 )
 _WRITE = (
     "change them in a state_dict() of the optimizer and give that to its load_state_dict, or edit optimizer.state between "
-    "two fits"
+    "two fits; to have it begin afresh with a parameter, `del optimizer.state[parameter]`"
 )
 
 
@@ -35,12 +36,20 @@ class PagedStates(defaultdict[Any, Any]):
         name: of the optimizer's class.
         shown: what can be read.
         paged: parameters whose states are in pages; None: all others, of a copy.
+        forget: is told of which of them the states are to end.
     """
 
-    def __init__(self, name: str, shown: Mapping[Any, Any], paged: Iterable[Tensor] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        shown: Mapping[Any, Any],
+        paged: Iterable[Tensor] | None,
+        forget: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__(dict, shown)
         self._name = name
-        self._paged = None if paged is None else {id(parameter) for parameter in paged}
+        self._paged = None if paged is None else {id(parameter): parameter for parameter in paged}
+        self._forget = forget
         self.is_open = False
         """Whether the run itself is at work on it."""
 
@@ -55,7 +64,7 @@ class PagedStates(defaultdict[Any, Any]):
             self._refuse("read", _READ)
 
     def _check_all_read(self) -> None:
-        if not self.is_open and (self._paged is None or not self._paged <= {id(key) for key in dict.keys(self)}):
+        if not self.is_open and (self._paged is None or not self._paged.keys() <= {id(key) for key in dict.keys(self)}):
             self._refuse("read", _READ)
 
     def _check_written(self, *keys: Any) -> None:
@@ -120,36 +129,49 @@ class PagedStates(defaultdict[Any, Any]):
         return super().items()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._check_written(key)
-        super().__setitem__(key, value)
+        if not (isinstance(value, Mapping) and not value and self._let_go(key)):
+            self._check_written(key)
+            super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._check_written(key)
-        super().__delitem__(key)
+        if not self._let_go(key):
+            self._check_written(key)
+            super().__delitem__(key)
+
+    def _let_go(self, key: Any) -> bool:
+        """States of a parameter end, if they are in pages and the user wants it."""
+        if self._forget is None or self._paged is None or self.is_open or id(key) not in self._paged:
+            return False
+        self._forget(key)
+        dict.pop(self, key, None)
+        return True
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         self._check_written(key)
         return super().setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
+        shown = dict.get(self, key)
+        if self._let_go(key):
+            return PagedStates(self._name, {}, None) if shown is None else shown  # nobody has read them
         self._check_written(key)
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        self._check_cleared()
+        if not self.is_open and (self._paged is None or self._paged):
+            self._refuse("written to", _WRITE)
         return super().popitem()
 
     def clear(self) -> None:
-        self._check_cleared()
+        for parameter in () if self._paged is None else self._paged.values():
+            self._let_go(parameter)
+        if not self.is_open and self._paged is None:
+            self._refuse("written to", _WRITE)
         super().clear()
 
     def update(self, *others: Any, **named: Any) -> None:
         self._check_written(*dict(*others))
         super().update(*others, **named)
-
-    def _check_cleared(self) -> None:
-        if not self.is_open and (self._paged is None or self._paged):
-            self._refuse("written to", _WRITE)
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         self._check_all_read()
@@ -172,10 +194,14 @@ class PagedStates(defaultdict[Any, Any]):
         return PagedStates(self._name, copy.deepcopy(dict(dict.items(self)), known), None)
 
 
-def guard(optimizer: Optimizer, paged: Iterable[Tensor]) -> None:
-    """A run begins, or the optimizer has got a plain `state` again (its load_state_dict makes one)."""
+def guard(optimizer: Optimizer, paged: Iterable[Tensor], forget: Callable[[Tensor], None]) -> None:
+    """A run begins, or the optimizer has got a plain `state` again (its load_state_dict makes one).
+
+    Args:
+        paged: parameters whose states are in pages; forget: is told of which of them the states are to end.
+    """
     if not isinstance(optimizer.state, PagedStates):
-        optimizer.state = PagedStates(type(optimizer).__name__, optimizer.state, paged)
+        optimizer.state = PagedStates(type(optimizer).__name__, optimizer.state, paged, forget)
 
 
 def unguard(optimizer: Optimizer) -> bool:

@@ -1,8 +1,10 @@
-"""A run whose parameters are rearranged between two batches: unfrozen, or put into groups that an optimizer had not.
+"""A run whose parameters are rearranged between two batches: unfrozen, put into groups that an optimizer had not, added,
+replaced, removed, or given another shape.
 
 Pages were laid out for what was there when the run began. Where a run can do without pages, it goes on without; elsewhere
 it is laid out anew, for what there is now, and its states are carried over (checkpoints/carried.py).
 I1: it goes on with the numbers of a plain Trainer: every parameter, master and optimizer state keeps its bits.
+I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameters that the module has.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.carried import Carried
-from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.carried import Carried, warn_of_resized
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given
@@ -33,50 +36,65 @@ class RearrangingStrategy(EndingStrategy):
         Raises:
             UsageError: gradients wait for their step.
         """
-        engine = self._engine
-        if engine is None or not engine.outgrown():
+        if self._engine is None or not self._engine.outgrown():
             return
-        if engine.blueprint.may_be_outside and engine.gradients_in_place:
+        for optimizer in self._paged_optimizers() if self._engine.values.resized else ():
+            warn_of_resized(self._engine, optimizer)
+        if self._engine.blueprint.may_be_outside and self._engine.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
         else:
-            self._lay_out_anew(engine)
+            self._refuse(self._engine)
+            self._lay_out_anew()
         self._tell_where_states_are()
 
-    def _lay_out_anew(self, engine: Engine) -> None:
-        self._refuse_unknown(engine)
-        waiting = engine.waiting_gradients()
-        if waiting:
-            raise UsageError(
-                f"parameters were unfrozen, or put into groups of an optimizer, while gradients wait for their step "
-                f"({some(waiting, 2)}), and pages are laid out anew between two steps alone; do it when a step has been "
-                f"taken and its gradients are forgotten (optimizer.zero_grad() behind the step, in manual optimization)"
-            )
+    def _follow_other_parameters(self) -> None:
+        """I2. Collective where there are some."""
+        if self._engine is None or not self._trains or not self._engine.other_parameters():
+            return
+        interruption = self._interruption
+        if interruption is None or not interruption.here:
+            with torch.inference_mode(False):  # an evaluation's, of which tensors could not train later
+                self._follow_rearranging()
+            return
+        self._settle()
+        if not self._unsaved:
+            with interruption.told():
+                raise UsageError(
+                    "parameters were added, replaced or resized just before the run was cut short, and no pages have them; "
+                    "go on from an earlier checkpoint"
+                )
+
+    def _lay_out_anew(self) -> None:
         self._saves.finish()
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
         room = self._room(trainer)
         ranks_here = max(1, self.num_processes)
         with closing(
-            Carried(engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
+            Carried(self.engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
         ) as carried:
-            self._leave_pages(engine, carried)
+            self._leave_pages(carried)
+            carried.give_back(self._module, optimizers)
             self._build(trainer, anew=True, given=carried.given())
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read
 
-    def _refuse_unknown(self, engine: Engine) -> None:
+    def _refuse(self, engine: Engine) -> None:
         known = {id(parameter) for _, parameter in engine.values.names()}
-        new = [name for name, parameter in self._module.named_parameters() if id(parameter) not in known]
-        named = {id(parameter) for parameter in self._module.parameters()}
-        for optimizer in self._paged_optimizers():
-            plain = plain_optimizer(optimizer)
-            if any(id(parameter) not in named | known for parameter in parameters_of(plain)):
-                new.append(f"one of {type(plain).__name__} that is not of the module")
-        if new:
+        new = [name for name, each in self._module.named_parameters() if id(each) not in known]
+        waiting = engine.waiting_gradients()
+        if waiting:
             raise UsageError(
-                f"parameters were added or replaced ({some(new, 3)}) when their module's pages had been laid out, which have "
-                f"none for them; make them before fit, in __init__ or configure_model, frozen until they are to train "
-                f"(requires_grad_(False)), or end this fit and start another one"
+                f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients wait for "
+                f"their step ({some(waiting, 2)}), and pages are laid out anew between two steps alone; do it when a step "
+                f"has been taken and its gradients are forgotten (optimizer.zero_grad() behind the step, in manual "
+                f"optimization)"
+            )
+        if new and (self._boxes() or self._tensor_group is not None or self.settings.expert_parallel_size > 1):
+            raise UsageError(
+                f"parameters were added, replaced or resized ({some(new, 3)}) in a run in which ranks divide parameters or "
+                f"experts, and nobody has said who is to have which part of them; end this fit and start another one, or "
+                f"make them before, frozen until they are to train (requires_grad_(False))"
             )
 
     def _room(self, trainer: Trainer) -> Path:
@@ -89,9 +107,9 @@ class RearrangingStrategy(EndingStrategy):
         remove_stale(self._room(trainer))  # what a run that was killed meanwhile has left
         super()._build(trainer, anew=anew, given=given)
 
-    def _leave_pages(self, engine: Engine, carried: Carried) -> None:
+    def _leave_pages(self, carried: Carried) -> None:
         """The engine ends, and nothing is given back: the run goes on with another one."""
-        communicator = self._communicator
+        engine, communicator = self.engine, self._communicator
         if self._tensor_group is not None:
             self._tensor_group.connect(None)
         with ExitStack() as steps:  # the last one first
@@ -100,6 +118,21 @@ class RearrangingStrategy(EndingStrategy):
                 steps.callback(communicator.close)
             steps.callback(engine.leave, carried.dtypes())
             self._detach([])
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._follow_other_parameters()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._follow_other_parameters()
+        return super().lightning_module_state_dict()
+
+    @override
+    def _follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self._follow_other_parameters()
+        super()._follow_loaded_state(optimizer, state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

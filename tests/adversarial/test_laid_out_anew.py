@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
@@ -294,34 +294,6 @@ def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrat
     judge(Early, strategy_at("masters_on_disk"), accumulate_grad_batches=2)  # they are in .grad, and stay there
     with pytest.raises(UsageError, match=r"while gradients wait for their step .*zero_grad\(\) behind the step"):
         run(Early, strategy_at("all_on_disk"), accumulate_grad_batches=2)
-
-
-def replaced(module: Judged) -> None:
-    module.head.weight = nn.Parameter(torch.ones(4, WIDTH))
-
-
-def given_more(module: Judged) -> None:
-    module.extra = nn.Parameter(torch.ones(4))
-
-
-def of_nobody(module: Judged) -> None:
-    module.optimizers().add_param_group({"params": [nn.Parameter(torch.ones(4))]})
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [(replaced, r"\(head.weight\)"), (given_more, r"\(extra\)"), (of_nobody, "one of AdamW that is not of the module")],
-)
-def test_parameters_that_were_not_there_when_pages_were_laid_out_are_refused(
-    strategy_at: MakeStrategy, change: Callable[[Judged], None], name: str
-) -> None:
-    class Changing(Adding):
-        def unfreeze(self) -> None:
-            super().unfreeze()
-            change(self)
-
-    with pytest.raises(UsageError, match=rf"added or replaced .*{name}.*; make them before fit, .*frozen until"):
-        run(Changing, strategy_at("masters_on_disk"), max_epochs=2)
 
 
 def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> None:

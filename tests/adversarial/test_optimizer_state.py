@@ -56,9 +56,8 @@ def in_place_or(module: Momentum, optimizer: torch.optim.Optimizer) -> None:
 
 
 WRITES: dict[str, Deed] = {
-    "clear": lambda module, optimizer: optimizer.state.clear(),
     "assign": assign,
-    "pop": lambda module, optimizer: optimizer.state.pop(module.head.weight),
+    "popitem": lambda module, optimizer: optimizer.state.popitem(),
     "setdefault": lambda module, optimizer: optimizer.state.setdefault(module.head.weight, {}),
     "update": lambda module, optimizer: optimizer.state.update({module.head.weight: {}}),
     "replace": replace,
