@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
-from lightning_ptm.comm.patience import Patience
+from lightning_ptm.comm.patience import NOTHING, Exchanged, Patience
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
@@ -125,6 +125,9 @@ class Communicator(Protocol):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
     def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
     def exchange(self, row: Row) -> Sequence[Row]: ...
+    def exchanged(self) -> Exchanged:
+        """What this rank has exchanged with its tensor group since that has met, if anything. Not collective."""
+
     def send(self, page: Tensor, rank: int) -> Work:
         """The paper's Page.send: the bytes of a page to another rank."""
 
@@ -186,6 +189,9 @@ class SoloCommunicator:
 
     def exchange(self, row: Row) -> Sequence[Row]:
         return [row]
+
+    def exchanged(self) -> Exchanged:
+        return NOTHING
 
     def send(self, page: Tensor, rank: int) -> Work:
         raise RankError(f"there is one rank only; rank {rank} does not exist")
@@ -468,6 +474,9 @@ class ProcessGroupCommunicator:
         self._issue(exchange)
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
+
+    def exchanged(self) -> Exchanged:
+        return self.patience.exchanged()
 
     def send(self, page: Tensor, rank: int) -> Work:
         handle = self._issue(lambda: dist.isend(page, self._ranks[rank], group=self._data))
