@@ -4,8 +4,9 @@ Sides, in turns, each writing a checkpoint of weights and optimizer states with 
   one      one rank
   data     two ranks that share the pages, which cuts no parameter by columns
   tensor   two ranks of one tensor group: the weights whose inputs are divided are cut by columns
-and the same three with master states on disk. A turn lasts as long as its slowest rank.
-Ratios: bytes a second of `tensor` over those of `one`.
+  behind   the same with `async_save`, until the checkpoint is there
+and the same four with master states on disk. A turn lasts as long as its slowest rank; CPU seconds are of all its ranks.
+Ratios: bytes a second of `tensor` over those of `one`; CPU seconds of `behind` over those of `tensor`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from common import (
     Bar,
@@ -28,7 +30,8 @@ from gpt import SHAPES
 from race import Race, Score, Side
 
 LIMIT = 0.8
-RANKS = {"one": (1, 1), "data": (2, 1), "tensor": (2, 2)}
+MOST_CPU = 2.0
+RANKS = {"one": (1, 1), "data": (2, 1), "tensor": (2, 2), "behind": (2, 2)}
 """By name: all ranks, and those of a tensor group."""
 
 
@@ -45,6 +48,7 @@ def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list
         place = folder / name
         place.mkdir()
         groups = {"tensor_parallel_size": tensor} if tensor > 1 else {}
+        groups |= {"async_save": True} if name == "behind" else {}
         mine = {**options, "meta": True, "folder": str(place)}
         side = ours(mine, args, {**settings, **groups}, devices=ranks)
         made.append(replace(side, name=name, module="saver"))
@@ -52,12 +56,18 @@ def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list
 
 
 def bars(what: str, scores: dict[str, Score]) -> list[Bar]:
-    """The rate of a group's saves over one rank's; the files have the same bytes."""
-    if not {"one", "tensor"} <= scores.keys():
-        return []
-    size_bytes = scores["one"].turns[0].extra["saved_bytes"]
-    rates = [size_bytes / scores[name].step_s / 1e9 for name in ("tensor", "one")]
-    return [Bar(f"{what} sharded save, bytes/s over one rank's", *rates, "GB/s", rates[0] / rates[1], LIMIT, True)]
+    """The rate of a group's saves over one rank's, whose files have the same bytes, and the work of those behind training."""
+    made = []
+    if {"one", "tensor"} <= scores.keys():
+        size_bytes = scores["one"].turns[0].extra["saved_bytes"]
+        rates = [size_bytes / scores[name].step_s / 1e9 for name in ("tensor", "one")]
+        ratio = rates[0] / rates[1]
+        made.append(Bar(f"{what} sharded save, bytes/s over one rank's", *rates, "GB/s", ratio, LIMIT, True))
+    if {"tensor", "behind"} <= scores.keys():
+        cpu_s = [median(turn.cpu_s / turn.steps for turn in scores[name].turns) for name in ("behind", "tensor")]
+        title = f"{what} sharded save behind training, CPU seconds over one that training waits for"
+        made.append(Bar(title, *cpu_s, "s", cpu_s[0] / cpu_s[1], MOST_CPU, False))
+    return made
 
 
 def main() -> None:

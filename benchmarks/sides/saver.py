@@ -41,6 +41,8 @@ class Saver(Callback):
         forget_peak()
         before = current_rss_bytes()
         trainer.save_checkpoint(self.path)
+        strategy: Any = trainer.strategy
+        strategy.wait_for_checkpoint()
         most = peak_now_bytes() - before
         files = os.scandir(self.path) if self.path.is_dir() else [self.path]
         size_bytes = sum(file.stat().st_size for file in files)
@@ -50,6 +52,7 @@ class Saver(Callback):
             before = current_rss_bytes()
             for _ in range(steps):
                 trainer.save_checkpoint(self.path)
+                strategy.wait_for_checkpoint()
             added = max(most, peak_now_bytes() - before)
             self.baton.report(0.0, {"saved_bytes": float(size_bytes), "added_bytes": float(added)})
         trainer.should_stop = True

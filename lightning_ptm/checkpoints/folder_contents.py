@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
-from lightning_ptm.checkpoints.rows import RowExchange, Table, not_exchanged
+from lightning_ptm.checkpoints.rows import PagedFlat, RowExchange, Table, not_exchanged
+from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
-from lightning_ptm.runtime.snapshot import Part
+from lightning_ptm.runtime.snapshot import Part, stretches
 from lightning_ptm.runtime.values import ShardedFlat, ShardedKind
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
@@ -82,16 +83,22 @@ def bytes_here(kind: ShardedKind) -> int:
     return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
 
 
-def at_once(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> int:
-    """Elements of a flat that a save takes together.
+def pages_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> PagedFlat:
+    """The elements of a flat that a save takes together.
 
     Args:
         cell_numel: of what comes through buffers, is decoded, or changes meanwhile.
         changing: training goes on meanwhile.
     """
+    cells, at_once = _cells_of(flat, cell_numel, changing=changing)
+    return PagedFlat(flat, list(stretches(flat.paged.numel, cells, at_once)))
+
+
+def _cells_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> tuple[Sequence[int] | None, int]:
+    """Where cells begin, if they are not of equal length, and elements that are read together."""
     if not _stays(flat, changing=changing):
-        return cell_numel
-    return max(cell_numel, _AT_ONCE_BYTES // flat.paged.dtype.itemsize)
+        return flat.cells, cell_numel
+    return None, max(cell_numel, _AT_ONCE_BYTES // flat.paged.dtype.itemsize)
 
 
 def _stays(flat: ShardedFlat, *, changing: bool) -> bool:
@@ -104,7 +111,7 @@ def parts_of(
     put: _Put,
     files: StateFiles,
     kinds: Sequence[ShardedKind],
-    exchange: RowExchange | None,
+    exchange: RowExchange | ExchangeBehind,
     *,
     cell_numel: int,
     changing: bool,
@@ -112,8 +119,8 @@ def parts_of(
     """What to do with paged elements, and how to write those that no page holds, which never change.
 
     Args:
-        exchange: of whole rows of what is cut by columns; None: each rank writes its own elements.
-        cell_numel, changing: see `at_once`.
+        exchange: of whole rows of what is cut by columns.
+        cell_numel, changing: see `pages_of`.
     """
     parts: list[Part] = []
     outside: list[Callable[[], None]] = []
@@ -123,8 +130,8 @@ def parts_of(
             if flat.segments:
                 stays = _stays(flat, changing=changing)
                 write = partial(_put, put, file.name, starts, flat, exchange, stays)
-                cells = None if stays else flat.cells
-                parts.append(Part(flat.paged, write, cells, at_once(flat, cell_numel, changing=changing)))
+                room = partial(exchange.wait_for_room, flat) if isinstance(exchange, ExchangeBehind) else None
+                parts.append(Part(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room))
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
     return parts, outside
@@ -135,22 +142,21 @@ def _put(
     name: str,
     starts: Mapping[str, int],
     flat: ShardedFlat,
-    exchange: RowExchange | None,
+    exchange: RowExchange | ExchangeBehind,
     stays: bool,
     start: int,
     values: Tensor,
 ) -> None:
-    if exchange is not None:
+    item_bytes = values.dtype.itemsize
 
-        def write(parameter: str, first: int, rows: Table) -> None:
-            put(name, starts[parameter] + first * values.dtype.itemsize, rows, False)
+    def write(parameter: str, first: int, rows: Table) -> None:
+        put(name, starts[parameter] + first * item_bytes, rows, False)
 
-        exchange.begin(flat, start, values, write, stays=stays)
+    exchange.begin(flat, start, values, write, stays=stays)
     for segment in within(flat.segments, start, start + values.numel()):
         spec, first = flat.parameters[segment.parameter], segment.parameter_start
         part = values[segment.start - start : segment.stop - start]
-        left = ((0, segment.numel),) if exchange is None else not_exchanged(segment, spec.box)
-        for begin, end in left:
+        for begin, end in not_exchanged(segment, spec.box):
             _put_stretches(put, name, starts, spec, first + begin, part[begin:end], stays)
 
 

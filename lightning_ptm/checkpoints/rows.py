@@ -7,11 +7,12 @@ states lie in RAM, a page is here several of them (`folder_contents.at_once`): a
 between threads and ranks as in bytes.
 
 A page is on its way while what came before is written, since ranks that waited for each other would leave the disk idle.
+Behind training, rows_behind.py has a thread do this.
 
 I1: ranks of a group have the same exchanges, in the same order; they compare how many before the first.
 I2: every message says whether its sender has failed. Whoever fails still sends the next one, so all of a group stop after the
     same exchange, and none waits for ever. So none is begun before the one before has been heard.
-I3: no more than two pages of each rank are held at once. Exchanges are the caller's thread's only.
+I3: no more than two pages of each rank are held at once. One thread exchanges.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.comm.communicator import Work
+from lightning_ptm.comm.behind import Arriving, Channel
 from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
@@ -108,20 +109,33 @@ Write = Callable[[str, int, Table], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """An exchange that has begun.
+class Message:
+    """What a page has of whole rows, as it leaves.
 
     Args:
         own: what this rank keeps of its own page, of each of `rows`.
-        coming: bytes from each part; of this rank none.
+        sent: to each other rank its part of them, and a byte for I2.
+        write: for this rank's share of the rows, when the other columns have come.
     """
 
     rows: Sequence[_Rows]
     own: Sequence[Tensor]
+    sent: Tensor
+    write: Write
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """An exchange that has begun.
+
+    Args:
+        coming: bytes from each part; of this rank none.
+    """
+
+    message: Message
     coming: Sequence[int]
     received: Tensor
-    work: Work
-    write: Write
+    work: Arriving
 
 
 def exchanged(box: Box | None) -> TypeGuard[Box]:
@@ -142,36 +156,60 @@ def not_exchanged(segment: Segment, box: Box | None) -> Iterator[tuple[int, int]
             yield begin, end
 
 
+@dataclass(frozen=True, slots=True)
+class PagedFlat:
+    """A flat with the pages in which it is given: (first element, elements), in this order."""
+
+    flat: ShardedFlat
+    pages: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An exchange to come: of the page of a flat that begins with element `start`.
+
+    Args:
+        held_bytes: of its message, until it has left, and of what comes for it.
+    """
+
+    flat: ShardedFlat
+    start: int
+    held_bytes: int
+
+
 class RowExchange:
     """The exchanges of one save. Collective, among the ranks of a tensor group.
 
     Args:
         group: the ranks with the other parts, in the order of the parts.
-        flats: all that this rank writes, in this order, and how many elements of each are given to `begin` at once.
+        flats: all that this rank writes, in the order in which it is exchanged.
+        channel: by which they exchange; None: by the group.
 
     Raises:
         InternalError: on all ranks of the group, if they would exchange other rows (I1).
     """
 
-    def __init__(self, group: Communicator, flats: Iterable[tuple[ShardedFlat, int]]) -> None:
-        self._group = group
-        pages = [
-            rows
-            for flat, numel in flats
+    def __init__(self, group: Communicator, flats: Iterable[PagedFlat], channel: Channel | None = None) -> None:
+        self._channel: Channel = group if channel is None else channel
+        found = [
+            (each.flat, start, rows)
+            for each in flats
             if not group.alone
-            for start in range(0, flat.paged.numel, numel)
-            if (rows := self._rows_in(flat, start, min(flat.paged.numel, start + numel)))
+            for start, numel in each.pages
+            if (rows := _rows_in(each.flat, start, start + numel))
         ]
-        counts = group.exchange((len(pages), sum(each.numel(0) for rows in pages for each in rows), 0))
+        counts = group.exchange((len(found), sum(each.numel(0) for *_, rows in found for each in rows), 0))
         if len(set(counts)) > 1:
             raise InternalError(
                 f"the ranks of a tensor group would exchange other rows of a checkpoint: {counts}; save with "
                 f"state_dict_type='full' and report this"
             )
+        self.turns = [Turn(flat, start, self._held_bytes(rows)) for flat, start, rows in found]
+        """Of pages that have whole rows, in the order of the exchanges."""
 
         # State: the exchanges that are to come, the next one last, none once one has failed or told of a failure; and the one
         # that has begun.
-        self._left = pages[::-1]
+        self._left = [rows for *_, rows in reversed(found)]
         self._under_way: _UnderWay | None = None
 
     def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
@@ -184,10 +222,25 @@ class RowExchange:
         Raises:
             FailedElsewhere: another rank of the group has failed.
         """
-        if not self._rows_in(flat, start, start + page.numel()):
-            return
+        message = self.message(flat, start, page, write, stays=stays)
+        if message is not None:
+            self.send(message)
+
+    def message(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> Message | None:
+        """What `begin` would exchange of a page; nothing is exchanged. Any thread may ask."""
+        rows, mine = _rows_in(flat, start, start + page.numel()), self._channel.rank
+        if not rows:
+            return None
+        well = torch.zeros(1, dtype=torch.uint8)
+        others = [part for part in range(self._channel.world_size) if part != mine]
+        sent = torch.cat([piece for part in others for piece in (*(each.sent_to(part, page) for each in rows), well)])
+        own = [each.sent_to(mine, page) for each in rows]
+        return Message(rows, own if stays else [piece.clone() for piece in own], sent, write)
+
+    def send(self, message: Message) -> None:
+        """The next exchange; what came before is written now. Raises as `begin`."""
         before = self._heard()
-        self._under_way = self._begun(page, write, stays=stays)
+        self._under_way = self._begun(message)
         self._write(before)
 
     def finish(self) -> None:
@@ -199,36 +252,33 @@ class RowExchange:
         with contextlib.suppress(CheckpointError):
             self._heard()
             if self._left:
-                self._under_way = self._begun(None, lambda name, first, rows: None, stays=True)
+                self._under_way = self._begun(self._failure())
                 self._left = []
                 self._heard()
 
-    def _begun(self, page: Tensor | None, write: Write, *, stays: bool) -> _UnderWay:
-        """The next one: of each rank what it sends to this one and a byte for I2; nothing of this rank itself.
+    def _held_bytes(self, rows: Sequence[_Rows]) -> int:
+        size, mine = self._channel.world_size, self._channel.rank
+        of_page = sum(each.nbytes(part) for each in rows for part in range(size))
+        return of_page + (size - 1) * (2 + sum(each.nbytes(mine) for each in rows))
 
-        Args:
-            page: this rank's; None if it has failed.
-        """
+    def _failure(self) -> Message:
+        """In the place of the next one: what tells the others."""
+        rows, mine = self._left[-1], self._channel.rank
+        parts = [part for part in range(self._channel.world_size) if part != mine]
+        size = sum(1 + sum(each.nbytes(part) for each in rows) for part in parts)
+        return Message(rows, (), torch.ones(size, dtype=torch.uint8), lambda name, first, rows: None)
+
+    def _begun(self, message: Message) -> _UnderWay:
+        """The next one: of each rank what it sends to this one; nothing of this rank itself."""
         left, self._left = self._left, []
-        rows, mine = left.pop(), self._group.rank
-        parts = range(self._group.world_size)
-        sizes = [1 + sum(each.nbytes(part) for each in rows) for part in parts]
-        own: list[Tensor] = []
-        if page is None:
-            sent = torch.ones(sum(sizes) - sizes[mine], dtype=torch.uint8)
-        else:
-            well = torch.zeros(1, dtype=torch.uint8)
-            others = [part for part in parts if part != mine]
-            sent = torch.cat(
-                [piece for part in others for piece in (*(each.sent_to(part, page) for each in rows), well)]
-            )
-            own = [each.sent_to(mine, page) for each in rows]
-            own = own if stays else [piece.clone() for piece in own]
+        left.pop()
+        mine, parts = self._channel.rank, range(self._channel.world_size)
+        sizes = [1 + sum(each.nbytes(part) for each in message.rows) for part in parts]
         outgoing = [0 if part == mine else sizes[part] for part in parts]
         coming = [0 if part == mine else sizes[mine] for part in parts]
-        received, work = self._group.start_all_to_all(sent, outgoing, coming)
+        received, work = self._channel.start_all_to_all(message.sent, outgoing, coming)
         self._left = left
-        return _UnderWay(rows, own, coming, received, work, write)
+        return _UnderWay(message, coming, received, work)
 
     def _heard(self) -> _UnderWay | None:
         """The one that had begun, if any: it has come."""
@@ -248,8 +298,8 @@ class RowExchange:
         if exchanged is None:
             return
         messages = exchanged.received.split(exchanged.coming)
-        mine, place = self._group.rank, 0
-        for each, own in zip(exchanged.rows, exchanged.own, strict=True):
+        mine, place = self._channel.rank, 0
+        for each, own in zip(exchanged.message.rows, exchanged.message.own, strict=True):
             size_bytes = each.nbytes(mine)
             came = (
                 own if part == mine else message[place : place + size_bytes] for part, message in enumerate(messages)
@@ -257,20 +307,18 @@ class RowExchange:
             share, box = each.of(mine), each.box
             if share:
                 table = Table([column.view(len(share), -1) for column in came])
-                exchanged.write(each.parameter, share.start * box.parts * box.run_numel, table)
+                exchanged.message.write(each.parameter, share.start * box.parts * box.run_numel, table)
             place += size_bytes
 
-    @staticmethod
-    def _rows_in(flat: ShardedFlat, start: int, stop: int) -> list[_Rows]:
-        """What of elements [start, stop) of a flat is exchanged."""
-        found = []
-        for segment in within(flat.segments, start, stop):
-            spec = flat.parameters[segment.parameter]
-            if exchanged(spec.box):
-                rows = spec.box.full_rows(segment.parameter_start, segment.numel)
-                first = rows.start * spec.box.run_numel - segment.parameter_start
-                if rows:
-                    found.append(
-                        _Rows(spec.name, spec.box, segment.start - start + first, rows, flat.paged.dtype.itemsize)
-                    )
-        return found
+
+def _rows_in(flat: ShardedFlat, start: int, stop: int) -> list[_Rows]:
+    """What of elements [start, stop) of a flat is exchanged."""
+    found = []
+    for segment in within(flat.segments, start, stop):
+        spec = flat.parameters[segment.parameter]
+        if exchanged(spec.box):
+            rows = spec.box.full_rows(segment.parameter_start, segment.numel)
+            first = rows.start * spec.box.run_numel - segment.parameter_start
+            if rows:
+                found.append(_Rows(spec.name, spec.box, segment.start - start + first, rows, flat.paged.dtype.itemsize))
+    return found

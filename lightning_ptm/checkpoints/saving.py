@@ -2,8 +2,9 @@
 
 `Saving` is one checkpoint on its way to the disk; saves.py has those of a run, folder_contents.py what is written where.
 I1: all ranks know of a failure on any of them, and raise; what was under the final name is then as it was before.
-I2: collectives are issued by the caller's thread only. Behind its back, ranks know of each other by the files of the folder:
-    each rank's list of ranges is its last act, and rank 0 puts the checkpoint in place when all are there.
+I2: the run's collectives are issued by the caller's thread only. Behind its back, tensor groups exchange rows by a channel of
+    their own (rows_behind.py), and all ranks know of each other by the files of the folder: each rank's list of ranges is its
+    last act, and rank 0 puts the checkpoint in place when all are there.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.folder_contents import (
     StateFiles,
-    at_once,
     bytes_here,
     index_of,
+    pages_of,
     parts_of,
     write_dictionary,
 )
 from lightning_ptm.checkpoints.rows import RowExchange
+from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
@@ -93,7 +95,6 @@ class Saving:
             world_size=engine.communicator.world_size,
             page_size=engine.allocator.page_size,
         )
-
         self._total_bytes = sum(map(bytes_here, kinds))
         """What this rank writes of tensors."""
 
@@ -109,11 +110,13 @@ class Saving:
         self._then: list[tuple[Path | None, Callable[[], None]]] = []
         self._writer: RangeWriter | None = None
         self._thread: threading.Thread | None = None
-        self._exchange: RowExchange | None = None
+        self._exchange: RowExchange | ExchangeBehind | None = None
+        self._putting = threading.Lock()
         try:
             copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
-            self._begin(checkpoint, files, copies)
-            self._begin_snapshot(files, kinds, behind=behind)
+            rows = 0 if engine.with_other_parts.alone else copies // 2
+            self._begin(checkpoint, files, copies - rows)
+            self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, behind=behind)
         except BaseException:
             self._clean_up()
             raise
@@ -128,7 +131,7 @@ class Saving:
         """The folder, with what is known before any state is written. Collective.
 
         Args:
-            copies: buffers that free RAM has room for.
+            copies: buffers of the writer that free RAM has room for.
         """
         engine = self._engine
         with engine.together():
@@ -143,15 +146,26 @@ class Saving:
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
                 self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
 
-    def _begin_snapshot(self, files: StateFiles, kinds: Sequence[ShardedKind], *, behind: bool) -> None:
-        """What is written is the states of now. Collective."""
+    def _begin_snapshot(
+        self, files: StateFiles, kinds: Sequence[ShardedKind], room_bytes: int, *, behind: bool
+    ) -> None:
+        """What is written is the states of now. Collective.
+
+        Args:
+            room_bytes: free RAM has room for so much of what is exchanged behind training.
+        """
         engine, cell_numel = self._engine, self._engine.saved_at_once
-        if not behind:  # I2
-            with engine.together():
-                flats = [(flat, at_once(flat, cell_numel, changing=False)) for kind in kinds for flat in kind.flats]
-                self._exchange = RowExchange(engine.with_other_parts, flats)
-        parts, self._outside = parts_of(self._put, files, kinds, self._exchange, cell_numel=cell_numel, changing=behind)
-        self._snapshot = engine.begin_snapshot(parts)
+        channel = engine.behind_with_other_parts if behind else None
+        with engine.together():
+            flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
+            rows = RowExchange(engine.with_other_parts, flats, channel)
+        behind_training: ExchangeBehind | None = None
+        if channel is not None:
+            behind_training = ExchangeBehind(rows, room_bytes, lambda error: self._snapshot.fail(error))
+        exchange = rows if behind_training is None else behind_training
+        parts, self._outside = parts_of(self._put, files, kinds, exchange, cell_numel=cell_numel, changing=behind)
+        self._snapshot = engine.begin_snapshot(parts, None if behind_training is None else behind_training.abandon)
+        self._exchange = exchange
 
     def _write_now(self) -> None:
         try:
@@ -238,6 +252,8 @@ class Saving:
 
     def _write_behind(self) -> None:
         use_cores(1)
+        if isinstance(self._exchange, ExchangeBehind):
+            self._exchange.start()
         self._write()
 
     def _write(self) -> None:
@@ -264,11 +280,12 @@ class Saving:
             self._commit()
 
     def _put(self, name: str, start: int, values: Tensor | Source, stays: bool) -> None:
-        """Called by one thread at a time: see `Snapshot`."""
+        """What lies in pages comes from the threads of the snapshot, whole rows from the one that exchanges them."""
         assert self._writer is not None
-        self._writer.put(name, start, values, stays=stays)
-        self._done_bytes += values.nbytes
-        self._watch(values.nbytes)
+        with self._putting:
+            self._writer.put(name, start, values, stays=stays)
+            self._done_bytes += values.nbytes
+            self._watch(values.nbytes)
 
     def _commit(self) -> None:
         """Put it in place, once."""

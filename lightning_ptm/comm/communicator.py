@@ -28,7 +28,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
-from lightning_ptm.comm.patience import Patience
+from lightning_ptm.comm.behind import GroupBehind
+from lightning_ptm.comm.patience import NOTHING, Exchanged, Patience
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
@@ -103,6 +104,9 @@ class Communicator(Protocol):
             partition: every rank once; the same on all ranks. Collective for all of them.
         """
 
+    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
+        """As `part`, for what is exchanged behind training; None of a rank that is alone."""
+
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
 
@@ -125,6 +129,9 @@ class Communicator(Protocol):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
     def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
     def exchange(self, row: Row) -> Sequence[Row]: ...
+    def exchanged(self) -> Exchanged:
+        """What this rank has exchanged with its tensor group since that has met, if anything. Not collective."""
+
     def send(self, page: Tensor, rank: int) -> Work:
         """The paper's Page.send: the bytes of a page to another rank."""
 
@@ -151,6 +158,9 @@ class SoloCommunicator:
 
     def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
         return self
+
+    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
+        return None
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         if shard.data_ptr() != full.data_ptr():
@@ -186,6 +196,9 @@ class SoloCommunicator:
 
     def exchange(self, row: Row) -> Sequence[Row]:
         return [row]
+
+    def exchanged(self) -> Exchanged:
+        return NOTHING
 
     def send(self, page: Tensor, rank: int) -> Work:
         raise RankError(f"there is one rank only; rank {rank} does not exist")
@@ -255,6 +268,7 @@ class ProcessGroupCommunicator:
         self._board = dist.distributed_c10d._get_default_store()
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroupCommunicator] = []
+        self._behind: list[GroupBehind] = []
 
         # State: no group any more once closed.
         self._begun = self._issued = 0
@@ -283,6 +297,15 @@ class ProcessGroupCommunicator:
         made = ProcessGroupCommunicator(self._backend, self._timeout, self._events, within=self, partition=partition)
         self._parts.append(made)
         return made
+
+    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
+        for ranks in partition:  # every rank makes all groups, in the same order
+            members = list(ranks)
+            group = self._guard(lambda: dist.new_group(members, backend=_GLOO, timeout=self._timeout))  # noqa: B023
+            if self._own_rank in members and len(members) > 1:
+                self._behind.append(GroupBehind(group, members))
+            del group  # the last reference must be `close`'s
+        return self._behind[-1] if self._behind else None
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         if flat.shares:
@@ -469,6 +492,9 @@ class ProcessGroupCommunicator:
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
+    def exchanged(self) -> Exchanged:
+        return self.patience.exchanged()
+
     def send(self, page: Tensor, rank: int) -> Work:
         handle = self._issue(lambda: dist.isend(page, self._ranks[rank], group=self._data))
         return Work([handle], [page], guard=self._guard)
@@ -516,17 +542,24 @@ class ProcessGroupCommunicator:
         # The board is gone when its rank's process is. The first reason stays: it is the cause of the others.
         with contextlib.suppress(Exception):
             self._board.compare_set(self._failure_key, "", f"rank {self._own_rank} failed with {reason}")
-        self.close()
+        self._hang_up()
 
     @property
     def group_names(self) -> list[str]:
         """Of all groups that collectives are issued on here."""
         groups = [group for each in (self, *self._parts) for group in (each._data_group, each._control_group)]
-        return [group.group_name for group in groups if group is not None]
+        behind = [each.group_name for each in self._behind]
+        return [*(group.group_name for group in groups if group is not None), *behind]
 
     def close(self) -> None:
-        """Destroys the two groups, and those of its parts. Not collective: a rank that failed closes alone. Blocks until
-        collectives in flight have ended, so that afterwards nothing writes into their buffers. Idempotent."""
+        """Destroys the two groups, those of its parts and those behind training. Not collective: a rank that failed closes
+        alone. Blocks until collectives in flight have ended, so that afterwards nothing writes into their buffers.
+        Idempotent."""
+        self._hang_up()
+        for each in self._behind:
+            each.close()
+
+    def _hang_up(self) -> None:
         # Dropping the last reference is what closes the connections. Control first: there the others wait.
         communicators = [self, *self._parts]
         for each in communicators:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from lightning_ptm.comm.behind import GroupBehind
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
 from lightning_ptm.planning.holders import Axis, Mesh
 
@@ -20,9 +21,16 @@ class Communicators:
     Args:
         everybody: of all ranks of the mesh; those made here end with it.
         along: the sets of axes that will be asked for, beside all of them; the same on all ranks.
+        behind: the axes along which ranks exchange something behind training; the same on all ranks.
     """
 
-    def __init__(self, mesh: Mesh, everybody: Communicator, along: Iterable[Collection[Axis]] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        everybody: Communicator,
+        along: Iterable[Collection[Axis]] = (),
+        behind: Collection[Axis] = (),
+    ) -> None:
         self._mesh = mesh
         self.everybody = everybody
         self._made = {self._wide(mesh.sizes): everybody}
@@ -30,6 +38,9 @@ class Communicators:
             wide = self._wide(axes)
             if wide not in self._made:
                 self._made[wide] = everybody.part(mesh.groups(wide)) if wide else SoloCommunicator()
+        wide = self._wide(behind)
+        self.behind: GroupBehind | None = everybody.behind(mesh.groups(wide)) if wide else None
+        """Of the ranks that differ from this one along `behind` alone, if there are others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:
         """Of the ranks that differ from this one along these axes alone."""

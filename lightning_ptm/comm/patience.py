@@ -25,8 +25,8 @@ Exchanged = tuple[int, Sequence[str]]
 """The number of a tensor group, and what a rank of it has exchanged since it has met, in words, with what it is at."""
 
 
-def _nothing() -> Exchanged:
-    return 0, ()
+NOTHING: Exchanged = (0, ())
+"""Of a rank that exchanges nothing."""
 
 
 class Patience:
@@ -42,8 +42,8 @@ class Patience:
         self._board = board
         self._key = f"{key}/waits"
         self._rank = rank
-        self.exchanged: Callable[[], Exchanged] = _nothing
-        """Set by who knows."""
+        self.exchanged: Callable[[], Exchanged] = lambda: NOTHING
+        """Set by who knows; asked here, and where ranks explain why they give up."""
         # state
         self._rounds = self._exchanges = 0
 
@@ -116,4 +116,4 @@ def first_difference(told: Mapping[int, Exchanged]) -> str:
     return ""
 
 
-__all__ = ["Exchanged", "Patience", "first_difference"]
+__all__ = ["NOTHING", "Exchanged", "Patience", "first_difference"]

@@ -10,7 +10,7 @@ the rows of the inventory and for nothing else, in every tier.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, Teams, together
 from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.comm.behind import Channel
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, InternalError, RankError, UsageError
 from lightning_ptm.events import Events
@@ -721,14 +722,18 @@ class Engine:
                 flat.await_reads()
         self.rendezvous.come_together(Together.BY_HAND, deed)
 
-    def begin_snapshot(self, parts: Sequence[Part]) -> Snapshot:
-        """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`."""
+    def begin_snapshot(self, parts: Sequence[Part], failed: Callable[[], None] | None = None) -> Snapshot:
+        """The states of now, to be taken in any thread while updates go on. One at a time; end it with `end_snapshot`.
+
+        Args:
+            failed: see `Snapshot`.
+        """
         self.drain("snapshot")
         self.executor.release_all()
         cell_numel = self.saved_at_once
         if self._save_buffers is None:
             self._save_buffers = Buffers.for_now(self.allocator, self._save_sizes())
-        snapshot = Snapshot(self.allocator, parts, cell_numel, self._save_buffers)
+        snapshot = Snapshot(self.allocator, parts, cell_numel, self._save_buffers, failed)
         self.updater.watch(snapshot.before_write)
         return snapshot
 
@@ -755,6 +760,11 @@ class Engine:
     def with_other_parts(self) -> Communicator:
         """Of the ranks that have the other parts of what is in parts here, in the order of the parts."""
         return self._communicators.along((Axis.TENSOR,))
+
+    @property
+    def behind_with_other_parts(self) -> Channel | None:
+        """The same ranks, for what they exchange behind training; None where there are no others."""
+        return self._communicators.behind
 
     @contextmanager
     def together(self) -> Iterator[None]:

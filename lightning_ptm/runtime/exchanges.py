@@ -63,7 +63,7 @@ class Exchanges:
         """The occasions behind which the group has met."""
         self._since: list[str] = []
         """The exchanges since then, in words; the last one may be one that the group is to meet for."""
-        rendezvous.exchanged = communicator.patience.exchanged = self.since_met
+        communicator.patience.exchanged = self.since_met
 
     def meet_again(self) -> None:
         """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.comm.patience import Exchanged, first_difference
+from lightning_ptm.comm.patience import first_difference
 from lightning_ptm.errors import RankError
 from lightning_ptm.runtime.whereabouts import whereabouts
 
@@ -75,8 +75,6 @@ class Rendezvous:
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: Teams) -> None:
         self._communicator = communicator
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
-        self.exchanged: Callable[[], Exchanged] | None = None
-        """Which tensor group this rank is of, and what it has exchanged since that has met; set by who knows."""
         self.failed = False
         """Nothing collective happens here any more; set by `fail`."""
         self._since = 0
@@ -172,14 +170,14 @@ class Rendezvous:
         """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
         collective follows."""
         ranks = range(self._communicator.world_size)
-        ours = (reason, whereabouts(), None if self.exchanged is None else self.exchanged())
+        ours = (reason, whereabouts(), self._communicator.exchanged())
         told = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks
         ]
         reason = reason or next((each for each, *_ in told if each), "a rank has given up")
         places = ", ".join(f"rank {rank} {place}" for rank, (_, place, _) in enumerate(told))
-        exchanged = {rank: each for rank, (*_, each) in enumerate(told) if each is not None}
+        exchanged = {rank: each for rank, (*_, each) in enumerate(told)}
         text = f"{reason}{first_difference(exchanged)} [{places}]"
         self.fail(text)
         return text

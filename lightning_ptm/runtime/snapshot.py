@@ -35,12 +35,32 @@ class Part:
     Attributes:
         cells: where its cells begin; None: they are of equal length.
         at_once: elements that are read together, and of a cell of equal length; None: as the snapshot says.
+        before_put: is called with the first element before `put` is, by any thread at any time; may wait.
     """
 
     paged: Elements
     put: Callable[[int, Tensor], None]
     cells: Sequence[int] | None = None
     at_once: int | None = None
+    before_put: Callable[[int], None] | None = None
+
+
+def stretches(numel: int, cells: Sequence[int] | None, at_once: int) -> Iterator[tuple[int, int]]:
+    """(first element, elements) of all that is put of `numel` elements, each by itself, if nobody takes them out of turn.
+
+    Args:
+        cells, at_once: as a part's.
+    """
+    starts = cells or range(0, numel, at_once)
+    for place, first in enumerate(starts):
+        end = starts[place + 1] if place + 1 < len(starts) else numel
+        yield from stretches_of_cell(first, end, at_once)
+
+
+def stretches_of_cell(first: int, end: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Those of elements [first, end)."""
+    for start in range(first, end, at_once):
+        yield start, min(at_once, end - start)
 
 
 class _State(enum.Enum):
@@ -57,11 +77,20 @@ class Snapshot:
         cell_numel: elements of a cell, but for parts that say otherwise; as many are read at once. Stretches that are
             announced are cells.
         buffers: for parts on disk.
+        failed: is called after a failure, for who waits in a part's `before_put`; by any thread, perhaps more than once.
     """
 
-    def __init__(self, allocator: Allocator, parts: Sequence[Part], cell_numel: int, buffers: pieces.Buffers) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        parts: Sequence[Part],
+        cell_numel: int,
+        buffers: pieces.Buffers,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
         self._allocator = allocator
         self._buffers = buffers
+        self._failed = failed
 
         # State, under the condition's lock; a part's cells by the number of its paged tensor.
         self._changed = threading.Condition()
@@ -128,9 +157,13 @@ class Snapshot:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+        if self._failed is not None:
+            self._failed()
 
     def _put(self, part: Part, start: int, values: Tensor) -> None:
         try:
+            if part.before_put is not None:
+                part.before_put(start)
             with self._putting:
                 part.put(start, values)
         except BaseException as error:
@@ -152,9 +185,7 @@ class Snapshot:
                 if self._state(paged, first) is not _State.THERE:
                     continue
                 self._set(paged, first, _State.BEING_TAKEN)
-            end, numel = self._end(paged, first), self._at_once[paged.id]
-            for start in range(first, end, numel):
-                yield start, min(numel, end - start)
+            yield from stretches_of_cell(first, self._end(paged, first), self._at_once[paged.id])
 
     def _place(self, paged: Elements, start: int) -> int:
         """Of the cell that has an element."""

@@ -29,6 +29,7 @@ from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
 from lightning_ptm.planning.experts import ALONG
+from lightning_ptm.planning.holders import Axis
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import draw
@@ -89,7 +90,8 @@ class BuildingStrategy(CheckpointingStrategy):
             self._boxes(), self.world_size, self.settings.expert_parallel_size, self._communicator.rank
         ).mesh
         # What ranks with other parts exchange is the module's affair.
-        communicators = Communicators(mesh, self._communicator, ALONG)
+        behind = (Axis.TENSOR,) if self.settings.async_save and fitting else ()
+        communicators = Communicators(mesh, self._communicator, ALONG, behind)
         given = given or self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
         if settings.page_size == "auto":  # once for all runs of this strategy

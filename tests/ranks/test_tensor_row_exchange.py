@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +17,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
+from rank_harness import End, run_ranks, watch_ranks
 from tensor_blocks import WIDTH, rows, trainer_of
 from test_communicator import connect
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints.rows import RowExchange, Table
+from lightning_ptm.checkpoints.rows import PagedFlat, RowExchange, Table
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CheckpointError, InternalError
 from lightning_ptm.events import Event
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import ParameterSpec
+from lightning_ptm.runtime.snapshot import stretches
 from lightning_ptm.runtime.values import ShardedFlat
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.update import Segment
@@ -78,6 +83,7 @@ class Saves(L.Callback):
             strategy.save_ops = Failing() if trainer.global_rank == self.culprit else None
             with pytest.raises(CheckpointError) as caught:
                 trainer.save_checkpoint(self.target.with_name("never"))
+                strategy.wait_for_checkpoint()
             self.seen, strategy.save_ops = str(caught.value), None
         with strategy.trace_events(self.hear):
             trainer.save_checkpoint(self.target)
@@ -114,12 +120,12 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
 ) -> None:
     home = {**home, "disk_path": str(disk)}
     run_ranks(save, ranks, ranks, tensor, tmp_path / "now", home)
-    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {**home, "async_save": True})  # exchanges nothing
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {**home, "async_save": True})
     now, behind = files_of(tmp_path / "now"), files_of(tmp_path / "behind")
     assert len(now) == 3 and now == behind
-    for rank in range(ranks):
-        written = json.loads((tmp_path / "now" / f"ranges-{rank:05d}.json").read_text())
-        assert len(written) < 96, f"rank {rank} wrote {len(written)} stretches, of 3 kinds of 96 rows"
+    for rank, when in itertools.product(range(ranks), ("now", "behind")):
+        written = json.loads((tmp_path / when / f"ranges-{rank:05d}.json").read_text())
+        assert len(written) < 96, f"rank {rank} wrote {len(written)} stretches {when}, of 3 kinds of 96 rows"
     saved = sharded.load(tmp_path / "now")["state_dict"]["blocks.0.project.weight"]
     assert saved.shape == (96, 768)
 
@@ -144,15 +150,107 @@ def test_what_lies_in_ram_is_exchanged_in_fewer_pieces_than_it_has_pages(tmp_pat
     assert run_ranks(count, 2, tmp_path / "x", {}) == [3, 3]
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_of_the_group_that_cannot_write_is_an_error_on_both_and_the_next_save_is_whole(
-    culprit: int, tmp_path: Path
+    culprit: int, behind: bool, tmp_path: Path
 ) -> None:
-    seen = run_ranks(save, 2, 2, 2, tmp_path / "x", {}, culprit)
+    seen = run_ranks(save, 2, 2, 2, tmp_path / "x", {"async_save": behind}, culprit)
     assert all(os.strerror(errno.EIO) in each for each in seen), seen
     assert f"rank {culprit}: writing" in seen[1 - culprit]
     assert not (tmp_path / "never").exists()
     assert sharded.load(tmp_path / "x")["global_step"] == 1
+
+
+class Deadly(SaveOps):
+    """A disk whose process is killed at a write of states."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().pwritev(fd, buffers, offset)
+
+
+class Dies(L.Callback):
+    """One of two ranks, in its second save."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        strategy.wait_for_checkpoint()
+        if trainer.global_step == 2:
+            strategy.save_ops = Deadly() if trainer.global_rank else None
+        trainer.save_checkpoint(self.target.with_name(f"step{trainer.global_step}"))
+
+
+def save_and_die(target: Path, settings: dict[str, Any]) -> str:
+    given = {"state_dict_type": "sharded", "async_save": True, "units": ["Wide"], **settings}
+    trainer = trainer_of(2, 2, given, max_steps=4, callbacks=[Dies(target)], use_distributed_sampler=False)
+    with pytest.raises(Exception) as caught:  # whichever the survivor meets first
+        trainer.fit(Module(), DataLoader(rows(4), 1))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_while_rows_are_exchanged_ends_the_other_and_leaves_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
+    began_s = time.monotonic()
+    survivor, killed = watch_ranks(save_and_die, 2, tmp_path / "x", {})
+    assert killed.exit_code == -signal.SIGKILL, killed
+    assert survivor.end is End.RETURNED and survivor.value, survivor
+    assert time.monotonic() - began_s < 50, "waited until the time limit of collectives"
+    assert sharded.load(tmp_path / "step1")["global_step"] == 1
+    assert not (tmp_path / "step2").exists()
+
+
+class Held(SaveOps):
+    """A disk that takes states when it is told to."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.freed.wait(50)
+        return super().pwritev(fd, buffers, offset)
+
+
+class FailsBehindASave(L.Callback):
+    """One rank, while nothing of the checkpoint is on the disk yet; that goes on when the run has failed on the rank."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        held = strategy.save_ops = Held()
+        fail = strategy.on_exception
+
+        def failed(exception: BaseException) -> None:
+            fail(exception)
+            held.freed.set()
+
+        strategy.on_exception = failed
+        trainer.save_checkpoint(self.target)
+        if trainer.global_rank:
+            raise ValueError("this rank has had enough")
+
+
+def save_and_fail(target: Path) -> str:
+    given = {"state_dict_type": "sharded", "async_save": True, "units": ["Wide"]}
+    trainer = trainer_of(2, 2, given, max_steps=4, callbacks=[FailsBehindASave(target)], use_distributed_sampler=False)
+    with pytest.raises(Exception, match="this rank has had enough") as caught:
+        trainer.fit(Module(), DataLoader(rows(4), 1))  # type: ignore[arg-type]
+    return type(caught.value).__name__
+
+
+def test_a_checkpoint_in_progress_is_finished_where_the_run_fails_on_one_rank(tmp_path: Path) -> None:
+    assert run_ranks(save_and_fail, 2, tmp_path / "x") == ["RankError", "ValueError"]
+    saved = sharded.load(tmp_path / "x")
+    assert saved["global_step"] == 1
+    assert saved["state_dict"]["blocks.0.project.weight"].shape == (96, 768)
 
 
 # -- the protocol -----------------------------------------------------------------------------------------------------
@@ -178,6 +276,11 @@ def flat_of(part: int, dtype: torch.dtype, first: int = 0) -> ShardedFlat:
     return ShardedFlat(Paged(64 + numel, dtype), specs, segments, [])  # type: ignore[arg-type]
 
 
+def paged(flat: ShardedFlat, numel: int) -> PagedFlat:
+    """In pages of that many elements."""
+    return PagedFlat(flat, list(stretches(flat.paged.numel, None, numel)))
+
+
 class Found:
     """Keeps what is written."""
 
@@ -201,7 +304,7 @@ def exchange_all() -> list[str]:
             shard = torch.cat([torch.zeros(64, dtype=dtype), part])
             for stays in (True, False):
                 found = Found()
-                exchange = RowExchange(group, [(flat, PAGE_NUMEL)])
+                exchange = RowExchange(group, [paged(flat, PAGE_NUMEL)])
                 for start in range(0, shard.numel(), PAGE_NUMEL):
                     page = shard[start : start + PAGE_NUMEL].clone()
                     exchange.begin(flat, start, page, found, stays=stays)
@@ -234,7 +337,7 @@ def fail_after(pages: int) -> str:
 def write_until(pages: int, group: Communicator) -> str:
     flat = flat_of(group.rank, torch.float32)
     shard = torch.zeros(flat.paged.numel)
-    exchange = RowExchange(group, [(flat, PAGE_NUMEL)])
+    exchange = RowExchange(group, [paged(flat, PAGE_NUMEL)])
     starts = list(range(0, shard.numel(), PAGE_NUMEL))
     for page, start in enumerate(starts):
         if group.rank == 1 and page == pages:
@@ -264,7 +367,7 @@ def begin_before_the_other() -> int:
     group = connect()
     others = group.part([[0, 1]])
     flat, found = flat_of(group.rank, torch.float32), Found()
-    exchange = RowExchange(group, [(flat, flat.paged.numel)])
+    exchange = RowExchange(group, [paged(flat, flat.paged.numel)])
     if group.rank == 1:
         others.all_reduce(torch.zeros(1))
     exchange.begin(flat, 0, torch.zeros(flat.paged.numel), found, stays=True)
@@ -292,7 +395,7 @@ def test_a_table_fills_from_any_byte_to_any_other(first: int) -> None:
 def differ() -> str:
     group = connect()
     with pytest.raises(InternalError) as caught:
-        RowExchange(group, [(flat_of(group.rank, torch.float32, 200 * group.rank), PAGE_NUMEL)])
+        RowExchange(group, [paged(flat_of(group.rank, torch.float32, 200 * group.rank), PAGE_NUMEL)])
     return str(caught.value)
 
 

@@ -109,7 +109,7 @@ def test_what_a_group_has_met_for_is_not_told_again(world: World, exchanges: Exc
     world.occasions += 1
     exchange(exchanges, layer="c")
     exchange(exchanges, layer="d")
-    group, told = world.exchanged()
+    group, told = world.patience.exchanged()
     assert group == GROUP
     assert [each.split()[3] for each in told] == ["c", "d"]
 

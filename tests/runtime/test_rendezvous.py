@@ -8,6 +8,7 @@ import pytest
 
 from lightning_ptm.comm import Gathering, Teams
 from lightning_ptm.comm.agreement import TOGETHER, Decision, NeededCollective, Row
+from lightning_ptm.comm.patience import NOTHING, Exchanged
 from lightning_ptm.errors import RankError
 from lightning_ptm.runtime.rendezvous import Rendezvous, Together
 from lightning_ptm.terms import Operation
@@ -29,7 +30,10 @@ class Other:
         return [row, self.brings.pop(0) if self.brings else row]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value if source == 0 else ("", "is elsewhere", None)
+        return value if source == 0 else ("", "is elsewhere", NOTHING)
+
+    def exchanged(self) -> Exchanged:
+        return NOTHING
 
     def fail(self, reason: str) -> None:
         self.failures.append(reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.pieces import Buffers
-from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.runtime.snapshot import Part, Snapshot, stretches
 from lightning_ptm.terms import Tier
 
 CELL = 4096
@@ -212,3 +212,38 @@ def test_a_part_that_says_how_much_is_taken_at_once_is_taken_so(allocator: Alloc
     ]
     Snapshot(allocator, parts, CELL, Buffers(allocator, [])).take_all()
     assert taken == [(0, 2 * CELL), (2 * CELL, CELL), (0, CELL), (CELL, CELL), (2 * CELL, CELL)]
+
+
+def test_who_waits_before_a_put_holds_up_nobody_and_hears_of_a_failure(allocator: Allocator) -> None:
+    """The updater waits before it takes the last cell; meanwhile the saving thread takes the others, until it fails."""
+    paged = allocator.allocate("states", 3 * CELL, torch.float32, Tier.DEVICE)
+    taken: list[int] = []
+    waits, failed = threading.Event(), threading.Event()
+
+    def before_put(start: int) -> None:
+        if start == 2 * CELL:
+            waits.set()
+            assert failed.wait(30)
+
+    def put(start: int, values: Tensor) -> None:
+        taken.append(start)
+        if start == CELL:
+            raise OSError("the disk is full")
+
+    part = Part(paged, put, before_put=before_put)
+    snapshot = Snapshot(allocator, [part], CELL, Buffers(allocator, []), failed.set)
+    last = paged.tensor()[2 * CELL :]
+    updater = threading.Thread(target=snapshot.before_write, args=(paged, 2 * CELL, last))
+    updater.start()
+    assert waits.wait(30)
+    with pytest.raises(OSError, match="full"):
+        snapshot.take_all()
+    updater.join(30)
+    assert not updater.is_alive()
+    assert taken[:2] == [0, CELL]
+
+
+def test_stretches_are_cells_or_equal_lengths_and_of_long_cells_several() -> None:
+    assert list(stretches(10, None, 4)) == [(0, 4), (4, 4), (8, 2)]
+    assert list(stretches(10, [0, 3, 9], 4)) == [(0, 3), (3, 4), (7, 2), (9, 1)]
+    assert list(stretches(0, None, 4)) == []
