@@ -107,7 +107,7 @@ def test_what_counts_is_the_slowest_rank() -> None:
             DeviceCopies(rate, rate, rate),
             *({"bfloat16": rate} for _ in range(3)),
             sample_s=seconds,
-            updates=UpdateRates(rate, None, None, seconds, rate, seconds, rate, rate),
+            updates=UpdateRates(rate, None, None, seconds, rate, seconds, rate, rate, {"int8": rate}),
         )
         for rate, seconds in ((2.0, 1.0), (1.0, 2.0))
     )
