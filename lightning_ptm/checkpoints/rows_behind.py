@@ -18,6 +18,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_ptm.checkpoints.rows import Message, RowExchange, Write
+from lightning_ptm.errors import CheckpointError
 from lightning_ptm.runtime.values import ShardedFlat
 from lightning_ptm.update.threads import use_cores
 
@@ -80,7 +81,7 @@ class ExchangeBehind:
         """Wait until everything is exchanged and written.
 
         Raises:
-            CheckpointError: what the exchanges have ended with.
+            CheckpointError: what the exchanges have ended with before the last one.
         """
         if self._thread is not None:
             self._thread.join()
@@ -106,6 +107,9 @@ class ExchangeBehind:
             for turn in range(len(self._turns)):
                 message = self._next(turn)
                 if message is None:
+                    self._error = CheckpointError(
+                        "the exchange of rows for a checkpoint was given up before its last one"
+                    )
                     self._exchange.give_up()
                     return
                 self._exchange.send(message)

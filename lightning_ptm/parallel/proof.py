@@ -64,8 +64,10 @@ class Proof:
         self._group = group
         self._of_parts = of_parts
         self._divide = divide
-        self._handles: dict[str, list[Any]] = {}
-        """By block, of those whose next call may need a proof."""
+        self._handles: list[Any] = []
+        """Of blocks: any call may be the first of its kind."""
+        self._inside: dict[str, list[Any]] = {}
+        """By block, of layers in those that have not been called."""
         self._proven: dict[str, list[_Call]] = {}
         """By kind."""
         skeletons: dict[str, nn.Module] = {}
@@ -74,8 +76,8 @@ class Proof:
             if kind not in skeletons:
                 skeletons[kind] = _without_weights(block)
             hook = self._hook(kind, block, skeletons[kind])
-            handles = self._handles.setdefault(block.name, [])
-            handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(block.module.register_forward_pre_hook(hook, with_kwargs=True))
+            handles = self._inside.setdefault(block.name, [])
             unproven = self._unproven(kind, block)
             for name, module in block.module.named_modules():
                 if name in block.plan:
@@ -83,11 +85,13 @@ class Proof:
 
     def close(self) -> None:
         """What has not been called is not proven."""
-        for name in list(self._handles):
+        for name in list(self._inside):
             self._forget(name)
+        while self._handles:
+            self._handles.pop().remove()
 
     def _forget(self, name: str) -> None:
-        for handle in self._handles.pop(name, ()):
+        for handle in self._inside.pop(name, ()):
             handle.remove()
 
     def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
@@ -95,16 +99,13 @@ class Proof:
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
-            wanted = set(range(len(given)))
             # A token alone does not tell what is made of several (I2: its length is the same).
             alone = self._of_parts and not any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1])
-            if self._of_parts:
-                wanted.add(_IN_TRAINING)
-                tracked |= {_IN_TRAINING} if module.training else set()
+            if self._of_parts and module.training:
+                tracked.add(_IN_TRAINING)
             call = _Call(told((args, kwargs)), tracked, alone)
             proven = self._proven.setdefault(kind, [])
-            if tracked == wanted and not alone:
-                self._forget(block.name)
+            self._forget(block.name)
             if not any(each.covers(call) for each in proven):
                 proven.append(call)
                 self._prove(kind, block, skeleton, args, kwargs)
@@ -114,7 +115,7 @@ class Proof:
     def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if block.name in self._handles and kind not in self._proven:
+            if block.name in self._inside and kind not in self._proven:
                 raise ConfigError(
                     f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
                     f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "

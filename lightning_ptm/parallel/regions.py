@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from lightning_ptm.errors import some
 from lightning_ptm.parallel.blocks import Block
 from lightning_ptm.parallel.rules import Columns, Partial, Place, Rows, Rule, Summed, Vocabulary
 
@@ -94,6 +95,15 @@ def sequence_block(block: Block) -> SequenceBlock | None:
     return SequenceBlock(block, tuple(regions)) if any(each.divided for each in regions) else None
 
 
+def whole_because_of(block: Block) -> str:
+    """Which layers keep ranks from having parts of a sequence around pairs of Columns() and Rows(); "" without such pairs."""
+    rules = block.plan.values()
+    columns = any(isinstance(rule, Columns) and not rule.gather for rule in rules)
+    if not columns or not any(isinstance(rule, Rows) and not rule.split for rule in rules):
+        return ""
+    return some([f"{block.name}.{name}".strip(".") for name, rule in block.plan.items() if _computes_whole(rule)], 3)
+
+
 def _computes_whole(rule: Rule) -> bool:
     gathers = isinstance(rule, Columns) and rule.gather
     return gathers or isinstance(rule, (Summed, Vocabulary)) or (isinstance(rule, Rows) and rule.split)
@@ -115,4 +125,4 @@ def _called(modules: dict[str, nn.Module], name: str) -> str:
     return name
 
 
-__all__ = ["Region", "SequenceBlock", "is_in", "sequence_block"]
+__all__ = ["Region", "SequenceBlock", "is_in", "sequence_block", "whole_because_of"]

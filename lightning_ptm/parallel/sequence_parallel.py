@@ -15,7 +15,7 @@ from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.blocks import Block
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.parts import InBlock, InRegion, Parts
-from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block
+from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block, whole_because_of
 from lightning_ptm.parallel.rules import Place
 from lightning_ptm.runtime.forwards import Forward
 
@@ -33,6 +33,7 @@ class SequenceParallel:
     def __init__(self, blocks: Sequence[Block], group: TensorGroup, cut: Sequence[Place]) -> None:
         self.parts = Parts(group)
         self._whole = Between(group)
+        self._all_blocks = tuple(blocks)
         self._blocks = [made for block in blocks if (made := sequence_block(block)) is not None]
         for each in self._blocks:
             _refuse_statistics(each)
@@ -45,12 +46,21 @@ class SequenceParallel:
         Raises:
             ConfigError: in no block there is anything between layers that are cut.
         """
-        if not self._blocks:
+        if self._blocks:
+            return
+        names = [each for each in map(whole_because_of, self._all_blocks) if each]
+        if names:
             raise ConfigError(
-                "sequence_parallel=True and no block has layers with Columns() and, behind them, Rows() in modules that are "
-                "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
-                "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+                f"sequence_parallel=True and {names[0]} compute, beside pairs of Columns() and Rows() in the same module, "
+                f"what is whole, so that there is nothing that ranks could have parts of the sequence of; use "
+                f"sequence_parallel=False, or leave these layers out of tensor_parallel_plan, or have each pair in a module "
+                f"of its own"
             )
+        raise ConfigError(
+            "sequence_parallel=True and no block has layers with Columns() and, behind them, Rows() in modules that are "
+            "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
+            "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+        )
 
     def refuse_elsewhere(self, root: nn.Module) -> None:
         """What blocks have in common with code around them, where its gradients are whole.

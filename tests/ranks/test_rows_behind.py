@@ -146,6 +146,26 @@ def test_a_rank_that_fails_is_heard_of_and_nobody_waits_for_room_any_more(page: 
     assert (failures, own) == ([FailedElsewhere.__name__], [])
 
 
+def abandon_in_the_midst() -> str:
+    """Both ranks give up when all pages have been taken but the last: neither hears of a failure that it has not itself."""
+    group = connect()
+    given = Given(group, 1 << 20)
+    given.behind.start()
+    given.give(STARTS[:-1])
+    given.behind.abandon()
+    try:
+        given.behind.finish()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        group.close()
+    return "finished"
+
+
+def test_what_was_given_up_before_its_end_has_not_finished() -> None:
+    assert "finished" not in run_ranks(abandon_in_the_midst, 2)
+
+
 def outlive_the_run() -> int:
     """The run fails on rank 0, and on the other, which hears of it, when half of the pages are exchanged."""
     group = connect()

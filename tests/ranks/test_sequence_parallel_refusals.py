@@ -39,6 +39,17 @@ class Normed(nn.Module):
         return x + self.feed_forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Sharpened(FeedForward):
+    """Gathers for itself, between layers that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate(x)
+
+
 class Pooled(Normed):
     """Gives one token for all."""
 
@@ -101,6 +112,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
         lambda: Model(Normed(nn.Identity())),
         SPLIT,
         ["no block", "Columns()", "sequence_parallel=False"],
+    ),
+    "a pair beside columns that are gathered": (
+        lambda: Model(Sharpened()),
+        {"blocks.*.expand": Columns(), "blocks.*.project": Rows(), "blocks.*.gate": Columns(gather=True)},
+        ["blocks.0.gate compute, beside pairs of Columns() and Rows()", "whole", "sequence_parallel=False"],
     ),
     "a norm inside of a block is also outside": (
         sharing("module"),

@@ -208,6 +208,17 @@ class Asking(nn.Module):
         return x
 
 
+class AskingAgain(nn.Module):
+    """Its only block is asked for something else when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Asked()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[0](x.requires_grad_()), gated=True)
+
+
 class Stack(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -300,6 +311,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
         "blocks.1 (Activated) computes",
     ),
     "a later call with another flag": (Asking, PLAN, "blocks.2 (Asked) computes"),
+    "a later call of the same block with another flag": (AskingAgain, PLAN, "blocks.0 (Asked) computes"),
     "a later block with another function in its configuration": (
         lambda: Stack(*(InConfiguration(each) for each in FUNCTIONS)),
         PLAN,
