@@ -286,11 +286,12 @@ def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> l
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
-    """Of hooks that would be refused."""
+    """Of hooks that would be refused, or find parts of what tensor parallelism divides."""
     readers = precision.gradient_readers(module, of_grad=True)
-    if readers and not engine.communicator.alone and not engine.gradients_in_place:
+    if readers and not engine.communicator.alone and any(engine.flats):
+        kept = "finds this rank's part alone" if engine.gradients_in_place else "will be refused"
         rank_zero_warn(
-            f"{', '.join(readers)}: a hook between backward and step that reads .grad will be refused, since each rank keeps "
+            f"{', '.join(readers)}: a hook between backward and step that reads .grad {kept}, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
             f"trainer.strategy.gradient_norm(optimizer) for the norm"
         )

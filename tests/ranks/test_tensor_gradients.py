@@ -4,6 +4,7 @@ the step, as on one rank, and what is learned is, bit by bit, what it is where t
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from rank_harness import run_ranks
 from rank_tensor_models import Outcome, Run, train
+from tensor_blocks import Blocks, loader, trainer_of
 
 import lightning_ptm
 from lightning_ptm.runtime.route import Waits
@@ -67,6 +69,31 @@ def test_no_bit_depends_on_where_they_wait(precision: str, trainer: Mapping[str,
     for mine, theirs in zip(in_ram, paged, strict=True):
         assert mine.losses == theirs.losses and mine.norms == theirs.norms
         assert [name for name, value in mine.weights.items() if not torch.equal(value, theirs.weights[name])] == []
+
+
+class OfPartsAlone(Blocks):
+    """Looks at gradients of what ranks have parts of; nothing else is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.project.bias.requires_grad_(False)
+
+    def on_after_backward(self) -> None:
+        assert all(type(each.grad) is torch.Tensor for each in self.parameters() if each.requires_grad)
+
+
+def told_of_parts(folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(2, 2).fit(OfPartsAlone(), loader(8))
+    return [str(each.message) for each in caught if "reads .grad" in str(each.message)]
+
+
+def test_who_finds_a_part_alone_is_told(disk: Path) -> None:
+    told, _ = run_ranks(told_of_parts, 2, disk)
+    assert [each.partition(":")[0] for each in told] == ["OfPartsAlone"]
+    assert "finds this rank's part alone" in told[0]
 
 
 class OwnCalls(L.Callback):
