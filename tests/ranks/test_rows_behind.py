@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -115,18 +116,21 @@ def test_pages_out_of_turn_wait_until_there_is_room_for_them() -> None:
     assert run_ranks(wait_for_room, 2) == [[True, True, False]] * 2
 
 
-def fail_at(page: int) -> tuple[str, list[str]]:
-    """Rank 1 fails before it gives that page, while another thread of it, and of the other, waits for room."""
+def fail_at(page: int, late: bool) -> tuple[str, list[str]]:
+    """Rank 1 fails before it gives that page, while another thread of it, and of the other, waits for room. `late`: when
+    its thread waits for that page already. The other gives pages up to the turn after that one, in which it is told."""
     group = connect()
     given = Given(group)
     given.behind.start()
-    ahead = in_thread(lambda: given.give(reversed(STARTS[2:])))
+    ahead = in_thread(lambda: given.give(reversed(STARTS[3:])))
     told = "nothing"
     if group.rank == 1:
         given.give(STARTS[:page])
+        if late:
+            time.sleep(0.2)
         given.behind.give_up()
     else:
-        given.give(STARTS[:2])
+        given.give(STARTS[:3])
         try:
             given.behind.finish()
         except CheckpointError as error:
@@ -139,9 +143,10 @@ def fail_at(page: int) -> tuple[str, list[str]]:
     return told, [type(each).__name__ for each in given.failures]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_rank_that_fails_is_heard_of_and_nobody_waits_for_room_any_more(page: int) -> None:
-    (told, failures), (_, own) = run_ranks(fail_at, 2, page)
+def test_a_rank_that_fails_is_heard_of_and_nobody_waits_for_room_any_more(page: int, late: bool) -> None:
+    (told, failures), (_, own) = run_ranks(fail_at, 2, page, late)
     assert told == f"{FailedElsewhere.__name__}: the rank with part 1 of parameters could not write its own"
     assert (failures, own) == ([FailedElsewhere.__name__], [])
 
