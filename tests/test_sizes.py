@@ -39,8 +39,6 @@ NOT_YET = {
     "lightning_ptm/runtime/lockfree.py:LockFreeUpdates",
     "lightning_ptm/runtime/paper.py:Paper",
     "lightning_ptm/runtime/updates.py:UpdateScheduler",
-    "lightning_ptm/runtime/values.py",
-    "lightning_ptm/runtime/values.py:Values",
 }
 
 

@@ -61,16 +61,16 @@ class Carried:
         ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
-        self._names = {id(parameter): name for name, parameter in engine.values.names()}
-        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.values.names()}
-        parameters = [parameter for _, parameter in engine.values.names()]
+        self._names = {id(parameter): name for name, parameter in engine.wholes.names()}
+        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.wholes.names()}
+        parameters = [parameter for _, parameter in engine.wholes.names()]
         engine.drain("states before they are laid out anew")
         self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
         """By optimizer, (id, name) of parameters of which the states in pages end."""
         self._scalars = [
             {
                 id(parameters[place]): scalars
-                for place, scalars in engine.values.optimizer_scalars(
+                for place, scalars in engine.optimizer_values.scalars_in_order(
                     engine.updates.index_of(plain_optimizer(optimizer)), parameters
                 ).items()
             }
@@ -82,7 +82,7 @@ class Carried:
             for parameter in engine.updates.parameters_of(number)
         }
         """By id of a parameter, the first of the optimizers that it had in pages."""
-        self._strides = {True: engine.values.strides(PARAMETERS), False: engine.values.strides("")}
+        self._strides = {True: engine.sharded_kinds.strides(PARAMETERS), False: engine.sharded_kinds.strides("")}
         """By whether it is of parameters or of what optimizers keep of them."""
         self._draft: Draft | None = None
         try:
@@ -170,7 +170,7 @@ class Carried:
             states = {
                 known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
             }
-            engine.values.load_optimizer_states(index, _kept_outside(engine, optimizer, scalars) | states)
+            engine.optimizer_values.load(index, _kept_outside(engine, optimizer, scalars) | states)
 
     def close(self) -> None:
         """Removes the files. Never raises."""
@@ -217,7 +217,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         name
         for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer))
         for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
-        if name in engine.values.resized and flat.states.remembers(place)
+        if name in engine.lending.resized and flat.states.remembers(place)
     ]
     if ending:
         rank_zero_warn(

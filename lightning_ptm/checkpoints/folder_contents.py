@@ -24,8 +24,8 @@ from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
+from lightning_ptm.runtime.sharded_kinds import ShardedFlat, ShardedKind
 from lightning_ptm.runtime.snapshot import Part, stretches
-from lightning_ptm.runtime.values import ShardedFlat, ShardedKind
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import RangeWriter, SaveOps, Source

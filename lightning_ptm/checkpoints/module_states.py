@@ -38,7 +38,7 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return {}
     # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides), and its hooks may
     # change values. It also carries the modules' versions, which `load_state_dict` asks for.
-    with engine.values.lent(values):
+    with engine.lending.lent(values):
         return module.state_dict()
 
 
@@ -77,9 +77,9 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.values.lent(None):
+    with engine.lending.lent(None):
         named = named_items(module)
-    parameters = engine.values.whole_shapes()
+    parameters = engine.wholes.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
     load_rest(module, state, named, parameters, strict=strict)

@@ -38,7 +38,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states: dict[int, dict[str, Any]] = {}
     copy_of = copies(engine)
-    for parameter, state in engine.values.optimizer_states(index, copy_of if keep else lambda name, value: value):
+    for parameter, state in engine.optimizer_values.states(index, copy_of if keep else lambda name, value: value):
         if keep and id(parameter) in order:  # else its group was taken away since
             states[order[id(parameter)]] = state
     if not keep:
@@ -136,7 +136,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
         )
     engine.drain("load optimizer state")
     index = engine.updates.index_of(optimizer)
-    engine.values.load_optimizer_states(index, states)
+    engine.optimizer_values.load(index, states)
     paged = engine.updates.parameters_of(index)
     guard(optimizer, paged, partial(engine.forget_states, index))
     with opened(optimizer):
@@ -201,7 +201,7 @@ def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: boo
     """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
     optimizer = plain_optimizer(optimizer)
     found: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.values.optimizer_states(engine.updates.index_of(optimizer), letting_go=True):
+    for parameter, state in engine.optimizer_values.states(engine.updates.index_of(optimizer), letting_go=True):
         if keep and state:
             found[id(parameter)] = state
     for parameter in parameters_of(optimizer):  # in this order, as a plain optimizer has them

@@ -36,10 +36,10 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
-        engine.values.let_go()
+        engine.lending.let_go()
         return False
     if engine.values.unknown:
-        engine.values.let_go()
+        engine.lending.let_go()
         return False
     needed = engine.precise_bytes(with_other_parts=whole) * ranks_here
     room = wanted and engine.all_ranks(needed <= free_host_bytes())
@@ -54,13 +54,13 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
             if not engine.rendezvous.failed:
                 engine.drain("weights at the end")
         finally:
-            engine.values.let_go()
+            engine.lending.let_go()
         return False
     try:
         engine.drain("weights at the end")
         engine.executor.release_all()
-        written = engine.values.written()
-        engine.values.restore()
+        written = engine.lending.written()
+        engine.lending.restore()
         if written:
             warnings.warn(
                 f"{', '.join(written[:3])}: written to in the last step, outside of `with strategy.gathered(module):`: the "
@@ -68,7 +68,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
                 stacklevel=2,
             )
     except Exception as error:
-        engine.values.let_go()
+        engine.lending.let_go()
         if not engine.rendezvous.failed:
             raise  # the first to hear of the last step's update: nobody else would report it
         log.warning("the weights could not be given back to the module: %s", error)

@@ -30,7 +30,7 @@ from lightning_ptm.comm.behind import Arriving, Channel
 from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
-from lightning_ptm.runtime.values import ShardedFlat
+from lightning_ptm.runtime.sharded_kinds import ShardedFlat
 from lightning_ptm.update import Segment
 
 _MANY_ROWS = 16

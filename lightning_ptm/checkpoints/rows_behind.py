@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptm.checkpoints.rows import Message, RowExchange, Write
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.runtime.values import ShardedFlat
+from lightning_ptm.runtime.sharded_kinds import ShardedFlat
 from lightning_ptm.update.threads import use_cores
 
 

@@ -36,7 +36,7 @@ from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.runtime.values import ShardedKind
+from lightning_ptm.runtime.sharded_kinds import ShardedKind
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, Source, failure
@@ -84,14 +84,14 @@ class Saving:
         self._ops = ops or SaveOps()
         with_optimizers = "optimizer_states" in checkpoint
         engine.drain("sharded checkpoint")
-        kinds = [kind for kind in engine.values.kinds(optimizers=with_optimizers) if kind.tensors]
+        kinds = [kind for kind in engine.sharded_kinds.kinds(optimizers=with_optimizers) if kind.tensors]
         files = StateFiles.of(kinds)
         self._index = index_of(
             module,
             optimizers if with_optimizers else (),
             checkpoint,
             files,
-            names={id(parameter): name for name, parameter in engine.values.names()},
+            names={id(parameter): name for name, parameter in engine.wholes.names()},
             world_size=engine.communicator.world_size,
             page_size=engine.allocator.page_size,
         )

@@ -44,11 +44,13 @@ from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
+from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.moving import move_beside_parameters
+from lightning_ptm.runtime.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.pieces import Buffers
@@ -57,12 +59,14 @@ from lightning_ptm.runtime.recompute import recomputed_units
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.rendezvous import ANY_TOGETHER, STEP_ENDS, Rendezvous, Together
 from lightning_ptm.runtime.route import Waits
+from lightning_ptm.runtime.sharded_kinds import ShardedKinds
 from lightning_ptm.runtime.snapshot import Part, Snapshot
 from lightning_ptm.runtime.state_dicts import StateDicts
 from lightning_ptm.runtime.stock import save_rows, taken_dtype
 from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
+from lightning_ptm.runtime.wholes import Wholes
 from lightning_ptm.terms import Operation, Phase, Tier
 from lightning_ptm.update import LossScale, OptimizerTraits, Updater, total_norm
 
@@ -151,7 +155,7 @@ class Engine:
             with self._undo:
                 # The module must not be left with parameters that have no values because a budget was too small.
                 if self._taken_over and self.communicator.alone:
-                    self.values.restore()
+                    self.lending.restore()
             raise
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
@@ -184,7 +188,11 @@ class Engine:
         self._undo.callback(self.updater.close)
         gradient_pages = pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self.values = Values(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders, self.bars)
+        self.wholes = Wholes(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders)
+        self.values = Values(self.wholes, self.bars)
+        self.optimizer_values = OptimizerValues(self.wholes, self.bars)
+        self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
+        self.lending = Lending(self.wholes, self.values)
         self._first_values(given)
         self._module_buffers = None
         if not self.communicator.alone:
@@ -226,7 +234,7 @@ class Engine:
             self.updates.pending,
             self.updates.finish,
             planner.replan,
-            self.values.read,
+            self.wholes.read,
             self.reduction.reclaim,
             self.events,
             self._used_bytes,
@@ -595,7 +603,7 @@ class Engine:
         for _, flat in self.updates.flats_of(optimizer):
             known = zip(flat.store.binding.layout.slots, flat.store.binding.parameters, strict=True)
             for place, (slot, each) in enumerate(known):
-                if parameter is self.values.resized.get(slot.spec.name, each):
+                if parameter is self.lending.resized.get(slot.spec.name, each):
                     flat.states.set_scalars(place, None)
 
     def outgrown(self) -> bool:
@@ -620,7 +628,7 @@ class Engine:
         Raises:
             UsageError: a shape differs where what has the parameter in pages does not let it.
         """
-        return self.values.follow_shapes() or self._known.changed()
+        return self.lending.follow_shapes() or self._known.changed()
 
     def waiting_gradients(self) -> tuple[str, ...]:
         """Names of units of which pages hold gradients that no step has used."""
@@ -639,7 +647,7 @@ class Engine:
         for flat in self._all_flats():
             if not flat.gradient.in_place:
                 flat.gradient.clear()
-        self.values.leave(dtypes)
+        self.lending.leave(dtypes)
 
     def _follow(self, optimizer: int) -> None:
         """What the user has done to `.grad` of an optimizer's parameters counts."""
@@ -799,7 +807,7 @@ class Engine:
         self.values.check_known()
         self.drain(f"gathered {sorted(wanted)} {write}")
         self.executor.release_all()
-        needed, free = self.values.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
+        needed, free = self.lending.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
         if not self.all_ranks(needed <= free):
             names = ", ".join(type(module).__name__ for module in modules)
             raise CapacityError(
@@ -809,7 +817,7 @@ class Engine:
             )
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
         with (
-            self.values.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed),
+            self.lending.gathered(wanted, write=write, may_write=lambda: not self.rendezvous.failed),
             ending,
             self.hooks.lending(),
         ):

@@ -72,7 +72,7 @@ class EndingStrategy(BuildingStrategy):
             except Exception as error:
                 engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
                 if not self._ended.weights:
-                    engine.values.let_go()
+                    engine.lending.let_go()
                 raise
         for each in told_later:
             raise each
@@ -141,7 +141,7 @@ class EndingStrategy(BuildingStrategy):
         self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
         if not self._ended.optimizer_states:
             optimizers = enumerate(engine.updates.optimizers)
-            spend(each for index, each in optimizers if engine.values.has_optimizer_states(index))
+            spend(each for index, each in optimizers if engine.optimizer_values.has_states(index))
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
@@ -152,7 +152,7 @@ class EndingStrategy(BuildingStrategy):
         if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
-        ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.values.has_optimizer_states(at)]
+        ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.optimizer_values.has_states(at)]
         of_the_run = (
             "_signals",
             "_engine",

@@ -38,7 +38,7 @@ class RearrangingStrategy(EndingStrategy):
         """
         if self._engine is None or not self._engine.outgrown():
             return
-        for optimizer in self._paged_optimizers() if self._engine.values.resized else ():
+        for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
             warn_of_resized(self._engine, optimizer)
         if self._engine.blueprint.may_be_outside and self._engine.gradients_in_place:
             self._close_engine()
@@ -80,7 +80,7 @@ class RearrangingStrategy(EndingStrategy):
             self.barrier()  # all have read
 
     def _refuse(self, engine: Engine) -> None:
-        known = {id(parameter) for _, parameter in engine.values.names()}
+        known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
         waiting = engine.waiting_gradients()
         if waiting:

@@ -30,8 +30,8 @@ from lightning_ptm.errors import CheckpointError, InternalError
 from lightning_ptm.events import Event
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import ParameterSpec
+from lightning_ptm.runtime.sharded_kinds import ShardedFlat
 from lightning_ptm.runtime.snapshot import stretches
-from lightning_ptm.runtime.values import ShardedFlat
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.update import Segment
 

@@ -17,12 +17,16 @@ from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import decide
+from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.route import Waits
+from lightning_ptm.runtime.sharded_kinds import ShardedKinds
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.runtime.values import Values
+from lightning_ptm.runtime.wholes import Wholes
 from lightning_ptm.terms import Tier
 
 PAGE = 64 * 1024
@@ -105,7 +109,11 @@ class LaidOut:
     allocator: Allocator
     stores: tuple[UnitStore, ...]
     flats: tuple[tuple[FlatUpdate, ...], ...]
+    wholes: Wholes
     values: Values
+    optimizer_values: OptimizerValues
+    sharded_kinds: ShardedKinds
+    lending: Lending
 
     def take_over(self, **options: Any) -> None:
         for store in self.stores:
@@ -132,4 +140,17 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidO
         for flat in (flat for unit in flats for flat in unit):
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
-        yield LaidOut(found, allocator, stores, flats, Values(allocator, communicators, stores, flats, found.holders))
+        wholes = Wholes(allocator, communicators, stores, flats, found.holders)
+        values, optimizer_values = Values(wholes), OptimizerValues(wholes)
+        sharded_kinds = ShardedKinds(wholes, optimizer_values, values.original_of)
+        yield LaidOut(
+            found,
+            allocator,
+            stores,
+            flats,
+            wholes,
+            values,
+            optimizer_values,
+            sharded_kinds,
+            Lending(wholes, values),
+        )

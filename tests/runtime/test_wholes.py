@@ -1,0 +1,51 @@
+"""Which values count, and where they are, on one rank. Several ranks: tests/ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from values_by_hand import MIXED, PLACES, Odd, copies, run_of
+
+from lightning_ptm.terms import Tier
+
+
+def test_masters_are_the_homes_that_count(disk: Path) -> None:
+    module = Odd()
+    with run_of(module, disk, "masters on disk", **MIXED) as made:
+        made.take_over()
+        flat = next(flat for flat in made.stores[1].flats)
+        assert flat.home.tier is Tier.DEVICE and flat.home.dtype is torch.bfloat16
+        assert made.values.precise(flat).dtype is torch.float32
+        (update,) = made.flats[1]
+        assert made.wholes.segments(flat) is update.states.segments
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_what_there_is_in_order(disk: Path, place: str) -> None:
+    module = Odd()
+    before = copies(module)
+    with run_of(module, disk, place, **MIXED) as made:
+        made.take_over(keep_frozen=True)
+        flats = list(made.wholes.flats())
+        assert [store.unit.name for store, _, _ in flats] == ["", "", "blocks.0", "blocks.1"]
+        assert [each for _, each, _ in flats] == list(made.wholes.bindings())
+        assert {name: each.shape for name, each in made.wholes.names()} == {k: v.shape for k, v in before.items()}
+        shapes = made.wholes.shapes()
+        assert all(shapes[id(each)] == before[name].shape for name, each in made.wholes.names())
+        for store, binding, flat in flats:
+            assert flat is not None and made.wholes.source(store) is None
+            assert (
+                (made.wholes.master(flat) is None)
+                == (made.wholes.update_of(flat) is None)
+                == (not flat.layout.trainable)
+            )
+            home = made.wholes.precise_home(flat)
+            assert home is (made.wholes.master(flat) or flat.values)
+            masters = 0 if home is flat.values else home.nbytes
+            assert made.wholes.bytes_of_homes(flat) == flat.values.nbytes + masters
+            whole = made.wholes.told(store, binding, made.wholes.whole(flat, home))
+            for slot, named in enumerate(binding.layout.slots):
+                expected = before[named.spec.name].to(whole.dtype)
+                assert torch.equal(binding.view(whole, slot), expected), named.spec.name
