@@ -52,7 +52,7 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict without element-wise state: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
-    if strangers := engine.strangers(optimizer):
+    if strangers := engine.changes.strangers(optimizer):
         raise UsageError(
             f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__}, and no module "
             f"has it, so a sharded checkpoint has no name for it; take it out of the group, or use state_dict_type='full'"

@@ -55,7 +55,7 @@ class Interruption:
     @property
     def torn(self) -> bool:
         """Whether what the run leaves behind is of two steps."""
-        return self.unsaved == TORN or (self._engine.rendezvous.failed and self._engine.in_mid_step)
+        return self.unsaved == TORN or (self._engine.rendezvous.failed and self._engine.stepping.in_mid_step)
 
     def settle(self) -> None:
         """Find out whether there is a state that all ranks have; where there is none, this rank hangs up, so that nobody
@@ -64,7 +64,7 @@ class Interruption:
             return
         self._settled = True
         engine = self._engine
-        torn = engine.in_mid_step
+        torn = engine.stepping.in_mid_step
         engine.abandon()
         step = self._module.trainer.global_step
         where = f"step {step}, iteration {engine.iterations}, {engine.updates.steps_taken} steps taken"

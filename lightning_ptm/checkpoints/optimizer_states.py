@@ -45,7 +45,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
         return {}
     with opened(optimizer):
         result = optimizer.state_dict()
-    if engine.steps_itself(optimizer) or not order:  # or Lightning's stand-in for none
+    if engine.stepping.steps_itself(optimizer) or not order:  # or Lightning's stand-in for none
         return result
     # What the optimizer itself keeps is of parameters that this run does not train.
     states = result["state"] | states
@@ -65,7 +65,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
             run has no pages.
     """
     optimizer = plain_optimizer(optimizer)
-    if engine.steps_itself(optimizer) or not parameters_of(optimizer):  # or Lightning's stand-in for none
+    if engine.stepping.steps_itself(optimizer) or not parameters_of(optimizer):  # or Lightning's stand-in for none
         optimizer.load_state_dict(dict(state))
         return lambda: None
     saved, ours = state["param_groups"], optimizer.param_groups
@@ -113,10 +113,10 @@ def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[
     parameters = parameters_of(optimizer)
     with opened(optimizer):
         here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
-    if engine.all_ranks(not here):
+    if engine.rendezvous.all_say(not here):
         return None
-    if not engine.all_ranks(bool(here)):
-        here = engine.told(here)
+    if not engine.rendezvous.all_say(bool(here)):
+        here = engine.rendezvous.told(here)
         if not here:
             raise UsageError(
                 f"the {type(optimizer).__name__} has states on some ranks, and none on rank 0; load them on all ranks"
@@ -138,7 +138,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
     index = engine.updates.index_of(optimizer)
     engine.optimizer_values.load(index, states)
     paged = engine.updates.parameters_of(index)
-    guard(optimizer, paged, partial(engine.forget_states, index))
+    guard(optimizer, paged, partial(engine.stepping.forget_states, index))
     with opened(optimizer):
         for parameter in paged:
             optimizer.state.pop(parameter, None)

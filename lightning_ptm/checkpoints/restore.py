@@ -42,7 +42,7 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
         engine.lending.let_go()
         return False
     needed = engine.precise_bytes(with_other_parts=whole) * ranks_here
-    room = wanted and engine.all_ranks(needed <= free_host_bytes())
+    room = wanted and engine.rendezvous.all_say(needed <= free_host_bytes())
     if wanted and not room:
         warnings.warn(
             f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters have no "
@@ -95,7 +95,7 @@ def optimizer_states(
         return False
     needed = engine.optimizer_state_bytes(on_disk=False)
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.all_ranks(not engine.optimizer_state_bytes(on_disk=True) and needed <= free_host_bytes()):
+    if not engine.rendezvous.all_say(not engine.optimizer_state_bytes(on_disk=True) and needed <= free_host_bytes()):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

@@ -134,13 +134,13 @@ class Saving:
             copies: buffers of the writer that free RAM has room for.
         """
         engine = self._engine
-        with engine.together():
+        with engine.rendezvous.together():
             if engine.communicator.rank == 0:
                 self._draft = Draft(self.path)
         folder = self._draft.folder if self._draft is not None else None
-        self._folder = Path(engine.told(None if folder is None else str(folder)))
+        self._folder = Path(engine.rendezvous.told(None if folder is None else str(folder)))
         self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
-        with engine.together():
+        with engine.rendezvous.together():
             if self._draft is not None:
                 files.create(self._writer)
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
@@ -154,9 +154,9 @@ class Saving:
         Args:
             room_bytes: free RAM has room for so much of what is exchanged behind training.
         """
-        engine, cell_numel = self._engine, self._engine.saved_at_once
+        engine, cell_numel = self._engine, self._engine.snapshots.at_once
         channel = engine.behind_with_other_parts if behind else None
-        with engine.together():
+        with engine.rendezvous.together():
             flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
         behind_training: ExchangeBehind | None = None
@@ -164,7 +164,7 @@ class Saving:
             behind_training = ExchangeBehind(rows, room_bytes, lambda error: self._snapshot.fail(error))
         exchange = rows if behind_training is None else behind_training
         parts, self._outside = parts_of(self._put, files, kinds, exchange, cell_numel=cell_numel, changing=behind)
-        self._snapshot = engine.begin_snapshot(parts, None if behind_training is None else behind_training.abandon)
+        self._snapshot = engine.snapshots.begin(parts, None if behind_training is None else behind_training.abandon)
         self._exchange = exchange
 
     def _write_now(self) -> None:
@@ -198,11 +198,11 @@ class Saving:
         """
         started = perf_counter()
         try:
-            with self._engine.together():
+            with self._engine.rendezvous.together():
                 self._wait()
                 if self._error is not None:
                     raise self._told(self._error)
-            with self._engine.together():
+            with self._engine.rendezvous.together():
                 self._commit()
                 if self._error_of_commit is not None:
                     raise self._told(self._error_of_commit)
@@ -225,7 +225,7 @@ class Saving:
 
     def _end(self, started: float) -> None:
         self._clean_up()
-        self._engine.end_snapshot()
+        self._engine.snapshots.end()
         self._engine.save_stall_s += perf_counter() - started
 
     def farewell(self) -> None:

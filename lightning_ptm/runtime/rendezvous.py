@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
+from typing import Any
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams
+import torch
+
+from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.patience import first_difference
 from lightning_ptm.errors import RankError
@@ -122,6 +127,23 @@ class Rendezvous:
         """
         number = int.from_bytes(blake2b(exchange.encode(), digest_size=3).digest(), "big")
         self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the block raises on one rank raises on all of them. Collective, at the end of the block."""
+        with together(self._communicator, partial(self.meet, Together.BY_HAND, "results")):
+            yield
+
+    def told(self, value: Any, source: int = 0) -> Any:
+        """A value of one rank, on all of them. Collective."""
+        self.meet(Together.BY_HAND, f"value of rank {source}")
+        return self._communicator.broadcast_object(value, source)
+
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks say yes. Collective."""
+        self.meet(Together.BY_HAND, "question")
+        refused = torch.tensor([0 if yes else 1], dtype=torch.int64)
+        return not self._communicator.all_reduce(refused, maximum=True).item()
 
     def _gather(self, gathering: Gathering, what: Together) -> None:
         if self.failed:

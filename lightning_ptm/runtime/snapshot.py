@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_ptm.interrupts import interrupted_later
@@ -26,6 +27,7 @@ from lightning_ptm.runtime import pieces
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor
     from lightning_ptm.runtime.pieces import Elements
+    from lightning_ptm.update import Updater
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,3 +203,58 @@ class Snapshot:
 
     def _set(self, paged: Elements, start: int, state: _State) -> None:
         self._cells[paged.id][self._place(paged, start)] = state
+
+
+class Snapshots:
+    """Of a run, one at a time. Owns the buffers through which what is on disk comes into memory.
+
+    Args:
+        buffers: those of the whole run, where saves go on behind training; else they are taken for each snapshot.
+        sizes: (dtype, elements) of such buffers.
+        settle: brings every update home, on all ranks, and gives up what is gathered.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        updater: Updater,
+        buffers: pieces.Buffers | None,
+        sizes: Sequence[tuple[torch.dtype, int]],
+        settle: Callable[[str], None],
+    ) -> None:
+        self._allocator = allocator
+        self._updater = updater
+        self._buffers = buffers
+        self._for_the_run = buffers is not None
+        self._sizes = sizes
+        self._settle = settle
+
+    def begin(self, parts: Sequence[Part], failed: Callable[[], None] | None = None) -> Snapshot:
+        """The states of now, to be taken in any thread while updates go on; end it with `end`.
+
+        Args:
+            failed: see `Snapshot`.
+        """
+        self._settle("snapshot")
+        cell_numel = self.at_once
+        if self._buffers is None:
+            self._buffers = pieces.Buffers.for_now(self._allocator, self._sizes)
+        snapshot = Snapshot(self._allocator, parts, cell_numel, self._buffers, failed)
+        self._updater.watch(snapshot.before_write)
+        return snapshot
+
+    @property
+    def at_once(self) -> int:
+        """Elements of a paged tensor that the next snapshot takes at once: a chunk, where updates go on meanwhile."""
+        chunk = self._updater.chunk_numel
+        if self._buffers is not None:
+            return chunk
+        # Buffers that are taken for one save hold a page at most, which is less than a chunk of fp64.
+        return min([chunk, *(self._allocator.page_size // dtype.itemsize for dtype, _ in self._sizes)])
+
+    def end(self) -> None:
+        """It has been taken, or given up."""
+        self._updater.watch(None)
+        if self._buffers is not None and not self._for_the_run:
+            self._buffers.close()  # the plan has no room of its own for them
+            self._buffers = None

@@ -164,7 +164,7 @@ class BuildingStrategy(CheckpointingStrategy):
         paged = self._paged_optimizers()
         for optimizer in paged:
             index = engine.updates.index_of(optimizer)
-            guard(optimizer, engine.updates.parameters_of(index), partial(engine.forget_states, index))
+            guard(optimizer, engine.updates.parameters_of(index), partial(engine.stepping.forget_states, index))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
         self._steps = OptimizerSteps(

@@ -75,7 +75,7 @@ class CheckpointingStrategy(RunningStrategy):
             return
         if write:
             self._saves.finish()  # a checkpoint in progress is of the weights before the edit
-        with self._engine.gathered(modules or (self._module,), write=write):
+        with self._engine.by_hand.gathered(modules or (self._module,), write=write):
             yield
 
     @override
@@ -184,7 +184,7 @@ class CheckpointingStrategy(RunningStrategy):
         if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
             ours = randomness.sent(randomness.states(self._backend))
             ranks = range(0, self.world_size, self.settings.tensor_parallel_size)  # the others of a group draw the same
-            tell = self.broadcast if self._engine is None else self._engine.told
+            tell = self.broadcast if self._engine is None else self._engine.rendezvous.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])
         if self.settings.state_dict_type == "full":
@@ -214,7 +214,7 @@ class CheckpointingStrategy(RunningStrategy):
         """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
         Collective."""
         if self._engine is not None:
-            with self._engine.together():
+            with self._engine.rendezvous.together():
                 yield
             return
         error: Exception | None = None
@@ -276,7 +276,7 @@ class CheckpointingStrategy(RunningStrategy):
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        with nullcontext() if self._engine is None else self._engine.together():
+        with nullcontext() if self._engine is None else self._engine.rendezvous.together():
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,

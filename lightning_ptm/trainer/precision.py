@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
@@ -37,6 +37,9 @@ from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.trainer.half_products import wide_products
 from lightning_ptm.trainer.mixed_operators import promote_operators
 from lightning_ptm.update.scale import LossScale
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.stepping import Stepping
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
 
@@ -62,12 +65,9 @@ class PrecisionPlan:
 class StepEngine(Protocol):
     """What the plugin asks of the engine."""
 
+    @property
+    def stepping(self) -> Stepping: ...
     def backward(self) -> AbstractContextManager[None]: ...
-    def arm(self, optimizer: Optimizer) -> None: ...
-    def steps_itself(self, optimizer: Optimizer) -> bool: ...
-    def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool: ...
-    def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None: ...
-    def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None: ...
 
 
 class AngelPTMPrecision(Precision):
@@ -210,7 +210,7 @@ class AngelPTMPrecision(Precision):
         result = closure()
         self._after_closure(model, optimizer)
         skipped_batch = model.automatic_optimization and result is None
-        if not skipped_batch and engine.unscale(optimizer, self.loss_scale):
+        if not skipped_batch and engine.stepping.unscale(optimizer, self.loss_scale):
             optimizer.step(**kwargs)
         return result
 
@@ -218,21 +218,21 @@ class AngelPTMPrecision(Precision):
         """Units may be updated in the backward pass of `closure`, if nobody can have a say in between: where it is
         Lightning's own, and not one that the user has put around it."""
         if type(closure) is Closure and self._nothing_waits_for_gradients(model):
-            self._running().arm(optimizer)
+            self._running().stepping.arm(optimizer)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.over or self._running().steps_itself(optimizer):
+        if self.over or self._running().stepping.steps_itself(optimizer):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        self._running().clip_by_norm(optimizer, float(clip_val), self.loss_scale)
+        self._running().stepping.clip_by_norm(optimizer, float(clip_val), self.loss_scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.over or self._running().steps_itself(optimizer):
+        if self.over or self._running().stepping.steps_itself(optimizer):
             super().clip_grad_by_value(optimizer, clip_val)
             return
-        self._running().clip_by_value(optimizer, float(clip_val), self.loss_scale)
+        self._running().stepping.clip_by_value(optimizer, float(clip_val), self.loss_scale)
 
     @override
     def state_dict(self) -> dict[str, Any]:

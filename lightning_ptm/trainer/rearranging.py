@@ -36,11 +36,11 @@ class RearrangingStrategy(EndingStrategy):
         Raises:
             UsageError: gradients wait for their step.
         """
-        if self._engine is None or not self._engine.outgrown():
+        if self._engine is None or not self._engine.changes.outgrown():
             return
         for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
             warn_of_resized(self._engine, optimizer)
-        if self._engine.blueprint.may_be_outside and self._engine.gradients_in_place:
+        if self._engine.blueprint.may_be_outside and self._engine.changes.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
         else:
@@ -50,7 +50,7 @@ class RearrangingStrategy(EndingStrategy):
 
     def _follow_other_parameters(self) -> None:
         """I2. Collective where there are some."""
-        if self._engine is None or not self._trains or not self._engine.other_parameters():
+        if self._engine is None or not self._trains or not self._engine.changes.other_parameters():
             return
         interruption = self._interruption
         if interruption is None or not interruption.here:
@@ -82,7 +82,7 @@ class RearrangingStrategy(EndingStrategy):
     def _refuse(self, engine: Engine) -> None:
         known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
-        waiting = engine.waiting_gradients()
+        waiting = engine.changes.waiting_gradients()
         if waiting:
             raise UsageError(
                 f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients wait for "
@@ -116,7 +116,7 @@ class RearrangingStrategy(EndingStrategy):
             steps.callback(engine.close)
             if communicator is not None:
                 steps.callback(communicator.close)
-            steps.callback(engine.leave, carried.dtypes())
+            steps.callback(engine.changes.leave, carried.dtypes())
             self._detach([])
 
     @override

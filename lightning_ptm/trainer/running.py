@@ -81,7 +81,7 @@ class RunningStrategy(ConnectedStrategy):
 
     def _paged_optimizers(self) -> list[Optimizer]:
         plain = map(plain_optimizer, self._trained)
-        return [optimizer for optimizer in plain if not self.engine.steps_itself(optimizer)]
+        return [optimizer for optimizer in plain if not self.engine.stepping.steps_itself(optimizer)]
 
     @property
     def _unsaved(self) -> str:
@@ -178,4 +178,4 @@ class RunningStrategy(ConnectedStrategy):
 
         On one rank it is what `torch.nn.utils.clip_grad_norm_` returns, to the last bit. See `callbacks.GradNormMonitor`.
         """
-        return self.engine.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
+        return self.engine.stepping.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)

@@ -92,7 +92,7 @@ class _Step:
         self._optimizer = optimizer
         self._scaled = scaled
         self._arm = arm
-        traits = engine.traits_of(optimizer)
+        traits = engine.stepping.traits_of(optimizer)
         self._ignores_closure = any(each.ignores_closure for each in traits)
         self._holds_parameters = any(each.holds_parameters for each in traits)
         self._call: _Call | None = None
@@ -121,7 +121,7 @@ class _Step:
                 f"optimizer.step was given {', '.join(unknown)}; angel_ptm runs the update page by page and cannot pass "
                 f"arguments on; set them in the optimizer's param_groups"
             )
-        if self._scaled and not self._engine.unscaled(optimizer):
+        if self._scaled and not self._engine.stepping.unscaled(optimizer):
             raise UsageError(
                 f"step of the {type(optimizer).__name__} itself was called, whose gradients are still multiplied by the loss "
                 f"scale of precision='16-mixed'; call step of what self.optimizers() returns, which takes it off, or use "
@@ -171,7 +171,7 @@ class _Step:
         self.settle()
 
     def _update(self) -> None:
-        self._engine.step(self._optimizer)
+        self._engine.stepping.step(self._optimizer)
         # In the groups themselves: the class may have taken the list of them before the closure.
         for group in self._optimizer.param_groups:
             self._emptied.append((group, dict(group)))

@@ -199,7 +199,7 @@ class AngelPTMStrategy(RearrangingStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
         `Settings.reduce_gradients`."""
-        with self.engine.without_reduction():
+        with self.engine.stepping.without_reduction():
             yield
 
     @override

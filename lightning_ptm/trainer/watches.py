@@ -87,10 +87,10 @@ class Watches:
 
         def zero_grad(set_to_none: bool = True) -> None:
             if self._engine is not None:
-                self._engine.zero_grad(optimizer, forget=set_to_none)
+                self._engine.stepping.zero_grad(optimizer, forget=set_to_none)
             original(set_to_none=set_to_none)
             if self._engine is not None and not set_to_none:
-                self._engine.show_gradients(optimizer)
+                self._engine.stepping.show_gradients(optimizer)
 
         self._replace(optimizer, "zero_grad", zero_grad)
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
@@ -289,7 +289,7 @@ def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precisio
     """Of hooks that would be refused, or find parts of what tensor parallelism divides."""
     readers = precision.gradient_readers(module, of_grad=True)
     if readers and not engine.communicator.alone and any(engine.flats):
-        kept = "finds this rank's part alone" if engine.gradients_in_place else "will be refused"
+        kept = "finds this rank's part alone" if engine.changes.gradients_in_place else "will be refused"
         rank_zero_warn(
             f"{', '.join(readers)}: a hook between backward and step that reads .grad {kept}, since each rank keeps "
             f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "

@@ -364,7 +364,7 @@ class NormReader(Classifier):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.trainer.strategy.strategy_name == "angel_ptm":  # type: ignore[attr-defined]
-            norm = self.trainer.strategy.engine.gradient_norm(optimizer)  # type: ignore[attr-defined]
+            norm = self.trainer.strategy.engine.stepping.gradient_norm(optimizer)  # type: ignore[attr-defined]
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         self.losses.append(float(norm))
@@ -382,7 +382,9 @@ def test_gradient_norm(strategy_at, tier) -> None:
         ours = fitted(strategy_at(tier), NormReader, max_epochs=1)
     by_callback: list[float] = []
     callback = cb.LambdaCallback(
-        on_before_optimizer_step=lambda run, _, used: by_callback.append(float(run.strategy.engine.gradient_norm(used)))
+        on_before_optimizer_step=lambda run, _, used: by_callback.append(
+            float(run.strategy.engine.stepping.gradient_norm(used))
+        )
     )
     fitted(strategy_at(tier), callbacks=[callback], max_epochs=1)
     assert by_callback == ours["losses"][1::2]

@@ -1,0 +1,130 @@
+"""Weights in the user's hands while ranks run: who asks, whether all ranks do, and whether RAM has room.
+
+Owns nothing; `runtime/lending.py` owns what is lent.
+
+I1: nothing is lent before every update is at home, on all ranks, and no unit is gathered then. I2: a block ends when all
+ranks are at its end: what follows is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+
+from torch import nn
+
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.known_parameters import KnownParameters
+from lightning_ptm.runtime.lending import Lending
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.overlap import overlap
+from lightning_ptm.runtime.rendezvous import Rendezvous, Together
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.values import Values
+
+
+class ByHand:
+    """See the file's contract.
+
+    Args:
+        settle: brings every update home, on all ranks, and gives up what is gathered, for the deed that it is told.
+        ranks_here: ranks that share this machine's RAM.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        stores: Sequence[UnitStore],
+        values: Values,
+        lending: Lending,
+        hooks: Hooks,
+        rendezvous: Rendezvous,
+        known: KnownParameters,
+        settle: Callable[[str], None],
+        *,
+        ranks_here: int,
+    ) -> None:
+        self._module = module
+        self._blueprint = blueprint
+        self._stores = stores
+        self._values = values
+        self._lending = lending
+        self._hooks = hooks
+        self._rendezvous = rendezvous
+        self._known = known
+        self._settle = settle
+        self._ranks_here = ranks_here
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
+        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`.
+
+        Raises:
+            CapacityError: some rank's RAM has no room for them.
+        """
+        wanted = self._units_in(modules)
+        self._values.check_known()
+        self._settle(f"gathered {sorted(wanted)} {write}")
+        needed, free = self._lending.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
+        if not self._rendezvous.all_say(needed <= free):
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise CapacityError(
+                f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
+                f"and {format_bytes(free)} are free, or too few on another rank; take part after part, such as "
+                f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
+            )
+        ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
+        with (
+            self._lending.gathered(wanted, write=write, may_write=lambda: not self._rendezvous.failed),
+            ending,
+            self._hooks.lending(),
+        ):
+            yield
+            self._check_memory()
+
+    @contextmanager
+    def readable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so already.
+        Collective otherwise. Raises as `gathered`."""
+        if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
+            yield
+            return
+        with self.gathered([module], write=False):
+            yield
+
+    def always_readable(self, module: nn.Module) -> bool:
+        return all(self._stores[unit].readable for unit in self._units_in([module]))
+
+    def _check_memory(self) -> None:
+        """What is in the user's hands now and goes back to pages would be in them twice."""
+        looked_at = self._known.changed() and not self._blueprint.outside
+        shared = overlap(self._module, self._module.parameters()) if looked_at else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, "
+                f"and pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), or give what is "
+                f"new memory of its own, nn.Parameter(tensor.clone())"
+            )
+
+    @contextmanager
+    def _until_all_have(self, deed: str) -> Iterator[None]:
+        """The block ends when all ranks are at its end: what follows is collective."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RankError):  # the error of the block is the cause
+                self._rendezvous.meet(Together.BY_HAND, deed)
+            raise
+        self._rendezvous.meet(Together.BY_HAND, deed)
+
+    def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        return {
+            unit.index
+            for unit in self._blueprint.units
+            if any(id(item.parameter) in inside for item in unit.parameters)
+        }

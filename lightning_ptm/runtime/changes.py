@@ -1,0 +1,137 @@
+"""Whether the module is still what its pages were laid out for: between two batches, and at a step.
+
+Owns what the module was like then: its parameters, and which of them were frozen. Laying out anew is the trainer's
+(trainer/rearranging.py).
+
+I1: what `outgrown` finds between two batches, a step refuses: it would miss it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.known_parameters import KnownParameters
+from lightning_ptm.runtime.lending import Lending
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.units import UnitParameter
+from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
+
+
+class Changes:
+    """See the file's contract.
+
+    Args:
+        known, frozen: the module's parameters when its pages were laid out, and those that had no gradient then.
+        optimizers: the user's, in order.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        known: KnownParameters,
+        frozen: Sequence[UnitParameter],
+        optimizers: Sequence[Optimizer],
+        stores: Sequence[UnitStore],
+        flats: Sequence[Sequence[FlatUpdate]],
+        lending: Lending,
+        updates: UpdateScheduler,
+    ) -> None:
+        self._blueprint = blueprint
+        self._known = known
+        self._optimizers = optimizers
+        self._stores = stores
+        self._flats = flats
+        self._lending = lending
+        self._updates = updates
+        self._frozen = frozen
+
+    # -- between two batches ------------------------------------------------------------------------------------------
+
+    def outgrown(self) -> bool:
+        """Whether the module's parameters are others (`other_parameters`), were unfrozen, or were put into groups that they
+        had not been in, so that pages fit it no longer; of a run that could do without, also whether they were given other
+        data."""
+        paged = (index for index in range(len(self._optimizers)) if index not in self._blueprint.selfstepping)
+        return (
+            self.other_parameters()
+            or any(item.parameter.requires_grad for item in self._frozen)
+            or any(map(self._updates.outgrown, paged))
+            or (
+                self._blueprint.may_be_outside
+                and self.gradients_in_place
+                and any(flat.binding.replaced() for store in self._stores for flat in store.flats)
+            )
+        )
+
+    def other_parameters(self) -> bool:
+        """Whether the module has parameters that it had not when its pages were laid out, or of other shapes, or lacks some.
+
+        Raises:
+            UsageError: a shape differs where what has the parameter in pages does not let it.
+        """
+        return self._lending.follow_shapes() or self._known.changed()
+
+    @property
+    def gradients_in_place(self) -> bool:
+        """Whether every gradient stays in `.grad` until the optimizer's step."""
+        return all(flat.gradient.in_place for flats in self._flats for flat in flats)
+
+    def waiting_gradients(self) -> tuple[str, ...]:
+        """Names of units of which pages hold gradients that no step has used."""
+        return tuple(
+            store.unit.name or "the root"
+            for store, flats in zip(self._stores, self._flats, strict=True)
+            if any(flat.gradient.waits_for_step for flat in flats)
+        )
+
+    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Other pages are about to take over: nothing is given back, and what steps have left in `.grad` goes.
+
+        Args:
+            dtypes: of the parameters' precise values, by id.
+        """
+        for flat in (each for flats in self._flats for each in flats):
+            if not flat.gradient.in_place:
+                flat.gradient.clear()
+        self._lending.leave(dtypes)
+
+    # -- at a step ----------------------------------------------------------------------------------------------------
+
+    def check_rearranged(self, optimizer: Optimizer, index: int) -> None:
+        """Nothing of what `outgrown` finds between two batches has happened since: this step would miss it."""
+        if any(item.parameter.requires_grad for item in self._frozen):
+            self.check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+        if self._blueprint.may_be_outside:
+            for _, flat in self._updates.flats_of(index):
+                if flat.store.binding.replaced():
+                    flat.store.binding.check()
+
+    def strangers(self, optimizer: Optimizer) -> list[Tensor]:
+        """Parameters in the groups of an optimizer that the module has not, so that no pages have them."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in self._known.strangers if id(parameter) in known]
+
+    def check_of_the_module(self, optimizer: Optimizer) -> None:
+        """What is in no pages needs no update as long as nothing computes with it."""
+        for parameter in self.strangers(optimizer) if self._known.strangers else ():
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "
+                    f"gradient, and no module has it, so no pages have it and this step would leave it as it is; make it an "
+                    f"attribute of a module (self.name = parameter), or take it out of the group"
+                )
+
+    def check_frozen(self, among: Collection[int] | None = None) -> None:
+        for item in self._frozen:
+            if item.parameter.requires_grad and (among is None or id(item.parameter) in among):
+                raise UsageError(
+                    f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
+                    f"master states in this step; unfreeze it between two batches (on_train_epoch_start, "
+                    f"on_train_batch_start)"
+                )

@@ -1,0 +1,135 @@
+"""Set-up of a run, step by step: what the engine has done when its pages are taken.
+
+Owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.events import Events
+from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.streams import ComputeStream, copy_streams
+from lightning_ptm.planning.inventory import Lifetime
+from lightning_ptm.progress import Progress
+from lightning_ptm.runtime import offload
+from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.lockfree import LockFreeUpdates
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.materialize import FirstValues, Given
+from lightning_ptm.runtime.pages import Pages
+from lightning_ptm.runtime.store import UnitStore
+from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
+from lightning_ptm.runtime.values import Values
+from lightning_ptm.update import Updater
+
+
+def lay_first_values(
+    module: nn.Module,
+    given: Given,
+    blueprint: Blueprint,
+    stores: Sequence[UnitStore],
+    values: Values,
+    bars: Progress,
+    *,
+    trains: bool,
+    precise_bytes: int,
+) -> None:
+    """The parameters into pages, unit by unit, and buffers their values.
+
+    Args:
+        given: values that files provide.
+        precise_bytes: that all weights take outside of pages.
+    """
+    bindings = [binding for store in stores for binding in store.bindings]
+    parts = [pair for each in bindings for pair in zip(each.parameters, each.boxes, strict=True)]
+    boxes = {id(parameter): box for parameter, box in parts if box is not None}
+    first = FirstValues(module, given, boxes)
+    # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
+    # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
+    ram = blueprint.ram
+    allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
+    room = 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
+    first.buffers()
+    with bars.bar("weights into pages", values.bytes_to_lay()) as seen:
+        for store in stores:
+            built = not any(item.parameter.is_meta for item in store.unit.parameters)
+            first.parameters(store.unit)
+            values.take_over(
+                store,
+                given.parameters,
+                keep_originals=not trains and any(blueprint.copies) and (built or room),
+                keep_frozen=built,
+                seen=seen,
+            )
+    first.check()
+    first.fill_buffers()
+
+
+def update_scheduler(
+    blueprint: Blueprint,
+    backend: Backend,
+    pages: Pages,
+    stores: Sequence[UnitStore],
+    flats: Sequence[Sequence[FlatUpdate]],
+    optimizers: Sequence[Optimizer],
+    updater: Updater,
+) -> UpdateScheduler:
+    """As the settings say: synchronous or lock-free."""
+    if blueprint.lock_free is None:
+        in_thread = backend.apart and any(flats)
+        return SynchronousUpdates(
+            stores,
+            flats,
+            optimizers,
+            updater,
+            blueprint.gradient_room_bytes,
+            in_thread=in_thread,
+            # From the disk, what is read ahead comes in the order of gradients.
+            in_turn=in_thread and all(home.master.updates for home in blueprint.placement.homes),
+        )
+    return LockFreeUpdates(
+        stores,
+        flats,
+        optimizers,
+        updater,
+        pages.spares(),
+        max_staleness=blueprint.lock_free.max_staleness,
+        warmup=blueprint.lock_free.warmup,
+        room=blueprint.staging_chunks,
+        cores=blueprint.lock_free.cores,
+        forecast=blueprint.lock_free.forecast,
+        reach=blueprint.lock_free.reach,
+        paced=blueprint.lock_free.paced_steps > 1,
+        adds=torch.get_num_threads() >= blueprint.lock_free.cores_in_all,
+    )
+
+
+def activations_offload(
+    module: nn.Module, backend: Backend, stream: ComputeStream, allocator: Allocator, events: Events
+) -> offload.Offload:
+    """Of activations to the host."""
+    buffers = HostBuffers(backend, free_bytes=free_host_bytes)
+    mover = Mover(backend, copy_streams(backend), buffers, events)
+    least = offload.LEAST_BYTES
+    modules, in_pages = module.modules(), allocator.holds
+    return offload.Offload(mover, backend, stream, modules, in_pages, least_bytes=least)
+
+
+def check_taken(blueprint: Blueprint, allocator: Allocator) -> None:
+    """What is taken without a row would be missing where the plan counts on it."""
+    for tier in blueprint.budget:
+        taken = allocator.capacity_bytes(tier) - allocator.free_bytes(tier)
+        rows = blueprint.inventory.held_bytes(tier, Lifetime.RUN)
+        if taken != rows:
+            raise InternalError(
+                f"set-up has taken {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory come to "
+                f"{rows}; nothing was trained; please report this with the settings of the strategy"
+            )

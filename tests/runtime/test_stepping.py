@@ -1,0 +1,40 @@
+"""Steps with gradients in pages, of an engine that is driven by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_by_hand import (
+    HOMES,
+    looks_twice,
+    run,
+)
+
+from lightning_ptm.errors import UsageError
+
+
+def test_gradients_of_two_passes_add_up_and_are_forgotten(disk: Path) -> None:
+    with run(disk, **HOMES["all on disk"], keep_gradients=True) as it:
+        it.backward()
+        once = float(it.engine.stepping.gradient_norm(it.optimizers[0]))
+        it.backward()
+        assert float(it.engine.stepping.gradient_norm(it.optimizers[0])) == 2 * once
+        it.engine.stepping.zero_grad(it.optimizers[0], forget=True)
+        assert float(it.engine.stepping.gradient_norm(it.optimizers[0])) == 0
+
+
+def test_a_forward_that_writes_to_its_weight_is_refused_with_what_to_do_instead(disk: Path) -> None:
+    looks_twice(disk, "in RAM", max_norm=0.1)
+    with pytest.raises(
+        UsageError, match=r"table\.weight was written to.* with max_norm\), leave that out and clip the weight"
+    ):
+        looks_twice(disk, "all on disk", max_norm=0.1)
+
+
+@pytest.mark.parametrize("home", ["in RAM", "all on disk"])
+def test_a_sparse_gradient_is_refused_at_the_first_step_by_its_parameters_name(disk: Path, home: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"the gradient of table\.weight is sparse .* use sparse=False in its embedding"
+    ):
+        looks_twice(disk, home, sparse=True)
