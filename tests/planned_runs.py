@@ -109,7 +109,7 @@ def _hardware_file(folder: Path, ranks: int) -> str:
         "host_memory": "64GiB",
         "disk_memory": "1TiB",
         "cpu_cores": os.cpu_count(),
-        "compute_flops_per_s": {"bfloat16": 1e11},
+        "compute_flops_per_s": {"bfloat16": 1e11, "float32": 1e11},
         "compute_efficiency": 1,
         **{f"{name}_bytes_per_s": 1e9 if name in rates else None for name in (*links, "intra_node", "inter_node")},
     }

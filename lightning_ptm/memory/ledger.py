@@ -100,9 +100,9 @@ class TierLedger:
         if tail is None:
             return None
         stop_bytes = tail.offset_bytes + tail.bytes
-        owners = [(part.tensor_id, part.stop_bytes) for part in self.table.parts(tail.frame)]
-        if stop_bytes == self.page_size or owners != [(self._tail_tensor_id, stop_bytes)]:
-            return None  # no room, already two tensors (the paper's rule), or released since
+        parts = self.table.parts(tail.frame)
+        if stop_bytes == self.page_size or not parts or parts[-1].tensor_id != self._tail_tensor_id:
+            return None  # no room, or released since
         more_pages = self._pages(needed_bytes + stop_bytes) - 1
         return tail if more_pages == 0 or self.pool.has_run_at(tail.frame + 1, more_pages) else None
 

@@ -7,7 +7,7 @@ What may be trusted: RESIDENT bytes are what was written last (undefined after T
 nor written. LEAVING bytes may be read by anyone and written by nobody, so a second reader may start
 (LEAVING --LEAVE--> LEAVING).
 
-I1: a page holds parts of at most two tensors, and the parts do not overlap.
+I1: a page holds parts of any number of tensors, in the order in which they were taken, and the parts do not overlap.
 I2: two transfers over the same byte are both departures. Transfers over different bytes of a page do not disturb each
     other: a page's state is a state of its bytes, because a page shared by two units, or one cut by an update that does
     not begin at a page border, is read at one end while it is written at the other.
@@ -22,9 +22,6 @@ from dataclasses import dataclass
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import PageState, Tier
-
-TENSORS_PER_PAGE = 2
-"""The paper's rule: tensor_id[2], tensor_bytes[2]."""
 
 
 class PageEvent(enum.Enum):
@@ -100,7 +97,7 @@ class PageTable:
         self._flights: dict[int, list[Flight]] = {}
 
     def parts(self, frame: int) -> tuple[Part, ...]:
-        """The tensors in a page, at most two; empty for a page that is ABSENT."""
+        """The tensors in a page, as they were taken; empty for a page that is ABSENT."""
         return self._parts.get(frame, ())
 
     def available_bytes(self, frame: int) -> int:
@@ -124,8 +121,6 @@ class PageTable:
         parts = self.parts(frame)
         overlaps = any(part.start_bytes < stop_bytes and start_bytes < part.stop_bytes for part in parts)
         self._check(frame, PageState.RESIDENT if overlaps else PageState.ABSENT, PageEvent.TAKE)
-        if len(parts) == TENSORS_PER_PAGE:
-            raise InternalError(f"{self.tier.name} page {frame} already holds {TENSORS_PER_PAGE} tensors")
         if any(part.tensor_id == tensor_id for part in parts):
             raise InternalError(f"tensor {tensor_id} is already in {self.tier.name} page {frame}")
         if not 0 <= start_bytes < stop_bytes <= self.page_size:

@@ -33,7 +33,6 @@ class HomeBytes:
     ) -> None:
         self.ranks = layout.world_size if layout.owned else 1
         """How many are counted apart."""
-        self._page = layout.page_size
         self._per_element = master_bytes_per_element
         self._own_state_bytes = own_state_bytes
         self._layouts = [layout.of(rank) for rank in range(self.ranks)]
@@ -42,8 +41,7 @@ class HomeBytes:
         """Of a unit's parameter homes; with those of gradients that do not only pass."""
         return tuple(
             sum(
-                home_bytes(flat.shard_bytes, self._page)
-                + (home_bytes(flat.gradient_bytes, self._page) if gradients and flat.trainable else 0)
+                home_bytes(flat.shard_bytes) + (home_bytes(flat.gradient_bytes) if gradients and flat.trainable else 0)
                 for flat in layout.flats_of(unit)
             )
             for layout in self._layouts
@@ -59,16 +57,15 @@ class HomeBytes:
         slots, rest = divmod(self._per_element[flat.index], SLOT_BYTES)
         own = self._own_state_bytes.get(flat.index)
         return (
-            slots * home_bytes(flat.shard_numel * SLOT_BYTES, self._page)
-            + home_bytes(flat.shard_numel * rest, self._page)
-            + sum(home_bytes(size, self._page) for size in (own[flat.rank] if own else ()))
+            slots * home_bytes(flat.shard_numel * SLOT_BYTES)
+            + home_bytes(flat.shard_numel * rest)
+            + sum(home_bytes(size) for size in (own[flat.rank] if own else ()))
         )
 
 
-def home_bytes(size: int, page_size: int) -> int:
-    """Bytes that a home of `size` bytes costs at most, in whatever order homes share pages.
+def home_bytes(size: int) -> int:
+    """Bytes that a home of `size` bytes costs, in whatever order homes share pages.
 
-    A page holds at most two tensors, so room is lost only behind a second tensor that ends in the page where it began:
-    less than a page, and only when it is smaller than one. That loss is charged to it.
+    They lie end to end, in whole blocks, whatever page that ends in: nothing is lost but the rest of a tier's last page.
     """
-    return max(round_up(size, BLOCK_BYTES), page_size) if size else 0
+    return round_up(size, BLOCK_BYTES)

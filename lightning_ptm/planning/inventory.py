@@ -30,9 +30,8 @@ class What(enum.Enum):
     TRANSIT = "values in transit"
     GATHERED = "units in use"
     ENDS = "ends of pages"
-    """Counted for homes, and not filled by them. Homes are chosen before it is known in what order they share pages, so each
-    is counted with what it costs at most (placement.py, I3), and so are gradients that then stay in `.grad`. These pages are
-    free: units in use and values in transit may take them."""
+    """Counted when homes were chosen, and not filled by them: gradients that then stay in `.grad`, staging that takes less.
+    These pages are free: units in use and values in transit may take them."""
 
 
 class Lifetime(enum.Enum):
@@ -160,12 +159,12 @@ def pages_of(rows: Iterable[Row], page_size: int) -> int:
 
 
 class _Filled:
-    """A tier that is filled: a tensor that shares pages begins where the last such one ended, unless two are there."""
+    """A tier that is filled: a tensor that shares pages begins where the last such one ended."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._left = 0
-        """Bytes behind the last shared tensor in its page, if it is alone there."""
+        """Bytes behind the last shared tensor in its page."""
         self._at_the_end = False
         """Whether that page is the last that was taken."""
 
@@ -180,8 +179,8 @@ class _Filled:
         return sum(self._add_shared(size) for _ in range(row.count))
 
     def _add_shared(self, size: int) -> int:
-        if self._left and size <= self._left:
-            self._left = 0
+        if size <= self._left:
+            self._left -= size
             return 0
         rest = size - self._left if self._at_the_end else size
         self._left = -rest % self._page_size

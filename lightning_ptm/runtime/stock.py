@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.planning.home_bytes import home_bytes
 from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
@@ -269,8 +270,7 @@ def _gathered_bytes(blueprint: Blueprint) -> int:
 
 
 def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
-    """What the placement has counted for homes, each with what it costs at most in whatever order they share pages; and what
-    is beside them."""
+    """What the placement has counted for homes, and what is beside them."""
     placement, page = blueprint.placement, blueprint.layout.page_size
 
     def whole(size: int) -> int:
@@ -283,10 +283,14 @@ def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier,
         counted[blueprint.ram] += whole(placement.staging_bytes)
     for tier, pages in transit.items():
         counted[tier] += pages * page
-    for flat in blueprint.trained_flats():
-        homes = placement.homes[flat.unit]
-        if not blueprint.unified and homes.gradient.computes and not homes.master.computes:
-            counted[blueprint.ram] += max(whole(flat.gradient_bytes), page)
+    counted[blueprint.ram] += whole(
+        sum(
+            home_bytes(flat.gradient_bytes)
+            for flat in blueprint.trained_flats()
+            for homes in (placement.homes[flat.unit],)
+            if not blueprint.unified and homes.gradient.computes and not homes.master.computes
+        )
+    )
     travel = blueprint.lock_free.gradients if blueprint.lock_free is not None else ()
     beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
     counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
@@ -301,9 +305,8 @@ def _in_place_home_bytes(blueprint: Blueprint) -> int:
     """Home bytes that the placement has set off for kept gradients which will stay in `.grad`."""
     if not blueprint.placement.keeps_gradients:
         return 0
-    page = blueprint.layout.page_size
     return sum(
-        flat.shard_bytes // page * page
+        home_bytes(flat.shard_bytes)
         for flat in blueprint.trained_flats()
         if blueprint.placement.homes[flat.unit].gradient.computes and blueprint.route(flat).waits is Waits.IN_GRAD
     )

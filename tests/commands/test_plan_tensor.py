@@ -102,7 +102,7 @@ def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path
 
 
 def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
-    machine = {"host_memory": "48MiB", "device_memory": "4MiB"}
+    machine = {"host_memory": "24MiB", "device_memory": "4MiB"}
     settings = {**CUT, "units": ["Block"]}
     dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
     found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)
@@ -122,7 +122,7 @@ def test_sizes_that_ranks_cannot_cut_are_stepped_over(tmp_path: Path, memory: st
     model = SIZES | {"heads": 4}
     if memory == "1MiB":
         with pytest.raises(CapacityError):
-            planned(tmp_path, settings, model=model, largest="feed_forward_width", **dense)
+            planned(tmp_path, settings, model=model | {"layers": 12}, largest="feed_forward_width", **dense)
         return
     found, _ = planned(tmp_path, settings, model=model, largest="feed_forward_width", **dense)
     width = found.chosen["feed_forward_width"]

@@ -143,7 +143,7 @@ def test_merge_keeps_the_values(make_allocator: MakeAllocator, tier: Tier) -> No
     assert torch.equal(allocator.live_tensors()[-1].tensor(), values)
 
 
-# Shared tails: the paper's rule of two tensors in a page.
+# Shared tails: tensors end to end.
 
 
 @pytest.mark.parametrize("tier", TIERS, ids=str)
@@ -164,11 +164,21 @@ def test_shared_tail_begins_where_the_last_one_ended(make_allocator: MakeAllocat
         assert torch.equal(read(allocator, tensor), value)
 
 
-def test_third_small_tensor_takes_a_page_of_its_own(make_allocator: MakeAllocator) -> None:
+def test_small_tensors_fill_a_page_and_the_next_begins_in_it(make_allocator: MakeAllocator) -> None:
     allocator = make_allocator(pages=8)
     tensors = [allocator.allocate(name, 8, torch.float32, Tier.HOST, shared_tail=True) for name in "abcd"]
-    frames = [tensor.pages[0].frame for tensor in tensors]
-    assert frames[0] == frames[1] != frames[2] == frames[3]
+    assert {tensor.pages[0].frame for tensor in tensors} == {0}
+    starts = [tensor.pages[0].offset_bytes for tensor in tensors]
+    assert starts == [place * starts[1] for place in range(4)] and starts[1] > 0
+    large = allocator.allocate("large", FLOATS_PER_PAGE, torch.float32, Tier.HOST, shared_tail=True)
+    assert large.pages[0].frame == 0 and large.pages[0].offset_bytes == 4 * starts[1] and large.is_contiguous
+    assert allocator.free_bytes(Tier.HOST) == 6 * PAGE
+    for value, tensor in enumerate(tensors):
+        tensor.tensor().fill_(float(value))
+    large.tensor().fill_(9.0)
+    allocator.release(tensors[1])
+    assert [float(each.tensor()[0]) for each in (tensors[0], *tensors[2:], large)] == [0.0, 2.0, 3.0, 9.0]
+    assert allocator.free_bytes(Tier.HOST) == 6 * PAGE
 
 
 def test_shared_page_is_free_when_both_are_gone(make_allocator: MakeAllocator) -> None:

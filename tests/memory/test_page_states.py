@@ -84,14 +84,18 @@ def test_page_for_every_state_and_event(state: PageState, event: PageEvent) -> N
         assert page.state is state
 
 
-def test_third_tensor_is_refused() -> None:
+def test_a_page_holds_as_many_tensors_as_have_room_each_once() -> None:
     table = PageTable(Tier.HOST, PAGE)
-    table.take(0, 1, 0, 4096)
-    table.take(0, 2, 4096, 8192)
-    with pytest.raises(InternalError, match="already holds 2 tensors"):
-        table.take(0, 3, 8192, 12288)
-    assert [part.tensor_id for part in table.parts(0)] == [1, 2]
-    assert table.available_bytes(0) == PAGE - 8192
+    for tensor in range(PAGE // 4096):
+        table.take(0, tensor, tensor * 4096, (tensor + 1) * 4096)
+    assert [part.tensor_id for part in table.parts(0)] == list(range(PAGE // 4096))
+    assert table.available_bytes(0) == 0
+    with pytest.raises(InternalError, match="resident cannot take"):
+        table.take(0, 99, 4096, 8192)
+    assert not table.free(0, 1) and table.available_bytes(0) == 4096
+    with pytest.raises(InternalError, match="tensor 2 is already in HOST page 0"):
+        table.take(0, 2, 4096, 8192)
+    assert not any(table.free(0, tensor) for tensor in range(2, PAGE // 4096)) and table.free(0, 0)
 
 
 def test_page_is_empty_when_its_second_tensor_is_gone() -> None:

@@ -20,7 +20,7 @@ from lightning_ptm.planning import (
     sequential_trace,
     simulate,
 )
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 from .models import PAGE, even_layout, spec
 
@@ -142,8 +142,10 @@ def test_shards_of_several_ranks_cost_their_share() -> None:
 def test_small_states_are_charged_what_they_cost_in_any_order() -> None:
     units = [UnitSpec(f"unit{index}", (spec(f"{index}", 64),)) for index in range(4)]
     layout = build_layout(units, page_size=PAGE, world_size=1)
-    # Alone in its page: parameters, and three tensors of master states.
-    assert placed(layout, pages(1000)).at_home_bytes[DEVICE] == 4 * (1 + 3) * PAGE
+    # In whole blocks: parameters, and three tensors of master states. A tier of its own is not rounded up to pages.
+    assert placed(layout, pages(1000)).at_home_bytes[DEVICE] == PAGE >= 4 * (1 + 3) * BLOCK_BYTES
+    disk = placed(layout, pages(1000, disk=100), wishes=Wishes(master=DISK)).at_home_bytes[DISK]
+    assert disk == 4 * 3 * BLOCK_BYTES
 
 
 def test_homes_gathers_and_staging_share_the_device() -> None:

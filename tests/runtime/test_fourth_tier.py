@@ -48,7 +48,7 @@ class WithUpdated(WithStreamed):
 
 SIZES: dict[str, dict[str, Any]] = {
     "RAM is the device": {"host_memory": 17 * PAGE},
-    "a device of its own": {"device_memory": 8 * PAGE, "host_memory": 14 * PAGE},
+    "a device of its own": {"device_memory": 7 * PAGE, "host_memory": 16 * PAGE},
 }
 """Too small for the model, each together with the further tier."""
 
