@@ -1,5 +1,5 @@
-"""Bytes of pages of a rank that has parts of layers, over one rank's, at the page size that users have. By plan, which counts what
-runs take (tests/runtime/test_inventory_of_runs.py, tests/ranks/test_rank_inventory.py)."""
+"""Bytes of pages of a rank that has parts of layers, over one rank's, at the page size that users have. By plan, which counts
+what runs take (tests/runtime/test_inventory_of_runs.py, tests/ranks/test_rank_inventory.py)."""
 
 from __future__ import annotations
 
