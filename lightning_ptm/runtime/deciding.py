@@ -70,6 +70,18 @@ def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Bl
     return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
 
 
+def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> None:
+    """Of a run in progress, before it is laid out anew: whether pages can have its parameters as they are now, and its optimizers
+    update them there. Says nothing of memory, which the pages that there are have now. Not collective.
+
+    Raises:
+        ConfigError: as `draw`.
+    """
+    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
+    world_size, rank = communicator.world_size, communicator.rank
+    _lay_out(request, _ask(request, machine, world_size, rank, outside=False), world_size, rank)
+
+
 def decide(
     request: Request,
     machine: Machine,

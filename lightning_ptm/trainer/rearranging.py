@@ -9,6 +9,7 @@ I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameter
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.carried import Carried, warn_of_resized
 from lightning_ptm.errors import UsageError, some
+from lightning_ptm.runtime.deciding import check_parameters
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import remove_stale
@@ -67,6 +69,7 @@ class RearrangingStrategy(EndingStrategy):
 
     def _lay_out_anew(self) -> None:
         self._saves.finish()
+        self._check_parameters(self._module.trainer)
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
         room = self._room(trainer)
         ranks_here = max(1, self.num_processes)
@@ -78,6 +81,15 @@ class RearrangingStrategy(EndingStrategy):
             self._build(trainer, anew=True, given=carried.given())
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read
+
+    def _check_parameters(self, trainer: Trainer) -> None:
+        """What pages cannot have is refused while the old ones are there, so that the module gets its weights back."""
+        settings = self._settings_for(trainer)
+        if self._page_bytes is not None:
+            settings = dataclasses.replace(settings, page_size=self._page_bytes)
+        assert self._communicator is not None
+        request = dataclasses.replace(self.request(trainer, settings), rearranges=True)
+        check_parameters(request, self._communicator, max(1, self.num_processes))
 
     def _refuse(self, engine: Engine) -> None:
         known = {id(parameter) for _, parameter in engine.wholes.names()}

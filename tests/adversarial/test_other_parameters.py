@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.sharded import ShardedCheckpointIO
 
 HOMES = ["ram", "masters_on_disk", "all_on_disk"]
@@ -437,6 +437,22 @@ def test_sharded_checkpoints_behind_training_are_of_the_time_before(
     for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("home", ON_DISK)
+def test_what_pages_cannot_have_is_refused_while_the_weights_are_there(strategy_at: MakeStrategy, home: str) -> None:
+    class Complex(Changing):
+        def change(self) -> None:
+            self.extra = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.optimizers().add_param_group({"params": [self.extra]})
+
+    plain = run(Judged, None, max_epochs=1)
+    torch.manual_seed(0)
+    module = Complex()
+    with pytest.raises(ConfigError, match=r"parameter extra is torch\.complex64; pages hold"):
+        trainer(strategy_at(home), max_epochs=2).fit(module, batches())
+    for name, value in plain.named_parameters():
+        assert torch.equal(module.get_parameter(name), value), name
 
 
 @pytest.mark.parametrize("home", HOMES)
