@@ -71,8 +71,8 @@ def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Bl
 
 
 def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> None:
-    """Of a run in progress, before it is laid out anew: whether pages can have its parameters as they are now, and its optimizers
-    update them there. Says nothing of memory, which the pages that there are have now. Not collective.
+    """Of a run in progress, before it is laid out anew: whether pages can have its parameters as they are now, and its
+    optimizers update them there. Says nothing of memory, which the pages that there are have now. Not collective.
 
     Raises:
         ConfigError: as `draw`.
