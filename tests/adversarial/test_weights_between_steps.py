@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ptm import CapacityError, UsageError
-from lightning_ptm.runtime import engine as engine_module
+from lightning_ptm.runtime import by_hand as by_hand_module
 
 TIERS = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 CLOSED = [
@@ -295,7 +295,7 @@ def test_parts_of_a_module_have_state_dicts(strategy_at: Any, tier: str) -> None
 
 def test_a_state_dict_that_does_not_fit_is_an_error(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(module: Net) -> None:
-        monkeypatch.setattr(engine_module, "free_host_bytes", lambda: 100_000)
+        monkeypatch.setattr(by_hand_module, "free_host_bytes", lambda: 100_000)
         assert len(module.blocks[0].state_dict()) == 4
         with pytest.raises(CapacityError, match=r"the weights of Net take .* of RAM .* take part after part"):
             module.state_dict()
