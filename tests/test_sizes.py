@@ -20,8 +20,6 @@ REASON = "Long because "
 Defined = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 NOT_YET = {
-    "lightning_ptm/comm/communicator.py",
-    "lightning_ptm/comm/communicator.py:ProcessGroupCommunicator",
     "lightning_ptm/memory/allocator.py:Allocator:__init__",
     "lightning_ptm/planning/fetching.py:Fetching",
     "lightning_ptm/planning/placement.py:place",

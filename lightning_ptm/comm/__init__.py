@@ -10,10 +10,12 @@ from lightning_ptm.comm.agreement import (
     NeededCollective,
     Teams,
 )
-from lightning_ptm.comm.communicator import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
+from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
 from lightning_ptm.comm.foreign import ForeignCollectives
 from lightning_ptm.comm.mesh import Communicators
+from lightning_ptm.comm.process_group import ProcessGroupCommunicator
 from lightning_ptm.comm.together import together
+from lightning_ptm.comm.work import Work
 
 __all__ = [
     "DIFFERENT",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.agreement import NO_TEAMS, Decision
-from lightning_ptm.comm.communicator import Work
+from lightning_ptm.comm.work import Work
 from lightning_ptm.commands.compute_rates import Effort
 from lightning_ptm.errors import ConfigError, InternalError, RankError
 from lightning_ptm.memory.backend import backend_here

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.comm.communicator import SoloCommunicator, Work
+from lightning_ptm.comm import SoloCommunicator, Work
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.holders import Axis, Mesh, everybodys

@@ -1,0 +1,56 @@
+"""A collective that has been started.
+
+I1: it keeps every buffer alive and is waited on once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Guard = Callable[[Callable[[], Any]], Any]
+"""Calls its argument; turns what a failed collective raises into RankError."""
+
+
+def _unguarded(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+class Work:
+    """A started collective. `wait` returns when its result may be read on the current stream."""
+
+    def __init__(
+        self,
+        handles: Sequence[Any] = (),
+        buffers: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        guard: Guard = _unguarded,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        self._handles = list(handles)
+        self._buffers = list(buffers)
+        self._finish = finish
+        self._guard = guard
+        self._done = done
+
+    def wait(self) -> None:
+        """Waits once; later calls return at once.
+
+        Raises:
+            RankError: another rank is gone or the collective timed out.
+        """
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._guard(handle.wait)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._buffers = []
+        done, self._done = self._done, None
+        if done is not None:
+            done()
+
+    def done(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
