@@ -24,6 +24,7 @@ from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.update import Segment
 from lightning_ptm.update.encoding import EncodedTensor
+from lightning_ptm.update.threads import one_core
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, Transfer
@@ -143,16 +144,20 @@ def fill(
     keep = keep and any(given[segment.parameter] is None for segment in segments)
 
     def put(target: Tensor, start: int) -> None:
-        if not keep:
-            target.zero_()
+        done = start
         for segment in within(segments, start, start + target.numel()):
             value = given[segment.parameter]
             if value is not None:
+                if not keep:
+                    target[done - start : segment.start - start].zero_()
+                done = segment.stop
                 box = None if boxes is None else boxes[segment.parameter]
                 source = elements(value, box, segment.parameter_start, segment.numel)
                 place = target.narrow(0, segment.start - start, segment.numel)
                 place.copy_(source if through is None else source.to(through))
                 seen(place.nbytes)
+        if not keep:
+            target[done - start :].zero_()
 
     if isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
@@ -184,16 +189,17 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
     buffers = Buffers.for_now(allocator, [(stored.dtype, stored.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
-        for start in range(0, tensor.numel, step):
-            buffer = buffers.take(stored.dtype)
-            if buffer is None:
-                buffer, transfer = leaving.popleft()
-                transfer.wait()
-            first, numel = _stretch(tensor, start, step)
-            if keep:
-                allocator.copy(stored, buffer, source_start=first, numel=numel).wait()
-            change(buffer.tensor()[:numel], start)
-            leaving.append((buffer, allocator.copy(buffer, stored, target_start=first, numel=numel)))
+        with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+            for start in range(0, tensor.numel, step):
+                buffer = buffers.take(stored.dtype)
+                if buffer is None:
+                    buffer, transfer = leaving.popleft()
+                    transfer.wait()
+                first, numel = _stretch(tensor, start, step)
+                if keep:
+                    allocator.copy(stored, buffer, source_start=first, numel=numel).wait()
+                change(buffer.tensor()[:numel], start)
+                leaving.append((buffer, allocator.copy(buffer, stored, target_start=first, numel=numel)))
         while leaving:
             leaving.popleft()[1].wait()
     finally:

@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.carried import Carried, warn_of_resized
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding import check_parameters
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.paged_states import opened
 
 
 class RearrangingStrategy(EndingStrategy):
@@ -89,7 +91,10 @@ class RearrangingStrategy(EndingStrategy):
             settings = dataclasses.replace(settings, page_size=self._page_bytes)
         assert self._communicator is not None
         request = dataclasses.replace(self.request(trainer, settings), rearranges=True)
-        check_parameters(request, self._communicator, max(1, self.num_processes))
+        with ExitStack() as states:
+            for optimizer in self._paged_optimizers():
+                states.enter_context(opened(plain_optimizer(optimizer)))  # classes are tried
+            check_parameters(request, self._communicator, max(1, self.num_processes))
 
     def _refuse(self, engine: Engine) -> None:
         known = {id(parameter) for _, parameter in engine.wholes.names()}

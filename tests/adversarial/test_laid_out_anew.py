@@ -322,6 +322,7 @@ def test_a_disk_without_room_is_said(strategy_at: MakeStrategy, disk: Path) -> N
 
 
 def test_what_is_unfrozen_and_has_no_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:
+    run(Adding, strategy_at("masters_on_disk", disk_memory="64KiB"), max_epochs=1)  # there is room before
     with pytest.raises(CapacityError):
-        run(Adding, strategy_at("masters_on_disk", disk_memory="128KiB"), max_epochs=2)
+        run(Adding, strategy_at("masters_on_disk", disk_memory="64KiB"), max_epochs=2)
     assert not [*disk.iterdir()]
