@@ -186,9 +186,8 @@ class UpdateScheduler(abc.ABC):
             if parameter.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
-                    f"{type(self.optimizers[optimizer]).__name__} during the run, in the middle of a batch, and has no "
-                    f"master states of that optimizer in this step; make parameters of modules and put them into groups "
-                    f"between two batches (on_train_epoch_start, on_train_batch_start)"
+                    f"{type(self.optimizers[optimizer]).__name__} during the run, in a batch, and has no master states of "
+                    f"that optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
                 )
         self._members[optimizer] = now
 
