@@ -186,8 +186,8 @@ class UpdateScheduler(abc.ABC):
             if parameter.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
-                    f"{type(self.optimizers[optimizer]).__name__} during the run, and has no master states of that "
-                    f"optimizer; end this fit and start another one with the groups as they are now"
+                    f"{type(self.optimizers[optimizer]).__name__} during the run, in a batch, and has no master states of "
+                    f"that optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
                 )
         self._members[optimizer] = now
 

@@ -314,6 +314,22 @@ def test_parameters_without_any_gradient_keep_their_bytes(twins: list[Twin], tmp
     twin.assert_equal()
 
 
+def test_bytes_are_counted_by_the_size_of_each_columns_elements(twins: list[Twin], tmp_path: Path) -> None:
+    twins.append(make_twin(adamw, make_allocator(tmp_path), home=Tier.DISK, target_home=Tier.DISK))
+    twin = twins[0]
+    assert twin.states.master is not None
+    kept = [twin.states.master, *twin.states.slots.values()]
+    states = twin.flat.shard_numel * sum(each.dtype.itemsize for each in kept)
+    parameters = twin.flat.shard_numel * torch.bfloat16.itemsize
+    for step in range(2):
+        before = twin.updater.stats.bytes_written, twin.updater.stats.bytes_read
+        twin.updater.finish(twin.submit(gradients()))
+        twin.updater.drain()
+        assert twin.updater.stats.bytes_written - before[0] == states + parameters
+        if step:
+            assert twin.updater.stats.bytes_read - before[1] == states  # moments have begun by then
+
+
 def test_a_write_does_not_meet_a_read_that_nobody_wants_any_more(twins: list[Twin], tmp_path: Path) -> None:
     class FirstReadIsLate(HandOps):
         late: int | None = None
