@@ -108,18 +108,6 @@ def test_master_states_and_gradients_and_parameters_on_disk(name: str, twins: li
     assert twins[0].updater.stats.bytes_written > 0
 
 
-def test_a_step_writes_each_byte_of_states_and_parameters_once(twins: list[Twin], tmp_path: Path) -> None:
-    places = {"home": Tier.DISK, "target_home": Tier.DISK, "gradient_home": Tier.DISK}
-    twins.append(make_twin(CASES["adamw"].make, make_allocator(tmp_path), second=CASES["adamw"].second, **places))
-    shapes = [tuple(parameter.shape) for parameter in twins[0].plain]
-    for count in (1, 2):
-        twins[0].updater.finish(twins[0].submit(random_gradients(count, torch.bfloat16, shapes, ())))
-        tensors = [*twins[0].states.tensors(), twins[0].target]
-        assert {each.dtype for each in tensors} == {torch.float32, torch.bfloat16}
-        written = sum(each.numel * each.dtype.itemsize for each in tensors)
-        assert twins[0].updater.stats.bytes_written == count * written
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd_momentum", "rprop", "asgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
