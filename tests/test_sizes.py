@@ -20,9 +20,7 @@ REASON = "Long because "
 Defined = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 NOT_YET = {
-    "lightning_ptm/memory/allocator.py:Allocator:__init__",
     "lightning_ptm/planning/fetching.py:Fetching",
-    "lightning_ptm/planning/placement.py:place",
     "lightning_ptm/runtime/binding.py:FlatBinding",
     "lightning_ptm/runtime/executor.py",
     "lightning_ptm/runtime/executor.py:Executor",

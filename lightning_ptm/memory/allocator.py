@@ -97,23 +97,13 @@ class Allocator:
         }
 
         with contextlib.ExitStack() as undo:
-            regions: dict[Tier, Region] = {}
-            for tier, count in frames.items():
-                if tier.addressable:
-                    size = count * page_size
-                    made = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin_host)
-                    regions[tier] = made
-                    undo.callback(regions[tier].close)
-                    if poison:
-                        regions[tier].tensor.fill_(POISON)
+            regions = _regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
+            for region in regions.values() if poison else ():
+                region.tensor.fill_(POISON)
             disk = io = poison_page = None
             if on_disk:
                 disk = DiskRegion(
-                    disk_paths,
-                    page_size=page_size,
-                    total_frames=on_disk,
-                    file_ops=file_ops,
-                    progress=progress,
+                    disk_paths, page_size=page_size, total_frames=on_disk, file_ops=file_ops, progress=progress
                 )
                 undo.callback(disk.close)
                 threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
@@ -129,8 +119,6 @@ class Allocator:
             self._poison_page = poison_page
             self._made = backend.mark()
             self._resources = undo.pop_all()
-
-    # Sizes, all in bytes.
 
     def capacity_bytes(self, tier: Tier) -> int:
         """Bytes of all pages of a tier."""
@@ -376,6 +364,18 @@ class Allocator:
             raise UsageError(f"{tensor.name} is released; allocate it again")
         if tensor.moving:
             raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
+
+
+def _regions(
+    backend: Backend, sizes: Mapping[Tier, int], undo: contextlib.ExitStack, *, pin: bool
+) -> dict[Tier, Region]:
+    """Of the tiers in memory."""
+    made: dict[Tier, Region] = {}
+    for tier, size in sizes.items():
+        if tier.addressable:
+            made[tier] = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin)
+            undo.callback(made[tier].close)
+    return made
 
 
 def _check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:

@@ -70,20 +70,7 @@ def place(
         ConfigError: a wish or a budget for a tier that does not exist.
         CapacityError: no choice of homes fits; says which tick or states, the bytes, and the setting to raise.
     """
-    if len(master_bytes_per_element) != len(layout.flats):
-        raise ConfigError(
-            f"{len(master_bytes_per_element)} sizes of master states for {len(layout.flats)} flats; give one per flat"
-        )
-    if unified and budget[Tier.HOST]:
-        raise ConfigError(
-            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget[Tier.HOST])}; "
-            "raise device_memory instead of host_memory"
-        )
-    for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
-        if tier is not None and not tier.computes and not budget[tier]:
-            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {tier.setting}")
-    if wishes.master is Tier.DEVICE and not (update_on_device or unified):
-        raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
+    _check(layout, master_bytes_per_element, budget, wishes, unified=unified, update_on_device=update_on_device)
     staging_bytes = round_up(staging_bytes, layout.page_size)
     if budget[Tier.HOST] and staging_bytes > budget[Tier.HOST]:
         raise CapacityError(
@@ -105,6 +92,32 @@ def place(
         caches_masters=update_on_device or unified,
     )
     return problem.solve()
+
+
+def _check(
+    layout: ModelLayout,
+    master_bytes_per_element: Sequence[int],
+    budget: Budget,
+    wishes: Wishes,
+    *,
+    unified: bool,
+    update_on_device: bool,
+) -> None:
+    """Raises ConfigError: see `place`."""
+    if len(master_bytes_per_element) != len(layout.flats):
+        raise ConfigError(
+            f"{len(master_bytes_per_element)} sizes of master states for {len(layout.flats)} flats; give one per flat"
+        )
+    if unified and budget[Tier.HOST]:
+        raise ConfigError(
+            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget[Tier.HOST])}; "
+            "raise device_memory instead of host_memory"
+        )
+    for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
+        if tier is not None and not tier.computes and not budget[tier]:
+            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {tier.setting}")
+    if wishes.master is Tier.DEVICE and not (update_on_device or unified):
+        raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
 
 
 class _Problem:
