@@ -59,7 +59,9 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         )
     with opened(optimizer):
         result = optimizer.state_dict()
-    scalars = engine.optimizer_values.scalars_in_order(engine.updates.index_of(optimizer), parameters_of(optimizer))
+    scalars = engine.optimizer_values.scalars_in_order(
+        engine.updates.groups.index_of(optimizer), parameters_of(optimizer)
+    )
     if scalars:  # Lightning's stand-in, where configure_optimizers returns none, has no states
         result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
     return result

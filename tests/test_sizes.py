@@ -31,7 +31,6 @@ NOT_YET = {
     "lightning_ptm/runtime/lockfree.py",
     "lightning_ptm/runtime/lockfree.py:LockFreeUpdates",
     "lightning_ptm/runtime/paper.py:Paper",
-    "lightning_ptm/runtime/updates.py:UpdateScheduler",
 }
 
 

@@ -71,15 +71,15 @@ class Carried:
             {
                 id(parameters[place]): scalars
                 for place, scalars in engine.optimizer_values.scalars_in_order(
-                    engine.updates.index_of(plain_optimizer(optimizer)), parameters
+                    engine.updates.groups.index_of(plain_optimizer(optimizer)), parameters
                 ).items()
             }
             for optimizer in optimizers
         ]
         self._first = {
             id(parameter): number
-            for number in reversed(range(len(engine.updates.optimizers)))
-            for parameter in engine.updates.parameters_of(number)
+            for number in reversed(range(len(engine.updates.groups.optimizers)))
+            for parameter in engine.updates.groups.parameters_of(number)
         }
         """By id of a parameter, the first of the optimizers that it had in pages."""
         self._strides = {True: engine.sharded_kinds.strides(PARAMETERS), False: engine.sharded_kinds.strides("")}
@@ -166,7 +166,7 @@ class Carried:
                 slots.setdefault((name, first[name] if number is None else number), {})[slot] = read()
         no_slots: Mapping[str, Any] = MappingProxyType({})
         for optimizer, scalars in zip(optimizers, self._scalars, strict=True):
-            index = engine.updates.index_of(plain_optimizer(optimizer))
+            index = engine.updates.groups.index_of(plain_optimizer(optimizer))
             states = {
                 known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
             }
@@ -186,7 +186,8 @@ def _kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int])
         inside: parameters, by id, whose states were in pages.
     """
     plain = plain_optimizer(optimizer)
-    paged = [each for each in engine.updates.parameters_of(engine.updates.index_of(plain)) if id(each) not in inside]
+    groups = engine.updates.groups
+    paged = [each for each in groups.parameters_of(groups.index_of(plain)) if id(each) not in inside]
     with opened(plain):
         return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
@@ -200,7 +201,7 @@ def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optim
     left = {id(parameter) for parameter in parameters_of(optimizer)}
     here = {id(parameter) for parameter in module.parameters()}
     removed: list[tuple[int, str]] = []
-    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
+    for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer)):
         known = list(zip(flat.store.binding.parameters, flat.states.groups, strict=True))
         removed += [
             (id(parameter), slot.spec.name)
@@ -215,7 +216,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
     """States of parameters that have another shape now will end."""
     ending = [
         name
-        for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer))
+        for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer))
         for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
         if name in engine.lending.resized and flat.states.remembers(place)
     ]

@@ -34,7 +34,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     engine.drain("optimizer state")
     engine.executor.release_all()
     optimizer = plain_optimizer(optimizer)
-    index = engine.updates.index_of(optimizer)
+    index = engine.updates.groups.index_of(optimizer)
     order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states: dict[int, dict[str, Any]] = {}
     copy_of = copies(engine)
@@ -135,9 +135,9 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
             f"of these states from configure_optimizers"
         )
     engine.drain("load optimizer state")
-    index = engine.updates.index_of(optimizer)
+    index = engine.updates.groups.index_of(optimizer)
     engine.optimizer_values.load(index, states)
-    paged = engine.updates.parameters_of(index)
+    paged = engine.updates.groups.parameters_of(index)
     guard(optimizer, paged, partial(engine.stepping.forget_states, index))
     with opened(optimizer):
         for parameter in paged:
@@ -158,7 +158,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
 
 def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Names of states of a parameter for which the run has no pages."""
-    for _, flat in engine.updates.flats_of(engine.updates.index_of(optimizer)):
+    for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer)):
         binding = flat.store.binding
         for slot, parameter in enumerate(binding.parameters):
             lacking = [
@@ -201,7 +201,7 @@ def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: boo
     """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
     optimizer = plain_optimizer(optimizer)
     found: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.optimizer_values.states(engine.updates.index_of(optimizer), letting_go=True):
+    for parameter, state in engine.optimizer_values.states(engine.updates.groups.index_of(optimizer), letting_go=True):
         if keep and state:
             found[id(parameter)] = state
     for parameter in parameters_of(optimizer):  # in this order, as a plain optimizer has them

@@ -61,7 +61,7 @@ class Changes:
         return (
             self.other_parameters()
             or any(item.parameter.requires_grad for item in self._frozen)
-            or any(map(self._updates.outgrown, paged))
+            or any(map(self._updates.groups.outgrown, paged))
             or (
                 self._blueprint.may_be_outside
                 and self.gradients_in_place
@@ -108,7 +108,7 @@ class Changes:
         if any(item.parameter.requires_grad for item in self._frozen):
             self.check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
         if self._blueprint.may_be_outside:
-            for _, flat in self._updates.flats_of(index):
+            for _, flat in self._updates.groups.flats_of(index):
                 if flat.store.binding.replaced():
                     flat.store.binding.check()
 

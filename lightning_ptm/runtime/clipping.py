@@ -60,7 +60,7 @@ class Clipping:
 
     def _clip(self, optimizer: int, how: Transform, scale: LossScale | None) -> None:
         before = self._pending(optimizer)
-        flats = [flat for _, flat in self._updates.flats_of(optimizer) if flat.gradient.any]
+        flats = [flat for _, flat in self._updates.groups.flats_of(optimizer) if flat.gradient.any]
         for flat in flats:
             if flat.gradient.route.clips_in_place and scale is None:
                 flat.gradient.transform_(how)
@@ -71,7 +71,7 @@ class Clipping:
 
     def _pending(self, optimizer: int) -> Transform:
         """The clips that an optimizer's gradients have still to get."""
-        waiting = any(flat.gradient.clipped_later for _, flat in self._updates.flats_of(optimizer))
+        waiting = any(flat.gradient.clipped_later for _, flat in self._updates.groups.flats_of(optimizer))
         return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
@@ -91,8 +91,8 @@ class Clipping:
     def norm(self, optimizer: int, norm_type: float, scale: LossScale | None) -> Tensor:
         """Global norm of the optimizer's gradients as the update would get them now. Collective."""
         unscale, clips = _unscale(scale), self._pending(optimizer)
-        self._updates.follow_groups(optimizer)
-        flats = [flat for _, flat in reversed(self._updates.flats_of(optimizer))]
+        self._updates.groups.follow(optimizer, self._updates.finish_all)
+        flats = [flat for _, flat in reversed(self._updates.groups.flats_of(optimizer))]
         if self._communicator.alone:
             groups = self._optimizers[optimizer].param_groups
             order = {id(parameter): place for place, parameter in enumerate(p for g in groups for p in g["params"])}
@@ -125,7 +125,7 @@ class Clipping:
     def all_finite(self, optimizer: int) -> bool:
         """Whether no gradient of the optimizer, on any rank, is inf or NaN. Collective."""
         found: list[Tensor] = []
-        for _, flat in self._updates.flats_of(optimizer):
+        for _, flat in self._updates.groups.flats_of(optimizer):
             if not flat.gradient.any:
                 continue
             if flat.gradient.in_place:

@@ -311,7 +311,7 @@ class LockFreeUpdates(UpdateScheduler):
         self._adopt_all()  # so that updates of what no graph needs any more have pages again
 
     def skip(self, optimizer: int) -> None:
-        for _, flat in self.flats_of(optimizer):
+        for _, flat in self.groups.flats_of(optimizer):
             if flat.gradient.any:
                 clock = self._clocks[self._place_of[id(flat)]]
                 clock.skipped += 1

@@ -79,14 +79,14 @@ class Stepping:
     def step(self, optimizer: Optimizer) -> None:
         """One optimizer step with the gradients collected so far."""
         self._check_open()
-        index = self._updates.index_of(optimizer)
+        index = self._updates.groups.index_of(optimizer)
         self._changes.check_rearranged(optimizer, index)
         self._changes.check_of_the_module(optimizer)
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
         self._updates.step(index, transform)
-        for _, flat in self._updates.flats_of(index):
+        for _, flat in self._updates.groups.flats_of(index):
             scratch = flat.states.traits.writes_gradient
             if scratch or not flat.gradient.route.outlives_step:
                 flat.gradient.retire(clipped=not transform.is_identity, scratch=scratch)
@@ -96,11 +96,13 @@ class Stepping:
 
     def steps_itself(self, optimizer: Optimizer) -> bool:
         """Whether its own step updates its parameters, which are whole, and its states are its own."""
-        return self._updates.index_of(optimizer) in self._blueprint.selfstepping
+        return self._updates.groups.index_of(optimizer) in self._blueprint.selfstepping
 
     def traits_of(self, optimizer: Optimizer) -> list[OptimizerTraits]:
         """What is known of its class, by the kinds of parameters that it updates."""
-        return [flat.states.traits for _, flat in self._updates.flats_of(self._updates.index_of(optimizer))]
+        return [
+            flat.states.traits for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer))
+        ]
 
     @property
     def in_mid_step(self) -> bool:
@@ -111,7 +113,7 @@ class Stepping:
         """An optimizer keeps nothing any more of earlier updates of a parameter: its next one begins afresh. Not collective;
         to be done on all ranks."""
         self._updates.finish_all()
-        for _, flat in self._updates.flats_of(optimizer):
+        for _, flat in self._updates.groups.flats_of(optimizer):
             known = zip(flat.store.binding.layout.slots, flat.store.binding.parameters, strict=True)
             for place, (slot, each) in enumerate(known):
                 if parameter is self._lending.resized.get(slot.spec.name, each):
@@ -128,7 +130,7 @@ class Stepping:
         """
         self._check_open()
         self._collect_postponed(STEP_ENDS)
-        index = self._updates.index_of(optimizer)
+        index = self._updates.groups.index_of(optimizer)
         self._follow(index)
         self._clipping.unscale(index, scale)
         finite = self._clipping.all_finite(index)
@@ -140,19 +142,19 @@ class Stepping:
 
     def unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the next step takes a loss scale off the gradients."""
-        return self._clipping.unscales(self._updates.index_of(optimizer))
+        return self._clipping.unscales(self._updates.groups.index_of(optimizer))
 
     @on_compute_stream
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
         self._collect_postponed(STEP_ENDS - 1)
-        self._follow(self._updates.index_of(optimizer))
-        self._clipping.by_norm(self._updates.index_of(optimizer), max_norm, scale)
+        self._follow(self._updates.groups.index_of(optimizer))
+        self._clipping.by_norm(self._updates.groups.index_of(optimizer), max_norm, scale)
 
     @on_compute_stream
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
         self._collect_postponed(STEP_ENDS - 1)
-        self._follow(self._updates.index_of(optimizer))
-        self._clipping.by_value(self._updates.index_of(optimizer), clip_value, scale)
+        self._follow(self._updates.groups.index_of(optimizer))
+        self._clipping.by_value(self._updates.groups.index_of(optimizer), clip_value, scale)
 
     @on_compute_stream
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
@@ -161,13 +163,13 @@ class Stepping:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             return total_norm([torch.linalg.vector_norm(each, norm_type) for each in gradients], norm_type)
         self._collect_postponed(STEP_ENDS - 2)
-        self._follow(self._updates.index_of(optimizer))
-        return self._clipping.norm(self._updates.index_of(optimizer), norm_type, scale)
+        self._follow(self._updates.groups.index_of(optimizer))
+        return self._clipping.norm(self._updates.groups.index_of(optimizer), norm_type, scale)
 
     @on_compute_stream
     def zero_grad(self, optimizer: Optimizer, *, forget: bool) -> None:
         """Forgets the gradients of an optimizer's parameters; or they are about to be overwritten in place."""
-        for _, flat in self._updates.flats_of(self._updates.index_of(optimizer)):
+        for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
             if forget:
                 flat.gradient.clear()
             else:
@@ -176,7 +178,7 @@ class Stepping:
     @on_compute_stream
     def show_gradients(self, optimizer: Optimizer) -> None:
         """`.grad` of an optimizer's parameters shows what is in pages."""
-        for _, flat in self._updates.flats_of(self._updates.index_of(optimizer)):
+        for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
             flat.gradient.show()
 
     @property
@@ -198,7 +200,7 @@ class Stepping:
         """What the user has done to `.grad` of an optimizer's parameters counts."""
         for flat in (each for flats in self._flats for each in flats):
             flat.gradient.resolve()
-        for _, flat in self._updates.flats_of(optimizer):
+        for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.follow()
 
     def _collect_postponed(self, position: int) -> None:

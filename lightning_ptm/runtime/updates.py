@@ -5,22 +5,21 @@
 I/O are the updater's (update/pipeline.py).
 
 I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
-I3: each parameter is updated with the hyper-parameters of the group that it is in when the step is taken.
+I3: each parameter is updated with the hyper-parameters of the group that it is in at the step (optimizer_groups.py).
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.update import (
     FlatStates,
@@ -32,7 +31,6 @@ from lightning_ptm.update import (
     UpdateJob,
     Updater,
     check_every_gradient,
-    same_value,
     snapshot,
 )
 
@@ -60,14 +58,6 @@ class _Armed:
     hyper: HyperParameters | None = None
 
 
-def _members(optimizer: Optimizer) -> list[list[torch.Tensor]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
-
-
-def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))
-
-
 class UpdateScheduler(abc.ABC):
     """Decides when a flat's gradient goes to the update.
 
@@ -78,9 +68,7 @@ class UpdateScheduler(abc.ABC):
 
     def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
         self._flats = flats
-        self.optimizers = list(optimizers)
-        self._members = [_members(optimizer) for optimizer in optimizers]
-        """Of each optimizer's groups, as the flats' states know them."""
+        self.groups = OptimizerGroups(flats, optimizers)
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
         self._armed: _Armed | None = None
         self._in_step = False
@@ -89,35 +77,12 @@ class UpdateScheduler(abc.ABC):
         self.number_of_step: Callable[[], int] = lambda: self.steps_taken
         """Of the one under way, or the next; set by who knows of steps before this run."""
 
-    def index_of(self, optimizer: Optimizer) -> int:
-        """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        for index, known in enumerate(self.optimizers):
-            if known is inner:
-                return index
-        raise ConfigError(
-            f"{type(inner).__name__} was not returned by configure_optimizers, so it has no pages; return it from there"
-        )
-
-    def parameters_of(self, optimizer: int) -> list[torch.nn.Parameter]:
-        """Those that an optimizer updates in pages."""
-        return [parameter for _, flat in self.flats_of(optimizer) for parameter in flat.store.binding.parameters]
-
-    def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
-        """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
-        return [
-            (unit, flat)
-            for unit in reversed(range(len(self._flats)))
-            for flat in self._flats[unit]
-            if flat.optimizer == optimizer
-        ]
-
     # -- update in backward -------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
         """From now until the step, units are updated as their backward ends, unless routes say that the step does it."""
-        index = self.index_of(optimizer)
-        if not any(flat.gradient.route.outlives_backward for _, flat in self.flats_of(index)):
+        index = self.groups.index_of(optimizer)
+        if not any(flat.gradient.route.outlives_backward for _, flat in self.groups.flats_of(index)):
             self._armed = _Armed(index)
 
     @property
@@ -132,8 +97,10 @@ class UpdateScheduler(abc.ABC):
         if armed is None or not ready:
             return
         if armed.hyper is None:
-            self.follow_groups(armed.optimizer)
-            armed.hyper = snapshot(self.optimizers[armed.optimizer], ready[0].states.traits, self.number_of_step())
+            self.groups.follow(armed.optimizer, self.finish_all)
+            armed.hyper = snapshot(
+                self.groups.optimizers[armed.optimizer], ready[0].states.traits, self.number_of_step()
+            )
         for flat in ready:
             self._update(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
@@ -151,20 +118,20 @@ class UpdateScheduler(abc.ABC):
         """
         hyper = None if self._armed is None else self._armed.hyper
         if hyper is not None:
-            self._check_unchanged(optimizer, hyper)
+            self.groups.check_unchanged(optimizer, hyper)
         else:
-            self.follow_groups(optimizer)
+            self.groups.follow(optimizer, self.finish_all)
         self._check_missing(optimizer)
-        if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.flats_of(optimizer)):
+        if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.groups.flats_of(optimizer)):
             self.finish_all()  # another optimizer's update of these may still be writing the masters
         self._armed = None
         self._in_step = True
         # First unit first: the next forward wants it first.
-        for unit, flat in reversed(self.flats_of(optimizer)):
+        for unit, flat in reversed(self.groups.flats_of(optimizer)):
             if flat.done_this_step:
                 flat.done_this_step = False
             elif flat.gradient.any:
-                hyper = hyper or snapshot(self.optimizers[optimizer], flat.states.traits, self.number_of_step())
+                hyper = hyper or snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
                 clips = flat.gradient.clipped_later
                 self._update(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
@@ -172,62 +139,16 @@ class UpdateScheduler(abc.ABC):
         self.steps_taken += 1
         self._in_step = False
 
-    def follow_groups(self, optimizer: int) -> None:
-        """Parameters that were moved between groups since the last step are updated with their new one (I3)."""
-        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
-        if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
-            return
-        self.finish_all()
-        known = {id(each) for members in before for each in members}
-        group_of = {id(each): group for group, members in enumerate(now) for each in members}
-        for _, flat in self.flats_of(optimizer):
-            flat.states.regroup([group_of.pop(id(parameter), None) for parameter in flat.store.binding.parameters])
-        for parameter in (each for members in now for each in members if id(each) in group_of.keys() - known):
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
-                    f"{type(self.optimizers[optimizer]).__name__} during the run, in a batch, and has no master states of "
-                    f"that optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
-                )
-        self._members[optimizer] = now
-
-    def outgrown(self, optimizer: int) -> bool:
-        """Whether an optimizer has other groups than when the run began, or parameters in them that it had not."""
-        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
-        if len(before) != len(now) or all(map(_same_objects, before, now)):
-            return len(before) != len(now)
-        known = {id(parameter) for members in before for parameter in members}
-        return any(id(parameter) not in known for members in now for parameter in members)
-
-    def _check_unchanged(self, optimizer: int, hyper: HyperParameters) -> None:
-        groups = self.optimizers[optimizer].param_groups
-        # The snapshot has settled these, or has advanced them in the user's groups.
-        settled = {"params", "fused", *self.flats_of(optimizer)[0][1].states.traits.group_slots}
-        changed = {
-            key
-            for group, used in zip(groups, hyper.groups, strict=False)
-            for key, value in group.items()
-            if key not in settled and key in used and not (value is used[key] or same_value(value, used[key]))
-        }
-        if not all(map(_same_objects, self._members[optimizer], _members(self.optimizers[optimizer]))):
-            changed.add("params")
-        if changed:
-            raise UsageError(
-                f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
-                f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
-                f"on_before_optimizer_step, or use update_in_backward=False"
-            )
-
     def _check_missing(self, optimizer: int) -> None:
         """Flats without any gradient are not updated, which some optimizers cannot do."""
-        flats = [flat for _, flat in self.flats_of(optimizer)]
+        flats = [flat for _, flat in self.groups.flats_of(optimizer)]
         missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
         if len(missing) < len(flats):
             for flat in missing:
                 check_every_gradient(flat.states, [False] * len(flat.states.groups))
         elif flats and flats[0].states.traits.group_slots:
             # A class counts steps that update nothing, too.
-            snapshot(self.optimizers[optimizer], flats[0].states.traits)
+            snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
 
     @property
     def in_mid_step(self) -> bool:
@@ -237,7 +158,7 @@ class UpdateScheduler(abc.ABC):
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
         self._armed = None
-        for _, flat in self.flats_of(optimizer):
+        for _, flat in self.groups.flats_of(optimizer):
             flat.done_this_step = False
 
     def abandon(self) -> None:
@@ -252,7 +173,7 @@ class UpdateScheduler(abc.ABC):
         """What runs a flat's optimizer."""
         key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
         if key not in self._shadows:
-            self._shadows[key] = Shadow(self.optimizers[flat.optimizer], flat.states.traits)
+            self._shadows[key] = Shadow(self.groups.optimizers[flat.optimizer], flat.states.traits)
         return self._shadows[key]
 
     # -- what differs -------------------------------------------------------------------------------------------------

@@ -163,8 +163,8 @@ class BuildingStrategy(CheckpointingStrategy):
         """What the run has to hear of is watched, and what users should know beforehand is told them."""
         paged = self._paged_optimizers()
         for optimizer in paged:
-            index = engine.updates.index_of(optimizer)
-            guard(optimizer, engine.updates.parameters_of(index), partial(engine.stepping.forget_states, index))
+            index = engine.updates.groups.index_of(optimizer)
+            guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
         self._steps = OptimizerSteps(

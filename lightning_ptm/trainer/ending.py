@@ -140,7 +140,7 @@ class EndingStrategy(BuildingStrategy):
         """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""
         self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
         if not self._ended.optimizer_states:
-            optimizers = enumerate(engine.updates.optimizers)
+            optimizers = enumerate(engine.updates.groups.optimizers)
             spend(each for index, each in optimizers if engine.optimizer_values.has_states(index))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +152,9 @@ class EndingStrategy(BuildingStrategy):
         if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
-        ended = [each for at, each in enumerate(engine.updates.optimizers) if engine.optimizer_values.has_states(at)]
+        ended = [
+            each for at, each in enumerate(engine.updates.groups.optimizers) if engine.optimizer_values.has_states(at)
+        ]
         of_the_run = (
             "_signals",
             "_engine",

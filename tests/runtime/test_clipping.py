@@ -164,7 +164,7 @@ def test_what_has_no_gradient_or_no_group_is_not_in_the_norm(disk: Path, place: 
         assert it.clipping.norm(0, 2.0, None) == 0
         it.backward([gradients[0], None, gradients[2]])
         assert torch.equal(it.clipping.norm(0, 2.0, None), nn.utils.get_total_norm([gradients[0], gradients[2]]))
-        it.updates.optimizers[0].param_groups[0]["params"].pop()
+        it.updates.groups.optimizers[0].param_groups[0]["params"].pop()
         assert torch.equal(it.clipping.norm(0, 2.0, None), nn.utils.get_total_norm(gradients[:1]))
 
 

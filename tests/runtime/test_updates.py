@@ -152,21 +152,21 @@ def test_a_parameter_is_updated_with_the_group_that_it_is_in(disk: Path) -> None
 
     with run(disk, two_groups) as it:
         first, second = it.optimizers[0].param_groups
-        assert not it.updates.outgrown(0)
+        assert not it.updates.groups.outgrown(0)
         first["params"].append(second["params"].pop())
         it.backward(0, 1, 2)
         it.step()
-        assert it.weights() == [0.9, 0.5, 0.9] and not it.updates.outgrown(0)  # I3
+        assert it.weights() == [0.9, 0.5, 0.9] and not it.updates.groups.outgrown(0)  # I3
         first["params"].append(torch.nn.Parameter(torch.zeros(3)))
-        assert it.updates.outgrown(0)
+        assert it.updates.groups.outgrown(0)
         with pytest.raises(
             UsageError, match=r"shape \(3,\) was put into a group of SGD during the run.* between two batches"
         ):
             it.step()
         first["params"].pop()
-        assert not it.updates.outgrown(0)
+        assert not it.updates.groups.outgrown(0)
         it.optimizers[0].add_param_group({"params": []})
-        assert it.updates.outgrown(0)
+        assert it.updates.groups.outgrown(0)
 
 
 def test_each_optimizer_steps_alone(disk: Path) -> None:
@@ -175,15 +175,15 @@ def test_each_optimizer_steps_alone(disk: Path) -> None:
         return [SGD([first], lr=0.1), SGD(others, lr=0.5)]
 
     with run(disk, two) as it:
-        assert it.updates.index_of(it.optimizers[1]) == 1
-        assert [unit for unit, _ in it.updates.flats_of(1)] == [2, 1]
-        assert [id(each) for each in it.updates.parameters_of(0)] == [id(it.parameters[0])]
+        assert it.updates.groups.index_of(it.optimizers[1]) == 1
+        assert [unit for unit, _ in it.updates.groups.flats_of(1)] == [2, 1]
+        assert [id(each) for each in it.updates.groups.parameters_of(0)] == [id(it.parameters[0])]
         it.backward(0, 1, 2)
         it.updates.step(1, PLAIN)
         it.updates.finish_all()
         assert it.weights() == [1, 0.5, 0.5]
         with pytest.raises(ConfigError, match="SGD was not returned by configure_optimizers"):
-            it.updates.index_of(SGD([torch.zeros(1)]))
+            it.updates.groups.index_of(SGD([torch.zeros(1)]))
 
 
 def test_a_step_that_is_not_taken(disk: Path) -> None:
