@@ -208,9 +208,9 @@ def test_disk_memory_too_small(disk: Path) -> None:
 
 def test_the_smallest_module_is_one_unit_with_a_name(disk: Path) -> None:
     module = Stack()
-    module.blocks = nn.ModuleList([nn.Linear(64, 8)])
+    module.blocks = nn.ModuleList([nn.Linear(64, 256)])
     settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "64KiB"}
-    assert "the master states of root need 128 KiB" in refused(small(**settings), module, CapacityError)
+    assert "the master states of root need 136 KiB" in refused(small(**settings), module, CapacityError)
 
 
 def test_staging_too_small(disk: Path) -> None:
