@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -122,7 +122,7 @@ def parts_of(
         exchange: of whole rows of what is cut by columns.
         cell_numel, changing: see `pages_of`.
     """
-    parts: list[Part] = []
+    parts: dict[int, Part] = {}
     outside: list[Callable[[], None]] = []
     for file, layout, kind in zip(files.files, files.layouts, kinds, strict=True):
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
@@ -131,10 +131,22 @@ def parts_of(
                 stays = _stays(flat, changing=changing)
                 write = partial(_put, put, file.name, starts, flat, exchange, stays)
                 room = partial(exchange.wait_for_room, flat) if isinstance(exchange, ExchangeBehind) else None
-                parts.append(Part(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room))
+                part = Part(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room)
+                known = parts.get(flat.paged.id)
+                parts[flat.paged.id] = part if known is None else _with(known, part)
             for parameter, first, values in flat.outside:
                 outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
-    return parts, outside
+    return list(parts.values()), outside
+
+
+def _with(part: Part, other: Part) -> Part:
+    """The same elements, some of which are another unit's: vectors, whole, so that nothing of them is exchanged."""
+
+    def put(start: int, values: Tensor) -> None:
+        part.put(start, values)
+        other.put(start, values)
+
+    return replace(part, put=put)
 
 
 def _put(

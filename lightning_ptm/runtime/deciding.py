@@ -49,7 +49,7 @@ from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, check_shared, reasons
 from lightning_ptm.runtime.specs import compute_dtype, master_dtype, traits_of, unit_specs, with_whole_updates
 from lightning_ptm.runtime.stock import stocked
-from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.runtime.units import Unit, discover, with_vectors_at_root
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits
 
@@ -198,7 +198,7 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     known: Traits = {}
     unpaged: dict[int, ConfigError | None] = {}
     if outside:
-        units = tuple(dataclasses.replace(unit, parameters=()) for unit in units)
+        units = tuple(dataclasses.replace(unit, parameters=(), own=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
     elif unified and holders.everybody.whole.alone and not request.mixed and may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
@@ -387,8 +387,9 @@ def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], Divi
     wanted = wanted if wanted == "auto" else tuple(wanted)
     parts = {parameter: box.parts for parameter, box in request.boxes.items()}
     if split.size == 1:
-        return discover(request.module, wanted, parts=parts), None
+        return with_vectors_at_root(discover(request.module, wanted, parts=parts), parts), None
     experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
     units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
-    return units, divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
+    experts_of_ranks = divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
+    return with_vectors_at_root(units, parts, experts_of_ranks.holders.apart), experts_of_ranks

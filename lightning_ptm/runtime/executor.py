@@ -379,6 +379,11 @@ class Executor:
         only where it is not leased (I4, I1)."""
         self.occasions += not self._leases.leased(unit)
 
+    def read_held(self, unit: int) -> None:
+        """Somebody reads `unit`, which is held, so that it is there: its update is waited for, once behind each step."""
+        if unit not in self._waited_for:
+            self.require(unit)
+
     def require(self, unit: int) -> None:
         """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
         self.occasions += 1

@@ -351,7 +351,7 @@ class Hooks:
         if self._executor.used(index):
             return
         if self._executor.held(index):
-            self._executor.require(index)
+            self._executor.read_held(index)
         elif index == 0:
             self._executor.hold(0)  # outside an iteration: it stays until the next one ends
         else:

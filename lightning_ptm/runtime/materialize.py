@@ -134,7 +134,7 @@ class FirstValues:
 
     @torch.no_grad()
     def parameters(self, unit: Unit) -> None:
-        """Gives the unit's meta parameters real storage on the CPU and values; the others stay as they are.
+        """Gives the meta parameters of the unit's modules real storage on the CPU and values; the others stay as they are.
 
         The parameters keep their identity, so optimizers go on naming them. Of those that files provide the storage is not
         written to, so it takes addresses and no memory.
@@ -142,7 +142,7 @@ class FirstValues:
         Raises:
             ConfigError: nothing says how to initialise a module, or a parameter has no value when all is said.
         """
-        fresh = [item for item in unit.parameters if item.parameter.is_meta]
+        fresh = [item for item in unit.own if item.parameter.is_meta]
         if not fresh:
             return
         holders = {id(module): module for item in fresh for module, _ in item.places}

@@ -5,7 +5,7 @@ Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime import offload
+from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -57,20 +58,35 @@ def lay_first_values(
     ram = blueprint.ram
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
     room = 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
+    built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
     with bars.bar("weights into pages", values.bytes_to_lay()) as seen:
-        for store in stores:
-            built = not any(item.parameter.is_meta for item in store.unit.parameters)
-            first.parameters(store.unit)
+        for store, complete in _made(first, stores):
+            was_built = built[store.unit.index]
             values.take_over(
                 store,
                 given.parameters,
-                keep_originals=not trains and any(blueprint.copies) and (built or room),
-                keep_frozen=built,
+                only=complete,
+                keep_originals=not trains and any(blueprint.copies) and (was_built or room),
+                keep_frozen=was_built,
                 seen=seen,
             )
     first.check()
     first.fill_buffers()
+
+
+def _made(first: FirstValues, stores: Sequence[UnitStore]) -> Iterator[tuple[UnitStore, list[FlatBinding]]]:
+    """First values are made unit by unit, and each time this yields what is complete by them and was not before: a unit,
+    but where its parameters are those of several units' modules."""
+    left: dict[int, list[FlatBinding]] = {}
+    for store in stores:
+        first.parameters(store.unit)
+        left[store.unit.index] = list(store.bindings)
+        for index, bindings in left.items():
+            complete = [each for each in bindings if not any(parameter.is_meta for parameter in each.parameters)]
+            left[index] = [each for each in bindings if each not in complete]
+            if complete:
+                yield stores[index], complete
 
 
 def update_scheduler(

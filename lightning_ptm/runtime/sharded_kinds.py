@@ -3,14 +3,14 @@ checkpoints are written from.
 
 Owns nothing.
 
-I1: the kinds, and the tensors of each, are the same on all ranks, in one order; of a parameter that is a part of a larger
-one, the tensor is the larger one.
+I1: the kinds, and the tensors of each, are the same on all ranks, in one order, however units fetch them; of a parameter
+that is a part of a larger one, the tensor is the larger one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.runtime.optimizer_values import OptimizerValues, Scalars
 from lightning_ptm.runtime.pieces import Elements
-from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.storage.index import PARAMETERS, kind_of
 from lightning_ptm.terms import chunk_numel
 from lightning_ptm.update import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec
+    from lightning_ptm.runtime.units import Unit
     from lightning_ptm.runtime.updates import FlatUpdate
     from lightning_ptm.runtime.wholes import Wholes
 
@@ -51,13 +52,13 @@ class ShardedFlat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedKind:
-    """One kind of one unit's states.
+    """One kind of states of what a unit's modules hold (`Unit.own`).
 
     Args:
         unit: its name; kind: `PARAMETERS`, or a slot of the optimizer.
-        tensors: (name of the parameter, dtype, whole shape), in the order of the flats if none were apart because its
-            parameters are parts of larger ones; the same on all ranks.
-        flats: where this rank's stretches of them are.
+        tensors: (name of the parameter, dtype, whole shape), in the order of the flats if all were the unit's, and none were
+            apart because its parameters are parts of larger ones; the same on all ranks.
+        flats: where this rank's stretches of them are; a flat of the root may be among those of several units.
     """
 
     unit: str
@@ -94,6 +95,7 @@ class ShardedKinds:
         self._wholes = wholes
         self._optimizer_values = optimizer_values
         self._original_of = original_of
+        self._unit_of = {item.name: store.unit.index for store in wholes.stores for item in store.unit.own}
 
     def kinds(self, *, optimizers: bool) -> Sequence[ShardedKind]:
         """Every kind of every unit's states, unit by unit; the same on all ranks, but for what of them is here. Collective.
@@ -119,22 +121,43 @@ class ShardedKinds:
     def _kinds_here(self, *, optimizers: bool) -> Iterator[ShardedKind]:
         """Those of the units that this rank holds. Collective where ranks own parameters."""
         scalars = self._optimizer_values.scalars() if optimizers else {}
+        weights: dict[int, list[_Part]] = {}
+        states: dict[int, list[tuple[str, _Part]]] = {}
         for store in self._wholes.stores:
-            if store.elsewhere:
-                continue
-            homes = [(flat, self._wholes.precise_home(flat)) for flat in store.flats]
-            weights = [_Part(flat, home, home.dtype, range(len(flat.binding.parameters))) for flat, home in homes]
-            yield self._kind(store, PARAMETERS, weights)
-            by_kind: dict[str, list[_Part]] = {}
-            for flat in store.flats if optimizers else ():
-                for number in flat.layout.optimizers:
+            for flat in store.flats:
+                home = self._wholes.precise_home(flat)
+                for unit, part in self._by_unit(_Part(flat, home, home.dtype, range(len(flat.binding.parameters)))):
+                    weights.setdefault(unit, []).append(part)
+                for number in flat.layout.optimizers if optimizers else ():
                     update = self._wholes.updates[flat.layout.index, number]
                     of = number if number != flat.layout.optimizers[0] else None
                     for name in update.states.everywhere:
                         part = self._states_part(update, name, scalars[flat.layout.index, number])
-                        by_kind.setdefault(kind_of(name, of), []).append(part)
-            for kind, parts in by_kind.items():
-                yield self._kind(store, kind, parts)
+                        for unit, its in self._by_unit(part):
+                            states.setdefault(unit, []).append((kind_of(name, of), its))
+        for store in self._wholes.stores:
+            if not store.elsewhere:
+                yield from self._kinds_of(
+                    store.unit, weights.get(store.unit.index, ()), states.get(store.unit.index, ())
+                )
+
+    def _kinds_of(
+        self, unit: Unit, weights: Sequence[_Part], states: Sequence[tuple[str, _Part]]
+    ) -> Iterator[ShardedKind]:
+        families = _order_of_families(unit, weights)
+        yield self._kind(unit, PARAMETERS, weights, families)
+        by_kind: dict[str, list[_Part]] = {}
+        for kind, part in sorted(states, key=lambda each: families[each[1].flat.layout.family]):
+            by_kind.setdefault(kind, []).append(part)
+        for kind, parts in by_kind.items():
+            yield self._kind(unit, kind, parts, families)
+
+    def _by_unit(self, part: _Part) -> Iterator[tuple[int, _Part]]:
+        """What of it is of which unit's modules; nothing of it, as of what was never updated, is of its flat's unit."""
+        slots: dict[int, list[int]] = {} if part.slots else {part.flat.layout.unit: []}
+        for slot in part.slots:
+            slots.setdefault(self._unit_of[part.flat.layout.slots[slot].spec.name], []).append(slot)
+        return ((unit, dataclasses.replace(part, slots=its)) for unit, its in slots.items())
 
     def strides(self, kind: str) -> dict[str, tuple[int, ...]]:
         """By name, strides of parameters of which this kind of states lies in pages, and so in files of sharded checkpoints,
@@ -157,19 +180,22 @@ class ShardedKinds:
         elements = states.elements(name) if name in states.slots else None
         return _Part(update.store, elements, states.dtype_of(name), slots)
 
-    def _kind(self, store: UnitStore, name: str, parts: Sequence[_Part]) -> ShardedKind:
+    def _kind(self, unit: Unit, name: str, parts: Sequence[_Part], families: Mapping[Family, int]) -> ShardedKind:
         tensors, flats = [], []
-        places = {item.name: place for place, item in enumerate(store.unit.parameters)}
-        families: dict[Family, int] = {}
+        places = {item.name: place for place, item in enumerate(unit.own)}
         for part in parts:
             flat, paged = part.flat, part.paged
             parameters, segments = self._laid(flat, name)
             whole = {slot: self._original(flat, slot, name) for slot in part.slots}
             for slot, original in whole.items():
                 spec = parameters[slot]
-                family = families.setdefault(flat.layout.family, len(families))
                 dtype = part.dtype if original is None else original.dtype
-                tensors.append(((family, spec.group, places[spec.name]), (spec.name, dtype, spec.whole_shape)))
+                tensors.append(
+                    (
+                        (families[flat.layout.family], spec.group, places[spec.name]),
+                        (spec.name, dtype, spec.whole_shape),
+                    )
+                )
             paged_segments, outside = [], []
             for segment in segments:
                 if segment.parameter not in whole:
@@ -183,7 +209,7 @@ class ShardedKinds:
             if paged is not None:
                 flats.append(ShardedFlat(paged, parameters, paged_segments, outside, self._cells(flat, name)))
         tensors.sort(key=itemgetter(0))
-        return ShardedKind(store.unit.name, name, [tensor for _, tensor in tensors], flats)
+        return ShardedKind(unit.name, name, [tensor for _, tensor in tensors], flats)
 
     def _laid(self, flat: FlatStore, kind: str) -> tuple[Sequence[ParameterSpec], Sequence[Segment]]:
         """A flat's parameters, with the shapes that this kind of states has of them, and where these lie."""
@@ -208,3 +234,13 @@ class ShardedKinds:
 
     def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
         return self._original_of(flat.binding.parameters[slot]) if kind == PARAMETERS else None
+
+
+def _order_of_families(unit: Unit, parts: Sequence[_Part]) -> dict[Family, int]:
+    """As a layout would have the flats of what a unit's modules hold: trained ones first, else in the order of their first
+    parameters."""
+    families = {
+        part.flat.layout.slots[slot].spec.name: part.flat.layout.family for part in parts for slot in part.slots
+    }
+    in_order = dict.fromkeys(families[item.name] for item in unit.own if item.name in families)
+    return {family: place for place, family in enumerate(sorted(in_order, key=lambda family: not family[0]))}

@@ -4,12 +4,16 @@ Decides only: returns data and touches no parameter. Unit 0 is the root: everyth
 parameter that several units share (tied weights), since the root is live through the whole iteration.
 
 I1: each parameter belongs to exactly one unit. I2: the order of units is the order of `named_modules`.
+
+Where ranks divide a unit's large parameters, each has its parts for itself, and what is left to gather of the unit are its
+vectors: norms and biases. With a gather and a reduction of its own, and a page while either is under way, each unit's few
+kilobytes would cost as much as megabytes. So these are the root's (`with_vectors_at_root`): one gather, one reduction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import nn
@@ -34,13 +38,24 @@ class UnitParameter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of the running model. `owners` are the modules that hold its parameters directly."""
+    """A unit of the running model.
+
+    Attributes:
+        parameters: what is fetched and released with it.
+        own: what its modules hold, of parameters that no other unit's do: their first values come together, and files have
+            them under its name.
+    """
 
     index: int
     name: str
     module: nn.Module
     parameters: tuple[UnitParameter, ...]
-    owners: tuple[nn.Module, ...]
+    own: tuple[UnitParameter, ...]
+
+    @property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """The modules that hold `parameters` directly."""
+        return tuple({id(place): place for item in self.parameters for place, _ in item.places}.values())
 
 
 def _numel(module: nn.Module, parts: Parts) -> int:
@@ -146,7 +161,27 @@ def discover(
             name=names.get(index, ""),
             module=module,
             parameters=tuple(grouped[index]),
-            owners=tuple({id(place): place for item in grouped[index] for place, _ in item.places}.values()),
+            own=tuple(grouped[index]),
         )
         for index, module in enumerate(modules)
     )
+
+
+def with_vectors_at_root(units: Sequence[Unit], parts: Parts, apart: Container[int] = ()) -> tuple[Unit, ...]:
+    """The same, with the whole vectors of units that have parts of larger parameters fetched with the root.
+
+    Args:
+        parts: as `discover`'s.
+        apart: units that not all ranks hold, which keep theirs.
+    """
+    root, *others = units
+    moved: list[UnitParameter] = []
+    kept = []
+    for unit in others:
+        divided = unit.index not in apart and any(id(item.parameter) in parts for item in unit.parameters)
+        here: list[UnitParameter] = []
+        for item in unit.parameters:
+            at_root = divided and item.parameter.dim() < 2 and id(item.parameter) not in parts
+            (moved if at_root else here).append(item)
+        kept.append(dataclasses.replace(unit, parameters=tuple(here)))
+    return (dataclasses.replace(root, parameters=(*root.parameters, *moved)), *kept)

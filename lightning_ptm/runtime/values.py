@@ -10,7 +10,7 @@ I2: of a parameter that is a part of a larger one, what is read and what is load
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.parts import cut, put_together
 from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.wholes import flats_of
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import ParameterSpec
@@ -62,6 +63,7 @@ class Values:
         store: UnitStore,
         given: Mapping[int, Read] = MappingProxyType({}),
         *,
+        only: Collection[FlatBinding] | None = None,
         keep_originals: bool = False,
         keep_frozen: bool = False,
         seen: Seen = unseen,
@@ -71,16 +73,23 @@ class Values:
         Args:
             given: values that files provide, by id of parameter; they take the place of those that a parameter has, and
                 go from the file to the pages a few pages at a time.
+            only: these of its flats; None: all.
             keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
             keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
                 else remembers what the user had, and training must not round what it does not train.
             seen: is told how many more bytes lie in pages.
         """
-        for flat in store.flats:
-            binding = flat.binding
+        for binding, flat in flats_of(store):
+            if only is not None and binding not in only:
+                continue
+            reads = [given.get(id(parameter)) for parameter in binding.parameters]
+            if flat is None:
+                if not all(reads):
+                    self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
+                binding.unbind()
+                continue
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
             keep = keep and flat.layout.code is None  # what their codes are for is that nothing else is kept
-            reads = [given.get(id(parameter)) for parameter in binding.parameters]
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._wholes.source(store) is not None
@@ -95,11 +104,6 @@ class Values:
                 flat.bind_resident()
             else:
                 binding.unbind()
-        for binding in store.elsewhere:
-            reads = [given.get(id(parameter)) for parameter in binding.parameters]
-            if not all(reads):
-                self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
-            binding.unbind()
 
     def _built(
         self,

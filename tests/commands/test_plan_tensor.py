@@ -122,7 +122,7 @@ def test_sizes_that_ranks_cannot_cut_are_stepped_over(tmp_path: Path, memory: st
     model = SIZES | {"heads": 4}
     if memory == "1MiB":
         with pytest.raises(CapacityError):
-            planned(tmp_path, settings, model=model | {"layers": 12}, largest="feed_forward_width", **dense)
+            planned(tmp_path, settings, model=model | {"layers": 64}, largest="feed_forward_width", **dense)
         return
     found, _ = planned(tmp_path, settings, model=model, largest="feed_forward_width", **dense)
     width = found.chosen["feed_forward_width"]
