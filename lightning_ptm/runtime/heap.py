@@ -5,11 +5,17 @@ Knows no pages: this is about activations and gradients, which PyTorch takes fro
 
 from __future__ import annotations
 
+import math
+from time import monotonic
+
 from lightning_ptm.memory.malloc import give_freed_memory_back, keep_freed_memory, trim
 from lightning_ptm.runtime.machine import free_host_bytes
 
 _RESERVE_BYTES = 1 << 30
 """With less RAM than this free, a run that has kept freed memory gives it back from then on."""
+
+_LOOK_S = 0.5
+"""Free RAM is looked for in a dozen of the system's files, which takes 2 ms."""
 
 
 class Heap:
@@ -21,13 +27,16 @@ class Heap:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
+        self._looked_s = -math.inf
         (keep_freed_memory if keep else give_freed_memory_back)()
 
     def between_steps(self) -> None:
         """Freed activations of the last step leave the process, unless they may stay."""
-        if self._keep and free_host_bytes() < _RESERVE_BYTES:
-            self._keep = False
-            give_freed_memory_back()
+        if self._keep and monotonic() - self._looked_s >= _LOOK_S:
+            self._looked_s = monotonic()
+            if free_host_bytes() < _RESERVE_BYTES:
+                self._keep = False
+                give_freed_memory_back()
         if not self._keep:
             trim()
 

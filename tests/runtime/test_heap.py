@@ -16,9 +16,16 @@ class Library:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.free_bytes = 8 * GIB
+        self.looks = 0
+        self.now_s = 0.0
         for name in ("keep_freed_memory", "give_freed_memory_back", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
-        monkeypatch.setattr(heap, "free_host_bytes", lambda: self.free_bytes)
+        monkeypatch.setattr(heap, "free_host_bytes", self.free)
+        monkeypatch.setattr(heap, "monotonic", lambda: self.now_s)
+
+    def free(self) -> int:
+        self.looks += 1
+        return self.free_bytes
 
     def since(self) -> list[str]:
         done, self.done = self.done, []
@@ -37,6 +44,16 @@ def test_kept_while_there_is_room(library: Library) -> None:
         library.free_bytes = free_bytes
         kept.between_steps()
         assert library.since() == []
+        library.now_s += 0.6
+    assert library.looks == 2
+
+
+def test_looked_for_twice_a_second(library: Library) -> None:
+    kept = Heap(keep=True)
+    for _ in range(40):
+        kept.between_steps()
+        library.now_s += 0.1
+    assert 6 <= library.looks <= 9
 
 
 def test_given_back_from_the_first_step_on_that_finds_little(library: Library) -> None:
