@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.units import MIN_UNIT_NUMEL, Unit, discover
+from lightning_ptm.runtime.units import MIN_UNIT_NUMEL, Unit, discover, with_vectors_at_root
 
 
 class Part(nn.Module):
@@ -138,3 +138,36 @@ def test_classes_that_there_are_none_of() -> None:
 def test_parameters_without_shapes() -> None:
     with pytest.raises(ConfigError, match=r"parts\.0\.weight gets its shape in the first forward"):
         discover(Model(nn.LazyLinear(3)), "auto")
+
+
+class Block(nn.Module):
+    """A matrix, with a scale beside it and, where it is told so, a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.layer = nn.Linear(64, 64)
+
+
+def test_vectors_of_divided_units_are_the_roots() -> None:
+    """The whole ones: a bias of which each rank has a part stays, and so does what is in no divided unit, or not on all ranks."""
+    root = Model(Block(), Block(), Block())
+    first, _, third = root.parts
+    parts = {id(each): 2 for block in (first, third) for each in (block.layer.weight, block.layer.bias)}
+    parts.pop(id(third.layer.bias))
+    found = discover(root, "auto", parts=parts)
+    before = names(found)
+    after = with_vectors_at_root(found, parts, apart={3})
+    assert names(after) == {
+        "": ["head", "parts.0.norm.weight", "parts.0.norm.bias"],
+        "parts.0": ["parts.0.layer.weight", "parts.0.layer.bias"],
+        "parts.1": before["parts.1"],
+        "parts.2": before["parts.2"],
+    }
+    at_root = with_vectors_at_root(found, parts)
+    assert names(at_root)[""][-3:] == ["parts.2.norm.weight", "parts.2.norm.bias", "parts.2.layer.bias"]
+    for unit, was in zip(at_root, found, strict=True):
+        assert unit.own == was.own == was.parameters
+    # The modules that hold a unit's parameters: a layer with a matrix of one and a bias of the other is of both.
+    assert {id(each) for each in at_root[0].owners} == set(map(id, (root, first.norm, third.norm, third.layer)))
+    assert third.layer in at_root[3].owners and third.norm not in at_root[3].owners
