@@ -59,6 +59,15 @@ def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
     return 6 * side**3 / _typical(multiply, backend, effort.seconds)
 
 
+def product_rate(dtype: str, effort: Effort) -> float:
+    """Operations per second of large matrix multiplications as updates on the CPU have them: in the dtype that the optimizer
+    says, whether or not the processor has arithmetic for it."""
+    effort.begins(f"products of updates in {dtype}")
+    backend = CpuBackend()
+    left, right = (torch.randn(effort.matrix, effort.matrix).to(getattr(torch, dtype)) for _ in range(2))
+    return 2 * effort.matrix**3 / _typical(lambda: torch.mm(left, right), backend, effort.seconds)
+
+
 def attention_rate(backend: Backend, dtype: str, effort: Effort) -> float:
     """Operations per second of attention, forward and backward; a backward counts as two forwards."""
     effort.begins(f"attention in {dtype}")

@@ -195,6 +195,8 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
         "states_numel_per_s:          # optimizer states decoded and encoded again, by state_dtype",
         *(f"  {word}: {rate:.4g}" for word, rate in updates.states_numel_per_s.items()),
+        "update_flops_per_s:          # matrix products of updates on the CPU, such as Muon's",
+        *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.product_flops.items()),
         _rate(
             "disk_both_bytes_per_s",
             stream,

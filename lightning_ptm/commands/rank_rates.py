@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptm.commands.collectives import as_if_alone
-from lightning_ptm.commands.compute_rates import Effort, attention_rate, copy_rate, curved_rate, matrix_rate
+from lightning_ptm.commands.compute_rates import (
+    Effort,
+    attention_rate,
+    copy_rate,
+    curved_rate,
+    matrix_rate,
+    product_rate,
+)
 from lightning_ptm.commands.fixed_costs import FixedCosts, fixed_costs
 from lightning_ptm.commands.sample import small_gpt
 from lightning_ptm.commands.update_rates import UpdateRates, update_rates
@@ -22,7 +29,7 @@ from lightning_ptm.forecasting.hardware import DTYPES
 from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory.backend import Backend, CpuBackend
 
-PARTS = 3 * len(DTYPES) + 3
+PARTS = 4 * len(DTYPES) + 3
 """How many parts `rank_rates` begins, and on a device apart three more."""
 
 
@@ -41,7 +48,7 @@ class RankRates:
 
     Attributes:
         copies: None on a CPU.
-        matrix_flops, attention_flops, curved_numel: by dtype, as a hardware file has them.
+        matrix_flops, attention_flops, curved_numel, product_flops: by dtype, as a hardware file has them.
         sample_s: seconds of a forward and a backward of a small GPT.
     """
 
@@ -50,6 +57,7 @@ class RankRates:
     matrix_flops: dict[str, float]
     attention_flops: dict[str, float]
     curved_numel: dict[str, float]
+    product_flops: dict[str, float]
     sample_s: float
     updates: UpdateRates
 
@@ -89,12 +97,13 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
     matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}
     attention = {dtype: attention_rate(backend, dtype, effort) for dtype in DTYPES}
     curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
+    products = {dtype: product_rate(dtype, effort) for dtype in DTYPES}
     effort.begins("a small GPT")
     sample = small_gpt(backend, *sample_size(backend, effort))
     sample_s = sample.typical_s(effort.seconds)
     effort.begins("updates")
     updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
-    return RankRates(fixed, copies, matrix, attention, curved, sample_s, updates)
+    return RankRates(fixed, copies, matrix, attention, curved, products, sample_s, updates)
 
 
 def slowest(found: Sequence[RankRates]) -> RankRates:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ptm.forecasting.coding import Coding
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.forecasting.update_extras import UpdateExtra
 from lightning_ptm.planning.chunks import Chunks
 from lightning_ptm.planning.cuts import Cuts, even_cuts
 from lightning_ptm.planning.pace import Pace, paced_steps
@@ -24,7 +24,7 @@ from lightning_ptm.terms import Phase
 _MERGED_PASSES = 1.4
 """Passes that more steps take at once: one of 28 bytes an element, and a correction that reads and writes a moment and reads
 a gradient, 12 bytes (update/merged.py)."""
-_UNCODED = Coding(0, 0.0)
+_NO_EXTRA = UpdateExtra()
 _STEPS = 12
 """Steps that count, at least; before them as many, and as many as parameters may lack."""
 _MOST_STEPS = 96
@@ -55,7 +55,7 @@ class BesideRates:
 @dataclass(frozen=True, slots=True)
 class BesideFlat:
     """A trainable flat of this rank: its pages are of one kind with those of other flats of the same `kind`; `foreseeable`:
-    its updates are forecast; `coding`: of its encoded states."""
+    its updates are forecast; `extra`: what its updates take beside a pass over bytes."""
 
     unit: int
     numel: int
@@ -65,7 +65,7 @@ class BesideFlat:
     kind: Hashable
     foreseeable: bool = False
     cuts: Cuts | None = None
-    coding: Coding | None = None
+    extra: UpdateExtra | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +324,9 @@ class Beside:
         flat, begun, rates = chunk.flat.is_, job.begun, self._rates
         element_bytes = 2 * (flat.master_bytes_per_element + flat.bytes_per_element)
         passes = _MERGED_PASSES if begun.at_once else begun.steps
-        coding, share = flat.coding or _UNCODED, chunk.numel / flat.numel
-        size = passes * (chunk.numel * element_bytes + 2 * coding.more_bytes * share)
-        seconds = size / rates.update_bytes_per_s + coding.seconds * share
+        extra, share = flat.extra or _NO_EXTRA, chunk.numel / flat.numel
+        size = passes * (chunk.numel * element_bytes + 2 * extra.more_bytes * share)
+        seconds = size / rates.update_bytes_per_s + extra.cpu_s * share
         if begun.ahead and rates.learn_numel_per_s is not None:
             seconds += chunk.numel / rates.learn_numel_per_s
         self._at.thread.s += seconds

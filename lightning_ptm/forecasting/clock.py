@@ -16,11 +16,11 @@ from functools import partial
 from types import MappingProxyType
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.forecasting.coding import UNCODED, Coding, coded
 from lightning_ptm.forecasting.queues import Load, Queues
 from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
 from lightning_ptm.forecasting.sending import Exchanged, Sending
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra, with_extra
 from lightning_ptm.planning.chunks import Chunks, Wanted
 from lightning_ptm.planning.cuts import Cuts, cuts_of
 from lightning_ptm.planning.holders import Holders
@@ -70,12 +70,12 @@ class Clock:
         gradient_room_bytes: float = math.inf,
         record: list[Activity] | None = None,
         holders: Holders | None = None,
-        coding: Mapping[int, Coding] = UNCODED,
+        extras: Mapping[int, UpdateExtra] = NO_EXTRAS,
     ) -> None:
         # Configuration.
         self._gradient_room = gradient_room_bytes
         self._record = record
-        self._coding = coding
+        self._extras = extras
         self._layout = layout
         self._placement = placement
         self._hardware = hardware
@@ -141,7 +141,7 @@ class Clock:
             case Operation.UPDATE:
                 update = self._update_loads(task.unit, self._master_bytes[task.unit], self._gradient_bytes[task.unit])
                 for flat in self._layout.flats_of(task.unit):
-                    update.arithmetic = coded(update.arithmetic, self._coding.get(flat.index), self._hardware)
+                    update.arithmetic = with_extra(update.arithmetic, self._extras.get(flat.index), self._hardware)
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
             case Operation.RELEASE:
@@ -313,7 +313,7 @@ class Clock:
         if _staged(self._placement, flat.unit):
             loads.arithmetic = replace(loads.arithmetic, bytes_per_s=self._hardware.disk_update_bytes_per_s)
         share = chunk.numel / flat.shard_numel
-        loads.arithmetic = coded(loads.arithmetic, self._coding.get(flat.index), self._hardware, share)
+        loads.arithmetic = with_extra(loads.arithmetic, self._extras.get(flat.index), self._hardware, share)
         return loads
 
     def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:

@@ -39,7 +39,7 @@ _RATES = tuple(
     if "_bytes_per_" in field.name or field.name in ("learn_numel_per_s", "forecast_numel_per_s", "beside_loss")
 )
 _SECONDS = ("unit_s", "step_s", "chunk_s", "collective_s", "tensor_exchange_s", "round_s")
-_BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s")
+_BY_DTYPE = ("attention_flops_per_s", "curved_numel_per_s", "update_flops_per_s")
 _MAY_BE_NULL = {
     "device_memory_bytes_per_s": "on a CPU",
     "host_to_device_bytes_per_s": "on a CPU",

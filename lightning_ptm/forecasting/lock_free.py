@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
-from lightning_ptm.forecasting.coding import coding_of
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
@@ -36,7 +37,7 @@ def beside_compute(
     layout = blueprint.layout
     update = rates.update_device_bytes_per_s
     beside_update = node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2
-    coding = coding_of(blueprint, _slowed(rates.states_numel_per_s, beside_update / update))
+    extras = update_extras(blueprint, _slowed(rates, beside_update / update))
     flats = [
         BesideFlat(
             unit=flat.unit,
@@ -47,7 +48,7 @@ def beside_compute(
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
             foreseeable=lock_free.forecast and all(map(can_forecast, traits)),
             cuts=cuts_of(flat, chunk_numel(layout.page_size)),
-            coding=coding.get(flat.index),
+            extra=extras.get(flat.index),
         )
         for flat in layout.flats
         if (traits := blueprint.traits[flat.index])
@@ -74,6 +75,14 @@ def beside_compute(
     return beside.run(trace, micro_batches=accumulate, step_s=(node.step_s or 0.0) + among_ranks_s)
 
 
-def _slowed(numel_per_s: Mapping[str, float] | None, share: float) -> dict[str, float] | None:
+def _slowed(rates: Hardware, share: float) -> Hardware:
     """Rates of the cores that all the arithmetic beside compute has."""
-    return None if numel_per_s is None else {word: rate * min(1.0, share) for word, rate in numel_per_s.items()}
+
+    def slower(per_s: Mapping[str, float] | None) -> dict[str, float] | None:
+        return None if per_s is None else {word: rate * min(1.0, share) for word, rate in per_s.items()}
+
+    return dataclasses.replace(
+        rates,
+        states_numel_per_s=slower(rates.states_numel_per_s),
+        update_flops_per_s=slower(rates.update_flops_per_s),
+    )

@@ -56,6 +56,8 @@ class Node:
             arithmetic, and elements that a forecast is added to; None: that takes no time.
         states_numel_per_s: by word of `state_dtype`, elements of states that an update on a CPU decodes and encodes again;
             None, or no such word: that takes no time.
+        update_flops_per_s: of one rank, by dtype, of matrix products in updates on the CPU (Muon); None: on a CPU as in
+            training, else they take no time.
         disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
         disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
         unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
@@ -95,6 +97,7 @@ class Node:
     learn_numel_per_s: float | None = None
     forecast_numel_per_s: float | None = None
     states_numel_per_s: dict[str, float] | None = None
+    update_flops_per_s: dict[str, float] | None = None
     disk_both_bytes_per_s: float | None = None
     disk_bytes_per_core_s: float | None = None
     unit_s: float | None = None
@@ -171,6 +174,8 @@ class Node:
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
             states_numel_per_s=self.states_numel_per_s,
+            update_flops_per_s=self.update_flops_per_s or (None if self.apart else self.compute_flops_per_s),
+            device_flops_per_s=self.compute_flops_per_s,
         )
 
     def _exchange_bytes_per_s(self, nodes: int, groups: Collection[tuple[int, ...]]) -> float | None:

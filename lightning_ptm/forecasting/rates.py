@@ -32,6 +32,8 @@ class Hardware:
             by the time of its transfers; None: they take none.
         states_numel_per_s: by word of `state_dtype`, elements of states that the arithmetic decodes and encodes again; None,
             or no such word: that takes no time.
+        update_flops_per_s: by dtype, of matrix products in updates on the CPU; device_flops_per_s: on a device with
+            arithmetic of its own; None: they take no time.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Hardware:
     collective_s: Mapping[Link, float] = field(default_factory=dict)
     round_s: float = 0.0
     states_numel_per_s: Mapping[str, float] | None = None
+    update_flops_per_s: Mapping[str, float] | None = None
+    device_flops_per_s: Mapping[str, float] | None = None
 
     def bytes_per_s(self, link: Link) -> float:
         """The rate of one link."""

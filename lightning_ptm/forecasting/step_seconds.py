@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_ptm.forecasting.coding import coding_of
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
@@ -17,6 +16,7 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
 from lightning_ptm.forecasting.sending import NOTHING_SENT, Exchanged, Sending
 from lightning_ptm.forecasting.timing import steady
+from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint, LockFree
@@ -75,7 +75,7 @@ def step_time(
         record=record,
         exchanged=exchanged,
         holders=blueprint.holders,
-        coding=coding_of(blueprint, rates.states_numel_per_s),
+        extras=update_extras(blueprint, rates),
     )
     seconds = timing.seconds + (node.step_s or 0.0)
     if lock_free is not None and not node.apart:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_ptm.forecasting.clock import Clock
-from lightning_ptm.forecasting.coding import UNCODED, Coding
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
 from lightning_ptm.forecasting.sending import Exchanged
+from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra
 from lightning_ptm.planning.holders import Holders
 from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
@@ -44,7 +44,7 @@ def steady(
     record: list[Activity] | None = None,
     exchanged: Exchanged | None = None,
     holders: Holders | None = None,
-    coding: Mapping[int, Coding] = UNCODED,
+    extras: Mapping[int, UpdateExtra] = NO_EXTRAS,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
 
@@ -57,7 +57,7 @@ def steady(
         record: takes what happened in the step that counts, its start at 0.
         exchanged: by tick, what one rank sends to others before it computes.
         holders: which ranks share which flats; None: the layout's ranks all.
-        coding: by flat, of those with encoded states.
+        extras: by flat, of those whose updates are more than a pass over bytes.
     """
     activities: list[Activity] | None = None if record is None else []
     clock = Clock(
@@ -69,7 +69,7 @@ def steady(
         gradient_room_bytes=gradient_room_bytes,
         record=activities,
         holders=holders,
-        coding=coding,
+        extras=extras,
     )
     marks = [clock.so_far()]
     for _ in range(_MOST_STEPS):

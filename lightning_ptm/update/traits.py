@@ -61,6 +61,8 @@ class GroupTraits:
     """Hyper-parameters that are 0 and have to stay so, each with what the update does otherwise."""
     kept: Mapping[Shape, StateShapes] = dataclasses.field(default_factory=dict)
     """By shape of a parameter, the states that it has where it is updated whole; those of one element are scalars."""
+    products: Mapping[Shape, Mapping[torch.dtype, int]] = dataclasses.field(default_factory=dict)
+    """By shape of a parameter that is updated whole, operations of its update's matrix products, by their dtype."""
     small: Shape = (64,)
     """Shape of a small parameter that can be in the group."""
 

@@ -2,7 +2,8 @@
 
 As in trial.py, a private copy runs on a few numbers as the user would run it; and as pages are updated where parameters are
 whole: by a Shadow, each parameter in a call of its own, in its own shape, with states in memory that is not the class's.
-Every bit is compared. `with_own_shapes` then finds which states the user's own parameters will have, and of which shapes.
+Every bit is compared. `with_own_shapes` then finds which states the user's own parameters will have, of which shapes, and
+what products their updates compute.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
+from lightning_ptm.update.products import CountedProducts
 from lightning_ptm.update.shadow import RunViews, Shadow, own_values, undecorated_step
 from lightning_ptm.update.specimens import settings_of
 from lightning_ptm.update.traits import (
@@ -109,13 +111,14 @@ def with_own_shapes(
         Lacks: a parameter would keep what parameters of the trial do not, or lies otherwise than row by row.
     """
     dtypes = {slot.name: slot.dtype for slot in traits.slots}
-    known: dict[tuple[Any, ...], dict[Shape, StateShapes]] = {}
+    known: dict[tuple[Any, ...], tuple[dict[Shape, StateShapes], dict[Shape, Mapping[torch.dtype, int]]]] = {}
     found = []
     for group, settings in zip(groups, optimizer.param_groups, strict=True):
-        kept = known.setdefault(settings_of(settings), dict(group.kept))  # groups of equal settings know each other's
+        # Groups of equal settings know each other's.
+        kept, products = known.setdefault(settings_of(settings), (dict(group.kept), {}))
         for parameter in settings["params"]:
             shape = tuple(parameter.shape)
-            if not parameter.requires_grad or shape in kept:
+            if not parameter.requires_grad or shape in products:
                 continue
             if not parameter.is_contiguous() and 0 not in parameter.stride():
                 raise Lacks(
@@ -123,32 +126,37 @@ def with_own_shapes(
                     f"transposed), where whole ones are updated row by row"
                 )
             try:
-                state = _states_of(optimizer, traits, group, settings, torch.empty(shape, dtype=dtype, device="meta"))
+                state, products[shape] = _states_of(
+                    optimizer, traits, group, settings, torch.empty(shape, dtype=dtype, device="meta")
+                )
             except Exception as error:
                 raise Raises(f"on a parameter of shape {shape} it raises {told(error)}") from error
             kept[shape] = kept_shapes(state)
             for name in kept[shape]:
                 if dtypes.get(name) is not state[name].dtype:
                     raise Lacks(f"it keeps {name!r} in {state[name].dtype} for a parameter of shape {shape} alone")
-        found.append(dataclasses.replace(group, kept=kept))
+        found.append(dataclasses.replace(group, kept=kept, products=products))
     return found
 
 
 def _states_of(
     optimizer: Optimizer, traits: OptimizerTraits, group: GroupTraits, settings: Mapping[str, Any], like: torch.Tensor
-) -> dict[str, Any]:
-    """What a parameter like `like` keeps behind its first step, by name; of tensors, shape and dtype count alone."""
+) -> tuple[dict[str, Any], Mapping[torch.dtype, int]]:
+    """What a parameter like `like` keeps behind its first step, by name, and operations of that step's matrix products; of
+    tensors, shape and dtype count alone."""
     found: dict[str, Any] = {}
-    with contextlib.suppress(Exception):
+    counted = CountedProducts()
+    with contextlib.suppress(Exception), counted:
         # Without memory: of a large parameter a first step would take seconds, and several times its bytes.
         _first_step(optimizer, traits.initial, settings, like, found)
-        return found
+        return found, counted.flops
     # A class that asks for a number of its parameter raises there, most often when it has made its states.
     if found and {*found} in ({*shapes, *group.scalars} for shapes in group.kept.values()):
-        return found
-    found = {}
-    _first_step(optimizer, traits.initial, settings, torch.ones_like(like, device=traits.device), found)
-    return found
+        return found, counted.flops
+    found, counted = {}, CountedProducts()
+    with counted:
+        _first_step(optimizer, traits.initial, settings, torch.ones_like(like, device=traits.device), found)
+    return found, counted.flops
 
 
 def _first_step(

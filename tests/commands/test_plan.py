@@ -599,6 +599,43 @@ def test_encoded_states_take_the_seconds_of_their_arithmetic(master_home: str, t
     assert seconds("int8", int8=1e6)[0] > 1.1 * seconds("int8")[0]
 
 
+class Orthogonal(L.LightningModule):
+    """Matrices that Muon moves, whose update is mostly products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.layers(torch.nn.functional.one_hot(batch[0] % 64, 64).to(self.layers[0].weight.dtype)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon(self.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"master_home": "device"}, {"master_home": "disk"}, {"lock_free": True}])
+def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
+    path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path), "max_staleness": 1})
+    document = yaml.safe_load(path.read_text())
+    document["model"] = {"class_path": f"{__name__}.Orthogonal"}
+    path.write_text(yaml.safe_dump(document))
+    free = {"disk_read_bytes_per_s": 1e15, "disk_write_bytes_per_s": 1e15, "cpu_cores": 2}
+
+    def seconds(**rates: Any) -> float:
+        return forecast(path, cpu_file(tmp_path, **free, **rates))[0].seconds
+
+    flops = 2 * 5 * (2 * 64**3 + 2 * 64**3 + 2 * 64**3)  # two layers, five steps of Newton and Schulz
+    known = {"bfloat16": 1e9, "float32": 1e30}
+    nothing = seconds(update_flops_per_s={"bfloat16": 1e30, "float32": 1e6})
+    as_training_s, more_s = seconds() - nothing, seconds(update_flops_per_s=known) - nothing
+    if "lock_free" in settings:  # on the cores of updates, while others compute
+        assert as_training_s > flops / 1e11 and more_s > flops / 1e9
+    else:
+        assert as_training_s == pytest.approx(flops / 1e11, rel=1e-3)
+        assert more_s == pytest.approx(flops / 1e9, rel=1e-3)
+
+
 class NeedsValues(L.LightningModule):
     """Takes numbers out of tensors, which the meta device has none of."""
 

@@ -105,7 +105,7 @@ def test_what_counts_is_the_slowest_rank() -> None:
         RankRates(
             FixedCosts(step_s=seconds, unit_s=seconds),
             DeviceCopies(rate, rate, rate),
-            *({"bfloat16": rate} for _ in range(3)),
+            *({"bfloat16": rate} for _ in range(4)),
             sample_s=seconds,
             updates=UpdateRates(rate, None, None, seconds, rate, seconds, rate, rate, {"int8": rate}),
         )

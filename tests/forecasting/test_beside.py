@@ -8,7 +8,7 @@ import pytest
 from planning.models import even_layout
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
-from lightning_ptm.forecasting.coding import Coding
+from lightning_ptm.forecasting.update_extras import UpdateExtra
 from lightning_ptm.planning import Trace, sequential_trace
 
 UNITS = 4
@@ -34,12 +34,12 @@ def steps(
     spares: int = UNITS + 1,
     max_staleness: int = 16,
     forecast: bool = False,
-    coding: Coding | None = None,
+    extra: UpdateExtra | None = None,
     paced: bool = False,
     reach: int | None = None,
 ) -> BesideTiming:
-    in_pages = 12 if coding is None else 12 - coding.more_bytes // NUMEL
-    flats = [BesideFlat(unit, NUMEL, 2, in_pages, True, "a kind", forecast, coding=coding) for unit in range(UNITS)]
+    in_pages = 12 if extra is None else 12 - extra.more_bytes // NUMEL
+    flats = [BesideFlat(unit, NUMEL, 2, in_pages, True, "a kind", forecast, extra=extra) for unit in range(UNITS)]
     run = Beside(
         flats,
         {"a kind": spares},
@@ -77,12 +77,12 @@ def test_a_forecast_is_learned_beside_compute_and_added_by_it() -> None:
 def test_encoded_states_are_computed_in_fp32_and_coded_beside_compute() -> None:
     """A pass takes a second, and two more for coding; the disk moves what is in pages."""
     rates = replace(FREE, update_bytes_per_s=PASS_BYTES / 1.0)
-    halves = Coding(more_bytes=4 * NUMEL, seconds=0.0)
-    assert steps(rates, coding=halves).seconds == pytest.approx(COMPUTE_S + 1.0)
-    coded = steps(rates, coding=replace(halves, seconds=2.0 / UNITS))
+    halves = UpdateExtra(more_bytes=4 * NUMEL)
+    assert steps(rates, extra=halves).seconds == pytest.approx(COMPUTE_S + 1.0)
+    coded = steps(rates, extra=replace(halves, cpu_s=2.0 / UNITS))
     assert coded.seconds == pytest.approx(COMPUTE_S + 3.0)
     slow = replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S))
-    assert steps(slow, coding=halves).updates > 1.2 * steps(slow).updates
+    assert steps(slow, extra=halves).updates > 1.2 * steps(slow).updates
 
 
 def test_the_momentum_of_what_is_held_takes_a_second_pass() -> None:

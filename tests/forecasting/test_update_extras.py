@@ -1,4 +1,4 @@
-"""What updates of encoded states take beside those of fp32."""
+"""What updates take beside a pass over bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.forecasting.coding import Coding, coded
 from lightning_ptm.forecasting.queues import Load
 from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.forecasting.update_extras import UpdateExtra, with_extra
 from lightning_ptm.terms import Link
 
 NODE = Hardware("one byte a second", *[1.0] * 7)
-CODING = Coding(more_bytes=600, seconds=3.0)
+EXTRA = UpdateExtra(more_bytes=600, cpu_s=3.0, device_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,15 @@ CODING = Coding(more_bytes=600, seconds=3.0)
     [
         (Link.UPDATE_HOST, False, 1.5),
         (Link.UPDATE_DEVICE, True, 1.5),  # a CPU that computes
-        (Link.UPDATE_DEVICE, False, 0.0),
+        (Link.UPDATE_DEVICE, False, 0.25),
     ],
 )
-def test_seconds_of_a_cpu_count_where_it_does_the_arithmetic(link: Link, shared_cores: bool, more_s: float) -> None:
+def test_seconds_are_those_of_who_does_the_arithmetic(link: Link, shared_cores: bool, more_s: float) -> None:
     """Of half a flat: states are read and written as fp32 either way."""
-    found = coded(Load(link, 1000, 7.0, more_s=0.25), CODING, replace(NODE, shared_cores=shared_cores), 0.5)
+    found = with_extra(Load(link, 1000, 7.0, more_s=0.25), EXTRA, replace(NODE, shared_cores=shared_cores), 0.5)
     assert found == Load(link, 1000 + 2 * 300, 7.0, more_s=0.25 + more_s)
 
 
-def test_what_is_not_encoded_takes_what_it_took() -> None:
+def test_what_is_only_a_pass_takes_what_it_took() -> None:
     load = Load(Link.UPDATE_HOST, 1000)
-    assert coded(load, None, NODE) is load
+    assert with_extra(load, None, NODE) is load
