@@ -202,7 +202,7 @@ class Executor:
         """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
         and after one that neither followed it nor was like the last one traced here (the plan is for the first rank's)."""
         if mode is self._mode:
-            return not self._tracing and not self.fetching.followed and not self.fetching.repeated
+            return not self._tracing and not self.fetching.course.followed and not self.fetching.course.repeated
         return mode not in self._traced
 
     def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
@@ -225,10 +225,10 @@ class Executor:
             return
         self.rest()
         self.occasions += 1
-        known = self.fetching.followed or self.fetching.repeated
+        known = self.fetching.course.followed or self.fetching.course.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
-        if self._tracing and self.fetching.tick:
+        if self._tracing and self.fetching.course.tick:
             trace = self._tracer.finish()
             if mode is Mode.FORWARD:
                 trace = one_pass(trace)
