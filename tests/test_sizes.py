@@ -25,8 +25,6 @@ NOT_YET = {
     "lightning_ptm/runtime/executor.py:Executor",
     "lightning_ptm/runtime/gradients.py",
     "lightning_ptm/runtime/gradients.py:FlatGradient",
-    "lightning_ptm/runtime/hooks.py",
-    "lightning_ptm/runtime/hooks.py:Hooks",
     "lightning_ptm/runtime/lockfree.py",
     "lightning_ptm/runtime/lockfree.py:LockFreeUpdates",
     "lightning_ptm/runtime/paper.py:Paper",

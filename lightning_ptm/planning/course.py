@@ -27,6 +27,8 @@ class Course:
         self._repeating = False
         self.tick = 0
         """Ticks that have begun. Others read it."""
+        self.now = 0
+        """The tick in progress, by its number; 0 before the first. Others read it, more than once a tick."""
 
     def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, begins_again: bool) -> None:
         """An iteration starts.
@@ -38,18 +40,13 @@ class Course:
                 if the iteration ended and another one began, but the root stays.
         """
         self._made, self._traced, self._begins_again = made, traced, begins_again
-        self.tick = 0
+        self.tick = self.now = 0
         self._following, self._repeating = made is not None, traced is not None
 
     def forget(self) -> None:
         """The iteration is over, or has failed."""
         self._made = self._traced = None
         self._begins_again = self._following = self._repeating = False
-
-    @property
-    def now(self) -> int:
-        """The tick in progress, by its number."""
-        return max(0, self.tick - 1)
 
     @property
     def followed(self) -> bool:
@@ -63,7 +60,7 @@ class Course:
 
     def step(self, unit: int, phase: Phase) -> Sequence[Task]:
         """A tick begins: the plan's tasks for it, none where the plan is not followed."""
-        index = self.tick
+        self.now = index = self.tick
         self.tick += 1
         if self._repeating and self._traced is not None:
             self._repeating = _is_at(self._traced, index, unit, phase)
@@ -91,7 +88,7 @@ class Course:
 
     def go_round(self) -> None:
         """Behind the first tick of another round."""
-        self.tick = 1
+        self.tick, self.now = 1, 0
 
     def next_use(self, unit: int) -> int:
         """The place of the tick in which a unit is needed next, counted on into the next iteration; without a plan, its own

@@ -23,7 +23,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 
 
 class Backwards:
-    """The listener of the hooks (hooks.py: BackwardListener).
+    """The listener of the hooks (pass_in_progress.py: BackwardListener).
 
     Args:
         flats: of each unit.
