@@ -21,8 +21,6 @@ Defined = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 NOT_YET = {
     "lightning_ptm/runtime/binding.py:FlatBinding",
-    "lightning_ptm/runtime/executor.py",
-    "lightning_ptm/runtime/executor.py:Executor",
     "lightning_ptm/runtime/gradients.py",
     "lightning_ptm/runtime/gradients.py:FlatGradient",
     "lightning_ptm/runtime/lockfree.py",

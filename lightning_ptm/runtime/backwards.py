@@ -118,7 +118,7 @@ class Backwards:
 
     def backward_ended(self) -> None:
         """All units have ended."""
-        self._executor.rest()
+        self._executor.moments.rest()
         self._number += 1
         self._updates.graph_ended()
         self._rendezvous.reach(self._number)

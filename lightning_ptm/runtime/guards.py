@@ -68,7 +68,7 @@ class Guards:
                 call = self._begins(index, args, {})
                 if not in_backward():
                     self._open.append((index, module, call))
-            if index == 0 and not self._executor.computing:
+            if index == 0 and not self._executor.openness.computing:
                 self._executor.use(0)
                 self._open.append((0, module, None))
 

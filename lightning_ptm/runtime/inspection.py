@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from lightning_ptm.config import format_bytes
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.runtime.columns import columns
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Mode, Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
@@ -180,7 +179,7 @@ def flat_names(engine: Engine) -> dict[int, str]:
 
 def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
     """Bytes of pages at each tick of the plan that is followed; empty where there is no plan."""
-    made = engine.executor.planned(mode)
+    made = engine.executor.plans.planned(mode)
     if made is None:
         return ()
     found = occupied(engine.blueprint, *made)

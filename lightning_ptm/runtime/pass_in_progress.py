@@ -92,7 +92,7 @@ class PassInProgress:
     @on_compute_stream
     def _begin(self) -> None:
         self.begun = True
-        self._executor.computation_begins(Phase.BACKWARD)
+        self._executor.openness.computation_begins(Phase.BACKWARD)
         self._calls.begin_pass()
         if not self.announced:
             self._listener.backward_begins()
@@ -126,7 +126,7 @@ class PassInProgress:
         for index, actions in self._calls.end_pass():
             self.act(index, actions)
         self.begun = False
-        self._executor.computation_ends(Phase.BACKWARD)
+        self._executor.openness.computation_ends(Phase.BACKWARD)
         self._listener.backward_ended()
 
     def give_up(self) -> None:
@@ -134,7 +134,7 @@ class PassInProgress:
         for index in range(len(self._names)):
             self._executor.leave_backward(index)
         self.forget()
-        self._executor.computation_ends(Phase.BACKWARD)
+        self._executor.openness.computation_ends(Phase.BACKWARD)
 
     def forget(self) -> None:
         """The executor has forgotten the pass."""

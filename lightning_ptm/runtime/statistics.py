@@ -56,7 +56,7 @@ def collect(engine: Engine) -> Statistics:
         links |= {name: stats for name, stats in engine.offload.links().items() if stats.transfers}
     return Statistics(
         links=links,
-        stall_s={**engine.executor.stall_s, "save": save_s},
+        stall_s={**engine.executor.moments.stall_s, "save": save_s},
         busy_s=engine.allocator.busy_s(),
         uses=dataclasses.replace(engine.executor.fetching.uses),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,

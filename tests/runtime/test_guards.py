@@ -20,6 +20,7 @@ class Heard:
     def __init__(self) -> None:
         self.in_use: set[int] = set()
         self.held_units: set[int] = set()
+        self.openness = self
         self.computing = True
         self.log: list[str] = []
         executor: Any = self

@@ -41,7 +41,9 @@ def engine(**parts: Any) -> Any:
             },
             busy_s=lambda: 0.75,
         ),
-        "executor": SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}, fetching=SimpleNamespace(uses=Lookups())),
+        "executor": SimpleNamespace(
+            moments=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}), fetching=SimpleNamespace(uses=Lookups())
+        ),
         "updater": SimpleNamespace(in_thread=True, stats=SimpleNamespace(save_stall_s=8.0, arithmetic_s=16.0)),
         "updates": object(),
         "offload": None,
@@ -79,7 +81,7 @@ def test_numbers_of_one_moment() -> None:
     names = list(Lookups.__dataclass_fields__)
     for name in names:
         setattr(uses, name, getattr(uses, name) + 1)
-    made.executor.stall_s["fetch"] = 9.0
+    made.executor.moments.stall_s["fetch"] = 9.0
     updates.stats.reads = tokens.exchanges = 99
     assert found.uses == Lookups() and found.uses != uses
     assert found.stall_s["fetch"] == 1.0
