@@ -23,8 +23,6 @@ NOT_YET = {
     "lightning_ptm/runtime/binding.py:FlatBinding",
     "lightning_ptm/runtime/gradients.py",
     "lightning_ptm/runtime/gradients.py:FlatGradient",
-    "lightning_ptm/runtime/lockfree.py",
-    "lightning_ptm/runtime/lockfree.py:LockFreeUpdates",
     "lightning_ptm/runtime/paper.py:Paper",
 }
 
