@@ -20,7 +20,6 @@ REASON = "Long because "
 Defined = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 NOT_YET = {
-    "lightning_ptm/runtime/binding.py:FlatBinding",
     "lightning_ptm/runtime/gradients.py",
     "lightning_ptm/runtime/gradients.py:FlatGradient",
     "lightning_ptm/runtime/paper.py:Paper",

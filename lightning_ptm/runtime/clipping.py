@@ -130,7 +130,7 @@ class Clipping:
                 continue
             if flat.gradient.in_place:
                 binding = flat.store.binding
-                gradients = binding.in_orders([parameter.grad for parameter in binding.parameters])
+                gradients = binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters])
                 found.append(greatest([each for each in gradients if each is not None]))
             else:
                 found.append(greatest([flat.gradient.on_device()]))
@@ -167,7 +167,7 @@ def _reader(flat: FlatUpdate) -> GradientReader:
     if not flat.gradient.in_place:
         return TensorGradient(flat.gradient.on_device())
     binding = flat.store.binding
-    return ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
+    return ParameterGradients(binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters]))
 
 
 def _done_reading(flat: FlatUpdate) -> None:

@@ -263,7 +263,7 @@ class FlatGradient:
         return self._value(slot)
 
     def _value(self, slot: int) -> Tensor:
-        values = self.store.binding.view(self.on_device(), slot)
+        values = self.store.binding.arrangement.view(self.on_device(), slot)
         parameter = self.store.binding.parameters[slot]
         copy = values.to(device=parameter.device, dtype=parameter.dtype, copy=True)
         self.done_reading()
@@ -272,7 +272,7 @@ class FlatGradient:
     def _write(self, slot: int, value: Tensor | None) -> None:
         """Puts a gradient into the pages; None: nothing to which others may be added."""
         with self._changing() as values:
-            view = self.store.binding.view(values, slot)
+            view = self.store.binding.arrangement.view(values, slot)
             if value is None:
                 view.zero_()
             else:
@@ -373,7 +373,7 @@ class FlatGradient:
     def _check_dense(self) -> None:
         for slot, grad in enumerate(self.store.binding.gradients()):
             if grad is not None and not isinstance(grad, ShownGradient):
-                self.store.binding.check_dense(slot, grad)
+                self.store.binding.arrangement.check_dense(slot, grad)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """The unit's backward has ended: take the gradients out of the parameters. With several ranks, collective.
@@ -434,7 +434,7 @@ class FlatGradient:
         with self._changing() as values:
             if not self._filled:
                 values.zero_()
-            view = self.store.binding.view(values, slot)
+            view = self.store.binding.arrangement.view(values, slot)
             if self._present[slot]:
                 view.add_(gradient)
             else:
@@ -451,7 +451,7 @@ class FlatGradient:
         for slot in range(len(self._present)):
             grad = self._take_grad(slot)
             if grad is not None:
-                view = binding.view(pages, slot)
+                view = binding.arrangement.view(pages, slot)
                 if filled:
                     view.add_(grad)
                 else:
@@ -548,7 +548,7 @@ class FlatGradient:
     def source(self) -> GradientSource:
         """What the update reads, once `leaving` has left."""
         if self.in_place:
-            return ParameterGradients(self.store.binding.in_orders(self._in_grad()))
+            return ParameterGradients(self.store.binding.arrangement.in_orders(self._in_grad()))
         self._land()
         if self._pages is None or not self._filled:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
@@ -580,7 +580,7 @@ class FlatGradient:
         source = self.source()
         if isinstance(source, ParameterGradients):
             copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
-            return ParameterGradients(self.store.binding.in_orders(copies)), (), _nothing
+            return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy = self._supply.take()
         transfer = self._allocator.copy(source.paged, copy)
         return ShardGradient(copy, tuple(self._present)), (transfer,), partial(self._supply.give_back, copy)
@@ -682,9 +682,9 @@ class FlatGradient:
             sum_ = self._whole[slot]
             grad = None if isinstance(grad, ShownGradient) else grad  # of a step before
             if sum_ is not None:
-                binding.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
+                binding.arrangement.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
             elif grad is not None:
-                binding.view(full, slot).copy_(grad)
+                binding.arrangement.view(full, slot).copy_(grad)
 
     def _take_so_far(self) -> Sequence[PagedTensor]:
         """Buffers of a page each, wherever one is free, for all of a shard that is in pages without addresses, or shall be,

@@ -314,7 +314,7 @@ class UnitStore:
     @property
     def closes(self) -> bool:
         """Whether any of its parameters may be read while it computes only."""
-        return any(flat.binding.closes for flat in self.flats)
+        return any(flat.binding.doors.closes for flat in self.flats)
 
     @property
     def readable(self) -> bool:
@@ -329,12 +329,12 @@ class UnitStore:
     def open(self) -> None:
         """Its parameters are used from here on, by whoever reads them."""
         for flat in self.flats:
-            flat.binding.open()
+            flat.binding.doors.open()
 
     def close(self) -> None:
         """Nobody uses them any more: see `FlatBinding.close`."""
         for flat in self.flats:
-            flat.binding.close()
+            flat.binding.doors.close()
 
     @property
     def live(self) -> bool:

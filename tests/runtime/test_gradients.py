@@ -75,7 +75,7 @@ class One:
             found = [self.weight.grad, self.bias.grad]
         else:
             whole = self.gradient.on_device()
-            found = [self.gradient.store.binding.view(whole, slot).clone() for slot in range(2)]
+            found = [self.gradient.store.binding.arrangement.view(whole, slot).clone() for slot in range(2)]
             self.gradient.done_reading()
         assert all(each is None or each.unique().numel() == 1 for each in found)
         return [0.0 if each is None else float(each.flatten()[0]) for each in found]
@@ -377,7 +377,7 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
             gradient.postpone()
             assert weight.grad is None and gradient.here() == [True, False] and gradient.pages is None
         gradient.collect()
-        assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [258.0]
+        assert flat.binding.arrangement.view(gradient.on_device(), 0).unique().tolist() == [258.0]
         assert gradient.here() == [False, False]
         gradient.clear()
         weight.grad = torch.ones_like(weight)
@@ -385,7 +385,7 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
         gradient.zero()
         weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
         gradient.collect()
-        assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [2.0]
+        assert flat.binding.arrangement.view(gradient.on_device(), 0).unique().tolist() == [2.0]
 
 
 # -- what `.grad` shows (I4) ----------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_parameters_that_are_copies_and_those_that_close(options: dict[str, Any]
     found = drawn(Net(1), **options)
     with pages(found, sizes={Tier.DEVICE: 1 << 22, Tier.HOST: 1 << 22, Tier.DISK: 0}) as made:
         (flat,) = made.store(1).flats
-        assert (flat.binding._is_copy, flat.binding.closes) == (is_copy, closes)
+        assert (flat.binding._is_copy, flat.binding.doors.closes) == (is_copy, closes)
 
 
 def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
