@@ -22,7 +22,6 @@ Defined = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 NOT_YET = {
     "lightning_ptm/runtime/gradients.py",
     "lightning_ptm/runtime/gradients.py:FlatGradient",
-    "lightning_ptm/runtime/paper.py:Paper",
 }
 
 
