@@ -112,9 +112,9 @@ class Backwards:
     def backward_begins(self) -> None:
         """Gradients are about to be added up in `.grad`."""
         for flat in self._all_flats():
-            flat.gradient.resolve()
+            flat.gradient.dot_grad.resolve()
         for flat in self._all_flats():
-            flat.gradient.hide()
+            flat.gradient.dot_grad.hide()
 
     def backward_ended(self) -> None:
         """All units have ended."""
@@ -126,7 +126,7 @@ class Backwards:
             self._update_ready(self._behind.pop(0))
         if not self._updates.armed:
             for flat in self._all_flats():
-                flat.gradient.show()
+                flat.gradient.dot_grad.show()
         self._executor.stay(0, held=self._inside)
 
     def progress(self) -> None:

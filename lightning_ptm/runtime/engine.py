@@ -271,7 +271,7 @@ class Engine:
         if blueprint.lock_free is None:
             for unit, flats in enumerate(self.flats):
                 for flat in flats:
-                    flat.gradient.before_change = partial(self.updates.finish, unit)
+                    flat.gradient.shard.before_change = partial(self.updates.finish, unit)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.make_room
         states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
@@ -316,7 +316,7 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
-            self._undo.callback(flat.gradient.let_go)
+            self._undo.callback(flat.gradient.dot_grad.let_go)
         self.backwards: Backwards = Backwards(
             blueprint.units,
             self.stores,
@@ -422,7 +422,7 @@ class Engine:
             UsageError: it would add to what a step has used up.
         """
         for flat in self._all_flats():
-            flat.gradient.check_forgotten()
+            flat.gradient.dot_grad.used.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         with self.backwards.of_the_loss(), self.hooks.backward():

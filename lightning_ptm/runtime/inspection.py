@@ -104,7 +104,7 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
         for flat in store.flats:
             add("parameters", flat.home, unit)
         for update in flats:
-            add("gradients", update.gradient.pages, unit)
+            add("gradients", update.gradient.shard.pages, unit)
             add("master parameters", update.states.master, unit)
             for slot in update.states.slots.values():
                 add("optimizer states", slot, unit)
