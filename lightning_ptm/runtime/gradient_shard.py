@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.runtime.gradient_content import GradientContent
+from lightning_ptm.runtime.in_a_row import device_pages_in_a_row
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.terms import Tier
@@ -245,15 +246,7 @@ class GradientShard:
             CapacityError: there are none; nothing is taken.
         """
         name = f"flat {self._layout.index} {what}"
-        tensor = self._allocator.allocate(name, numel, dtype or self._parameter_dtype, Tier.DEVICE)
-        if not tensor.is_contiguous:
-            pages = len(tensor.pages)
-            self._allocator.release(tensor)
-            raise CapacityError(
-                f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
-                f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
-            )
-        return tensor
+        return device_pages_in_a_row(self._allocator, name, numel, dtype or self._parameter_dtype)
 
     def take_so_far(self) -> Sequence[PagedTensor]:
         """Buffers of a page each, wherever one is free, for all of a shard that is in pages without addresses, or shall be,

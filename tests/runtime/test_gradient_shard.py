@@ -165,13 +165,3 @@ def test_buffers_of_a_sum_on_disk_come_all_or_none(disk: Path) -> None:
         with pytest.raises(CapacityError):
             its.it.take_so_far()
         assert its.taken == 2
-
-
-def test_a_buffer_lies_in_a_row_or_is_not_taken(disk: Path) -> None:
-    with driven(Tier.HOST, disk, device_pages=3) as its:
-        first, middle, last = (its.it.take("one", NUMEL) for _ in range(3))
-        for each in (first, last):
-            its.parts.allocator.release(each)
-        with pytest.raises(CapacityError, match="needs 2 device pages in a row and the free ones are scattered"):
-            its.it.take("two", 2 * NUMEL)
-        assert its.taken == 1 and middle.numel == NUMEL
