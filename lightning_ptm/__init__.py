@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
     from lightning_ptm.events import Event, EventKind
     from lightning_ptm.planning.trace import TensorUse, Tick, Trace
+    from lightning_ptm.runtime.audits import UpdateAudit
     from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
-    from lightning_ptm.runtime.lockfree import UpdateAudit
     from lightning_ptm.runtime.statistics import Statistics
     from lightning_ptm.trainer.precision import AngelPTMPrecision
     from lightning_ptm.trainer.strategy import AngelPTMStrategy

@@ -172,6 +172,13 @@ class Kind(enum.Enum):
     """A unit's gathered flat: all ranks' pieces, end to end."""
 
 
+class Mode(enum.Enum):
+    """What kind of iteration runs; each has a plan of its own."""
+
+    TRAIN = "train"
+    FORWARD = "forward"
+
+
 class Operation(enum.Enum):
     """What a task of a plan does (Algorithm 1's move_to_gpu, all_gather, compute, and their counterparts)."""
 

@@ -10,9 +10,8 @@ from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.paper import Paper
-from lightning_ptm.terms import Operation, Phase, Tier
+from lightning_ptm.terms import Mode, Operation, Phase, Tier
 
 
 class Listens(L.Callback):
@@ -38,8 +37,8 @@ class Listens(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.plans.append(engine.executor.planned(Mode.TRAIN))
-        self.trace = engine.executor.trace(Mode.TRAIN)
+        self.plans.append(engine.executor.plans.planned(Mode.TRAIN))
+        self.trace = engine.executor.plans.trace(Mode.TRAIN)
         engine.updates.finish_all()
 
     def traces(self) -> list[Trace]:

@@ -16,7 +16,7 @@ from lightning_ptm.memory import Allocator, Transfer
 from lightning_ptm.planning.chunks import Act, Doing
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Mode
 from lightning_ptm.update.pipeline import Pipeline
 
 INSTANT = Hardware("no limits", *[math.inf] * 7, shared_cores=True)
@@ -95,7 +95,7 @@ def entry(act: Act[Any], flat: int) -> Entry:
 def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
     """What the forecast decides of steps of the run that was heard."""
     blueprint = log.engine.blueprint
-    plan, trace = log.engine.executor.planned(Mode.TRAIN)
+    plan, trace = log.engine.executor.plans.planned(Mode.TRAIN)
     chunks = blueprint.staging_chunks if blueprint.placement.staging_bytes else float("inf")
     room = blueprint.gradient_room_bytes
     clock = Clock(

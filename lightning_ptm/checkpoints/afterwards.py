@@ -21,9 +21,9 @@ from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, writ
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.audits import UpdateAudit
 from lightning_ptm.runtime.closed import reopen
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.parameter_data import set_data
 from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import Draft

@@ -168,7 +168,7 @@ def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[
                 if (
                     name not in flat.states.state_names(slot)
                     if flat.states.traits.whole
-                    else binding.fits(slot, value) and name not in flat.states.slots
+                    else binding.arrangement.fits(slot, value) and name not in flat.states.slots
                 )
             ]
             if lacking:

@@ -29,12 +29,11 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import optimizers_in_pages
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Mode, Tier
 
 _THIS_MACHINE = Path("this machine")
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.runtime.hooks import others_hear_of
+from lightning_ptm.runtime.graphs import others_hear_of
 from lightning_ptm.runtime.saved import inside_checkpoint
 
 

@@ -1,8 +1,9 @@
-"""What to fetch and what to give up, and when: the clock of an iteration, which follows a plan, and what to do without one.
+"""What to fetch and what to give up, and when: as the plan has it, and what to do without one.
 
-Owns the leases of units, the tick, which fetches wait for an update, and which units are expected. Holds no byte and waits
-for nothing: `Units` does as it is told, and answers what does not fit with a CapacityError. A run drives it with stores of
-pages (runtime/executor.py), a forecast with numbers of pages (runtime/occupied.py).
+Owns the leases of units, which fetches wait for an update, and which units are expected; its course (planning/course.py) says
+where the iteration is in its plan. Holds no byte and waits for nothing: `Units` does as it is told, and answers what does not
+fit with a CapacityError. A run drives it with stores of pages (runtime/executor.py), a forecast with numbers of pages
+(runtime/occupied.py).
 
 Where there is no plan to follow (the order of units changed, or the plan left too little room): fetch on use, and give up
 the unit whose next use lies farthest away (Belady). Never wrong, only slower.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning.course import Course
 from lightning_ptm.planning.leases import Leases
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Trace
@@ -103,112 +105,59 @@ class Fetching:
         self._all = range(count)
         self._by_need = dict.fromkeys(sorted(by_need))
         self.leases = Leases(count)
+        self.course = Course()
         self.told: Callable[[Task], None] = _nobody
         # state
-        self._made: tuple[Plan, Trace] | None = None
-        self._traced: Trace | None = None
-        self._begins_again = False
-        self._tick = 0
-        self._following = False
-        self._repeating = False
         self._waiting: list[Task] = []
         self._expected: deque[int] = deque()
         self.uses = Lookups()
         self.misses = 0
         """Fetches that were late, or for which there was no room in time."""
 
-    # -- the clock ----------------------------------------------------------------------------------------------------
+    # -- the iteration -------------------------------------------------------------------------------------------------
 
     def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, begins_again: bool) -> None:
-        """An iteration starts.
-
-        Args:
-            made: the plan to follow, and the trace that it is for.
-            traced: this rank's own newest trace.
-            begins_again: where plan, or trace, has been gone through to its end, it may begin anew behind the root's tick, as
-                if the iteration ended and another one began, but the root stays.
-        """
-        self._made, self._traced, self._begins_again = made, traced, begins_again
-        self._tick = 0
-        self._following, self._repeating = made is not None, traced is not None
+        """An iteration starts; the arguments are its course's."""
+        self.course.begin(made, traced, begins_again=begins_again)
 
     def end(self) -> None:
         """The iteration is over: the plan's last tasks."""
         self._waiting = []
         self._expected.clear()
-        if self.followed:
-            self._perform(self._tick)
+        self._perform(self.course.last_tasks())
         self.leases.let_go_all()
-        self._forget_course()
+        self.course.forget()
 
     def abandon(self) -> None:
         """The iteration failed."""
         self._waiting = []
         self._expected.clear()
         self.leases.forget()
-        self._forget_course()
-
-    def _forget_course(self) -> None:
-        self._made = self._traced = None
-        self._following = self._repeating = False
-
-    @property
-    def tick(self) -> int:
-        """Ticks that have begun."""
-        return self._tick
-
-    @property
-    def followed(self) -> bool:
-        """Whether the iteration in progress has gone through its plan, tick by tick, to the end."""
-        return self._following and self._made is not None and self._tick == self._made[0].tick_count
-
-    @property
-    def repeated(self) -> bool:
-        """Whether it has gone through the ticks of this rank's newest trace, to the end."""
-        return self._repeating and self._traced is not None and self._tick == len(self._traced.ticks)
+        self.course.forget()
 
     def enter(self, unit: int, phase: Phase) -> int:
         """`unit` is about to compute, and leased from here on: the plan's tasks of this tick. Returns the tick's number; that
         of a unit in `by_need` is the number of the tick around it. `bring` and `computes` must follow."""
-        if self._begins_again:
-            self._go_round(unit, phase)
+        if self.course.goes_round(unit, phase):
+            self._perform(self.course.last_tasks())
+            self._perform(self.course.first_tasks())
+            self.course.go_round()
         self._units.reclaim(False)  # as the plan has it: gradients have left before the tick's fetches
         if phase is Phase.FORWARD:
             self.leases.take(unit)
         else:
             self.leases.take_backward(unit)
         if unit not in self._by_need:
-            index = self._tick
-            self._tick += 1
-            if self._following and self._made is not None:
-                self._following = _is_at(self._made[1], index, unit, phase)
-                if self._following:
-                    self._perform(index)
-            if self._repeating and self._traced is not None:
-                self._repeating = _is_at(self._traced, index, unit, phase)
-        return self._now
+            self._perform(self.course.step(unit, phase))
+        return self.course.now
 
     def computes(self, unit: int) -> None:
         """`unit`, which has been entered and brought, is there."""
-        self.told(Task(Operation.COMPUTE, unit, Kind.FULL, self._now))
+        self.told(Task(Operation.COMPUTE, unit, Kind.FULL, self.course.now))
         self.has_come(unit)
 
-    def _go_round(self, unit: int, phase: Phase) -> None:
-        if self.followed:
-            if self._made is not None and _is_at(self._made[1], 1, unit, phase):
-                self._perform(self._tick)
-                self._perform(0)
-                self._tick = 1
-        elif self.repeated and self._traced is not None and _is_at(self._traced, 1, unit, phase):
-            self._tick = 1
-
-    @property
-    def _now(self) -> int:
-        return max(0, self._tick - 1)
-
-    def _perform(self, index: int) -> None:
-        assert self._made is not None
-        for task in self._made[0].tasks_at(index):
+    def _perform(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
             match task.operation:
                 case Operation.RELEASE:
                     if not self.leases.leased(task.unit):
@@ -270,7 +219,9 @@ class Fetching:
 
     def _full(self, unit: int) -> Task:
         """A fetch that is in no plan."""
-        return Task(Operation.GATHER if self._units.gathers(unit) else Operation.FETCH, unit, Kind.FULL, self._now)
+        return Task(
+            Operation.GATHER if self._units.gathers(unit) else Operation.FETCH, unit, Kind.FULL, self.course.now
+        )
 
     def _waits(self, task: Task) -> bool:
         return (self._one_way and bool(self._waiting)) or self._units.update_pending(task.unit)
@@ -319,7 +270,7 @@ class Fetching:
         return not self.leases.leased(unit) and self._units.movable(unit)
 
     def _give_up(self, unit: int) -> None:
-        self.told(Task(Operation.RELEASE, unit, Kind.FULL, self._now))
+        self.told(Task(Operation.RELEASE, unit, Kind.FULL, self.course.now))
         self._units.release(unit)
         self._units.evict(unit)
 
@@ -344,29 +295,15 @@ class Fetching:
                     continue  # the shortest wait: these bytes are leaving anyway
                 victims = [other for other in self._all if other != unit and self._movable(other)]
                 if victims:
-                    self._give_up(max(victims, key=self._next_use))
+                    self._give_up(max(victims, key=self.course.next_use))
                     continue
                 spare = [other for other in self._all if other != unit and self._units.has_spare_shards(other)]
                 if not spare:
                     raise
                 # Fetched for an all-gather that the plan had next and that did not come.
                 for other in spare:
-                    self.told(Task(Operation.EVICT, other, Kind.PARAMETER, self._now))
+                    self.told(Task(Operation.EVICT, other, Kind.PARAMETER, self.course.now))
                     self._units.evict(other)
-
-    def _next_use(self, unit: int) -> int:
-        if self._made is None:
-            return unit
-        ticks = self._made[1].ticks
-        for index in range(self._tick, len(ticks)):
-            if unit in ticks[index].live:
-                return index
-        return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))
-
-
-def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
-    """Whether a trace has this tick at this place."""
-    return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)
 
 
 def _nobody(task: Task) -> None:

@@ -23,7 +23,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 
 
 class Backwards:
-    """The listener of the hooks (hooks.py: BackwardListener).
+    """The listener of the hooks (pass_in_progress.py: BackwardListener).
 
     Args:
         flats: of each unit.
@@ -112,13 +112,13 @@ class Backwards:
     def backward_begins(self) -> None:
         """Gradients are about to be added up in `.grad`."""
         for flat in self._all_flats():
-            flat.gradient.resolve()
+            flat.gradient.dot_grad.resolve()
         for flat in self._all_flats():
-            flat.gradient.hide()
+            flat.gradient.dot_grad.hide()
 
     def backward_ended(self) -> None:
         """All units have ended."""
-        self._executor.rest()
+        self._executor.moments.rest()
         self._number += 1
         self._updates.graph_ended()
         self._rendezvous.reach(self._number)
@@ -126,7 +126,7 @@ class Backwards:
             self._update_ready(self._behind.pop(0))
         if not self._updates.armed:
             for flat in self._all_flats():
-                flat.gradient.show()
+                flat.gradient.dot_grad.show()
         self._executor.stay(0, held=self._inside)
 
     def progress(self) -> None:

@@ -1,12 +1,12 @@
 """The only code that decides a parameter's storage (`param.data`).
 
-Owns the link between one flat's layout and the parameters that are views of it. Knows tensors, never tiers or plans.
+Owns the link between a flat and the parameters that are views of it; how they lie there, the arrangement says
+(arrangement.py). Knows tensors, never tiers or plans.
 
 I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, and
 closed (closed.py): reading or writing it raises at once. I2: one whose flat holds no precise values, or values that an update
 may be changing, is closed, too, while nothing computes with it. I3: shape, strides and identity of a parameter never change;
-its dtype changes once, to the compute dtype. I4: a flat holds a parameter's elements in the order of its memory, not of its
-shape: one that is transposed or channels_last stays so, since kernels are chosen, and fused updates round, by it.
+its dtype changes once, to the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
-from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.closed import ClosedParameter, closed_class
+from lightning_ptm.runtime.arrangement import Arrangement
+from lightning_ptm.runtime.doors import Doors
 from lightning_ptm.runtime.parameter_data import set_data
 
 
@@ -42,7 +42,7 @@ class FlatBinding:
     Args:
         is_copy: the parameters are copies, of more precise ones or of pages elsewhere, so what is written into them by hand
             would be lost.
-        closes: they may be read while they are used only (I2): see `open`.
+        closes: they may be read while they are used only (I2): see `Doors`.
     """
 
     def __init__(
@@ -61,19 +61,14 @@ class FlatBinding:
         self.parameters = parameters
         self.dtype = dtype
         self.device = device
-        self._shapes = [tuple(parameter.shape) for parameter in parameters]
-        self._orders = [slot.spec.order for slot in layout.slots]
+        self.arrangement = Arrangement.of(layout, parameters)
+        self._shapes = self.arrangement.shapes
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
-        self.closes = closes
-        kinds = [type(parameter) for parameter in parameters]
-        self._open_kinds = [kind.opens_to if issubclass(kind, ClosedParameter) else kind for kind in kinds]
-        closed = {kind: closed_class(kind, self._refusal) for kind in dict.fromkeys(self._open_kinds)}
-        self._closed_kinds = [closed[kind] for kind in self._open_kinds]
+        self.doors = Doors(parameters, self._refusal, closes=closes)
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
-        self._used = not closes
         self._written: str | None = None
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
@@ -86,57 +81,6 @@ class FlatBinding:
     @property
     def bound(self) -> bool:
         return self._base is not None
-
-    def shape(self, slot: int) -> tuple[int, ...]:
-        """The shape of the parameter of `slot`."""
-        return self._shapes[slot]
-
-    @property
-    def boxes(self) -> list[Box | None]:
-        """By slot, which part of a larger one the parameter is."""
-        return [slot.spec.box for slot in self.layout.slots]
-
-    def fits(self, slot: int, value: Tensor) -> bool:
-        """Whether `value` can be that of a slot's parameter, or of the larger one that it is a part of."""
-        return tuple(value.shape) in (self._shapes[slot], self.layout.slots[slot].spec.whole_shape)
-
-    def view(self, full: Tensor, slot: int) -> Tensor:
-        """The parameter of `slot` as a view of `full` (padded_numel,)."""
-        place = self.layout.slots[slot]
-        if place.spec.stride is not None:
-            return full.as_strided(self._shapes[slot], place.spec.stride, full.storage_offset() + place.start)
-        return full[place.start : place.start + place.numel].view(self._shapes[slot])
-
-    def in_order(self, slot: int, value: Tensor) -> Tensor:
-        """The elements of `value`, which has the shape of the parameter of `slot`, as they follow each other in the flat: a
-        view where they lie so, else a copy."""
-        order = self._orders[slot]
-        return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
-
-    def as_laid(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As `in_order`, for values of all parameters; where one is a part of a larger one, in the shape that they have."""
-        return [
-            each if each is None else self.in_order(slot, each) if box is None else each.contiguous()
-            for slot, (each, box) in enumerate(zip(values, self.boxes, strict=True))
-        ]
-
-    def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As `in_order`, for gradients of all parameters. Raises as `check_dense`."""
-        return [None if each is None else self._gradient(slot, each) for slot, each in enumerate(gradients)]
-
-    def _gradient(self, slot: int, gradient: Tensor) -> Tensor:
-        self.check_dense(slot, gradient)
-        # What is of another shape is refused, by whoever reads it.
-        return self.in_order(slot, gradient) if tuple(gradient.shape) == self._shapes[slot] else gradient
-
-    def check_dense(self, slot: int, gradient: Tensor) -> None:
-        """Raises UsageError: the gradient of the parameter of `slot` is sparse, and pages hold dense ones."""
-        if gradient.layout is not torch.strided:
-            kind = str(gradient.layout).removeprefix("torch.")
-            raise UsageError(
-                f"the gradient of {self.layout.slots[slot].spec.name} is sparse ({kind}), and pages hold dense gradients; "
-                f"use sparse=False in its embedding"
-            )
 
     def gradients(self) -> list[Tensor | None]:
         """What is in `.grad` of each parameter, of closed ones, too."""
@@ -157,12 +101,12 @@ class FlatBinding:
             for slot in range(len(self.parameters)):
                 self._check_shape(slot)
                 theirs = self._theirs.get(slot)
-                self._set(slot, self.view(full, slot) if theirs is None else theirs)
+                self._set(slot, self.arrangement.view(full, slot) if theirs is None else theirs)
             self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
         self._theirs = {}
         self.lent = False
-        self._change_kinds()
+        self.doors.values_are(bound=True, lent=False)
 
     def unbind(self, *, ended: bool = False) -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
@@ -178,7 +122,7 @@ class FlatBinding:
         self._base = None
         self.lent = False
         self._ended = ended
-        self._change_kinds()
+        self.doors.values_are(bound=False, lent=False)
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
@@ -201,24 +145,6 @@ class FlatBinding:
             self._left[slot] = left
         elif self._left and slot in self._left and self._left[slot].device == value.device:
             parameter.grad = self._left.pop(slot)
-
-    def open(self) -> None:
-        """From here on the parameters are used: they can be read as long as they are bound."""
-        self._use(True)
-
-    def close(self) -> None:
-        """Nothing computes with the parameters: they cannot be read, where they are closed at all (I2)."""
-        self._use(not self.closes)
-
-    def _use(self, used: bool) -> None:
-        if used is not self._used:
-            self._used = used
-            self._change_kinds()
-
-    def _change_kinds(self) -> None:
-        is_open = self.lent or (self._used and self._base is not None)
-        for parameter, kind in zip(self.parameters, self._open_kinds if is_open else self._closed_kinds, strict=True):
-            parameter.__class__ = kind
 
     def _refusal(self, given: tuple[Any, ...]) -> UsageError:
         known = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
@@ -329,15 +255,15 @@ class FlatBinding:
         whole, found = whole if whole is not None or self._is_copy else self._base, {}
         with torch._C.DisableTorchFunctionSubclass():
             for at, parameter in enumerate(self.parameters):
-                if whole is not None and parameter.shape != self._shapes[at] and self.boxes[at] is None:
-                    self.parameters[at] = nn.Parameter(self.view(whole, at), parameter.requires_grad)
+                if whole is not None and parameter.shape != self._shapes[at] and self.arrangement.boxes[at] is None:
+                    self.parameters[at] = nn.Parameter(self.arrangement.view(whole, at), parameter.requires_grad)
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
     def edited(self, whole: Tensor) -> None:
         """What the user has put in the place of our data gets other values, of `whole` (padded_numel,)."""
         for slot, theirs in self.replaced().items():
-            theirs.copy_(self.view(whole, slot))
+            theirs.copy_(self.arrangement.view(whole, slot))
 
     def lend(self, values: Iterable[Tensor]) -> None:
         """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
@@ -347,7 +273,7 @@ class FlatBinding:
             for slot, value in enumerate(values):
                 self._set(slot, value)
         self.lent = True
-        self._change_kinds()
+        self.doors.values_are(bound=self.bound, lent=True)
 
     def nothing(self) -> list[Tensor]:
         """Values of the right shapes that say nothing."""
@@ -355,13 +281,13 @@ class FlatBinding:
 
     def restore(self, slot: int, value: Tensor) -> None:
         """Gives a parameter storage of its own again (end of a run)."""
-        parameter = self.parameters[slot]
-        parameter.__class__ = self._open_kinds[slot]
+        self.doors.open_for_good(slot)
         self._set(slot, value)
 
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
         self._base = None
+        self.doors.forget()
 
     def pack(self, tensor: Tensor) -> Packed | None:
         """Names `tensor` if it lies inside the bound flat."""
@@ -388,7 +314,7 @@ class FlatBinding:
     def _check_shape(self, slot: int) -> None:
         found = self.parameters[slot]
         # For a checkpoint, a part is lent as the larger one.
-        if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.fits(slot, found)):
+        if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.arrangement.fits(slot, found)):
             raise UsageError(
                 f"parameter {self.layout.slots[slot].spec.name} had shape {self._shapes[slot]} at set-up and has "
                 f"{tuple(found.shape)} now; its pages do not fit it any more; change shapes between two batches, inside of "

@@ -65,13 +65,13 @@ class Clipping:
             if flat.gradient.route.clips_in_place and scale is None:
                 flat.gradient.transform_(how)
             else:
-                flat.gradient.clip_later()
-        if any(flat.gradient.clipped_later for flat in flats):
+                flat.gradient.dot_grad.clip_later()
+        if any(flat.gradient.dot_grad.clipped_later for flat in flats):
             self._clips[optimizer] = dataclasses.replace(before, then=(*before.then, how))
 
     def _pending(self, optimizer: int) -> Transform:
         """The clips that an optimizer's gradients have still to get."""
-        waiting = any(flat.gradient.clipped_later for _, flat in self._updates.groups.flats_of(optimizer))
+        waiting = any(flat.gradient.dot_grad.clipped_later for _, flat in self._updates.groups.flats_of(optimizer))
         return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
@@ -112,11 +112,11 @@ class Clipping:
                 part = shard_power(
                     flat.states,
                     _reader(flat),
-                    flat.gradient.present(),
+                    flat.gradient.dot_grad.present(),
                     norm_type=norm_type,
                     dtype=dtype,
                     unscale=unscale,
-                    clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
+                    clipped=clips if flat.gradient.dot_grad.clipped_later else NO_TRANSFORM,
                 ).cpu()
                 _done_reading(flat)
                 power = torch.maximum(power, part) if infinite else power + part
@@ -130,11 +130,11 @@ class Clipping:
                 continue
             if flat.gradient.in_place:
                 binding = flat.store.binding
-                gradients = binding.in_orders([parameter.grad for parameter in binding.parameters])
+                gradients = binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters])
                 found.append(greatest([each for each in gradients if each is not None]))
             else:
-                found.append(greatest([flat.gradient.on_device()]))
-                flat.gradient.done_reading()
+                found.append(greatest([flat.gradient.shard.on_device()]))
+                flat.gradient.shard.settle()
         finite = math.isfinite(greatest(found).item())  # the device is waited for once a step
         bad = self._communicator.all_reduce(torch.tensor([0 if finite else 1], dtype=torch.int64), maximum=True)
         return int(bad.item()) == 0
@@ -142,7 +142,7 @@ class Clipping:
     def _of_parameters(
         self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, clips: Transform, order: dict[int, int]
     ) -> list[tuple[int, Tensor]]:
-        present = flat.gradient.present()
+        present = flat.gradient.dot_grad.present()
         norms = parameter_norms(
             flat.states,
             _reader(flat),
@@ -150,7 +150,7 @@ class Clipping:
             norm_type=norm_type,
             dtype=_dtype(flat),
             unscale=unscale,
-            clipped=clips if flat.gradient.clipped_later else NO_TRANSFORM,
+            clipped=clips if flat.gradient.dot_grad.clipped_later else NO_TRANSFORM,
         )
         _done_reading(flat)
         computed = iter(norms)
@@ -165,14 +165,14 @@ class Clipping:
 def _reader(flat: FlatUpdate) -> GradientReader:
     """A flat's gradient, for a reader that holds it briefly; `_done_reading` must follow."""
     if not flat.gradient.in_place:
-        return TensorGradient(flat.gradient.on_device())
+        return TensorGradient(flat.gradient.shard.on_device())
     binding = flat.store.binding
-    return ParameterGradients(binding.in_orders([parameter.grad for parameter in binding.parameters]))
+    return ParameterGradients(binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters]))
 
 
 def _done_reading(flat: FlatUpdate) -> None:
     if not flat.gradient.in_place:
-        flat.gradient.done_reading()
+        flat.gradient.shard.settle()
 
 
 def _dtype(flat: FlatUpdate) -> torch.dtype:

@@ -37,7 +37,7 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.by_hand import ByHand
 from lightning_ptm.runtime.changes import Changes
 from lightning_ptm.runtime.clipping import Clipping
-from lightning_ptm.runtime.executor import Executor, Mode
+from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.heap import Heap
@@ -64,7 +64,7 @@ from lightning_ptm.runtime.tracer import Tracer
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.runtime.wholes import Wholes
-from lightning_ptm.terms import Operation, Phase, Tier
+from lightning_ptm.terms import Mode, Operation, Phase, Tier
 from lightning_ptm.update import Updater
 
 _TRACES = 1
@@ -271,7 +271,7 @@ class Engine:
         if blueprint.lock_free is None:
             for unit, flats in enumerate(self.flats):
                 for flat in flats:
-                    flat.gradient.before_change = partial(self.updates.finish, unit)
+                    flat.gradient.shard.before_change = partial(self.updates.finish, unit)
         if gradient_pages is not None:
             gradient_pages.while_waiting = self.updates.make_room
         states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
@@ -310,13 +310,13 @@ class Engine:
         for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
             trace = blueprint.planned(trace)
             if mode is Mode.FORWARD or self._optimizers:
-                self.executor.adopt(mode, planner.plan(mode, trace), trace)
+                self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
         self.offload = None
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
-            self._undo.callback(flat.gradient.let_go)
+            self._undo.callback(flat.gradient.dot_grad.let_go)
         self.backwards: Backwards = Backwards(
             blueprint.units,
             self.stores,
@@ -385,7 +385,7 @@ class Engine:
         # All ranks that are here end the iteration before, and plan anew, together (executor I3).
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
-        self.executor.computation_begins(Phase.FORWARD)
+        self.executor.openness.computation_begins(Phase.FORWARD)
         self._forward_root()
         try:
             with self.backwards.step(), self.hooks.step():
@@ -394,7 +394,7 @@ class Engine:
             self.abandon()
             raise
         finally:
-            self.executor.computation_ends(Phase.FORWARD)
+            self.executor.openness.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
             seen = self.rendezvous.reach(STEP_ENDS)
             # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
@@ -422,7 +422,7 @@ class Engine:
             UsageError: it would add to what a step has used up.
         """
         for flat in self._all_flats():
-            flat.gradient.check_forgotten()
+            flat.gradient.dot_grad.used.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         with self.backwards.of_the_loss(), self.hooks.backward():
@@ -501,8 +501,8 @@ class Engine:
 
     def plan_text(self, mode: Mode = Mode.TRAIN) -> str:
         """The plan that is followed, as a table."""
-        plan = self.executor.plan(mode)
-        return render(plan, self.blueprint.layout) if plan is not None else "(fetch on use: no plan)"
+        made = self.executor.plans.planned(mode)
+        return render(made[0], self.blueprint.layout) if made is not None else "(fetch on use: no plan)"
 
     def _non_model_bytes(self) -> int:
         return self.backend.bytes_beside(self.blueprint.pool_bytes[Tier.DEVICE])

@@ -1,7 +1,9 @@
 """Drives the policy of fetching (planning/fetching.py) with stores of pages, waits for the unit that computes, and keeps the
 trace.
 
-Owns which plan is followed next, and when parameters are open. What is fetched and what is given up is the policy's.
+Owns the iteration in progress: its mode, whether it is traced, and which units were called in it. What is fetched and what is
+given up is the policy's; which plan is followed next, when parameters are open, and what is told of ticks and stalls have
+owners of their own (plans.py, openness.py, moments.py).
 
 I1: a unit is live while one of its calls is in progress.
 I2: with several ranks every all-gather has been agreed on.
@@ -9,109 +11,32 @@ I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `be
     tells whether they are `together`; a rank that goes on alone for some batches plans when they are.
 I4: this rank asks others for an all-gather of its own accord on occasions only, and comes to these at the same points of a
     module's calls, forward and backward, whatever it has fetched; code between calls of units runs behind one (`occasions`).
-I5: parameters that are not the precise ones are open while a step or a backward pass is in progress, or a call of their unit;
-    those of a unit whose updates no step waits for once somebody has waited for it there (`require`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from lightning_ptm.comm import Agreement, NeededCollective
+from lightning_ptm.comm import Agreement
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.events import Events
 from lightning_ptm.planning.fetching import Fetching
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.trace import Trace, one_pass
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.moments import Moments
+from lightning_ptm.runtime.openness import Openness
+from lightning_ptm.runtime.plans import Plans
+from lightning_ptm.runtime.policy_units import PolicyUnits
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.terms import Operation, Phase
+from lightning_ptm.terms import Mode, Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_ptm.memory import PagedTensor
-
-
-_LEAST_STALL_S = 1e-5
-"""Looking whether anything has to be waited for takes about this long; a shorter stall is none."""
-
-
-class Mode(enum.Enum):
-    """What kind of iteration runs; each has a plan of its own."""
-
-    TRAIN = "train"
-    FORWARD = "forward"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _OpenTick:
-    """A tick that somebody wants to hear of, when it is over."""
-
-    track: str
-    name: str
-    began_s: float
-    index: int
-    tier_bytes: tuple[int, ...]
-
-
-class _Stores:
-    """The stores of a run as the policy's units.
-
-    Args:
-        stores: by unit.
-        agreement: ranks agree on all-gathers through it.
-        update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
-        reclaim: as the policy's.
-    """
-
-    def __init__(
-        self,
-        stores: Sequence[UnitStore],
-        agreement: Agreement,
-        update_pending: Callable[[int], bool],
-        reclaim: Callable[[bool], bool],
-    ) -> None:
-        self._stores = stores
-        self._agreement = agreement
-        self.update_pending = update_pending
-        self.reclaim = reclaim
-
-    def gathers(self, unit: int) -> bool:
-        return self._stores[unit].gathers
-
-    def live(self, unit: int) -> bool:
-        return self._stores[unit].live
-
-    def fetched(self, unit: int) -> bool:
-        return self._stores[unit].fetched
-
-    def movable(self, unit: int) -> bool:
-        return self._stores[unit].movable
-
-    def has_spare_shards(self, unit: int) -> bool:
-        return self._stores[unit].has_spare_shards
-
-    def start_fetch(self, unit: int, *, agreed: bool) -> None:
-        store = self._stores[unit]
-        store.start_fetch(partial(self._agree, unit) if store.gathers and not agreed else None)
-
-    def _agree(self, unit: int) -> None:
-        self._agreement.request(NeededCollective(Operation.GATHER, unit))
-
-    def fetch_shards(self, unit: int) -> None:
-        self._stores[unit].fetch_shards()
-
-    def release(self, unit: int) -> None:
-        self._stores[unit].release()
-
-    def evict(self, unit: int) -> None:
-        self._stores[unit].evict()
 
 
 class Executor:
@@ -151,71 +76,42 @@ class Executor:
         self._stores = stores
         self._tracer = tracer
         self._finish_update = finish_update
-        self._replan = replan
         self._read = read
-        self._events = events
-        self._used_bytes = used_bytes
         self._by_need = frozenset(by_need)
-        units = _Stores(stores, agreement, update_pending, reclaim)
+        units = PolicyUnits(stores, agreement, update_pending, reclaim)
         self.fetching = Fetching(units, len(stores), by_need, one_way=one_way)
         self._leases = self.fetching.leases
+        self.plans = Plans(replan)
+        self.openness = Openness(stores, self._leases.used)
+        self.moments = Moments(events, used_bytes)
         # state
         self._mode: Mode | None = None
         self._tracing = False
-        self._passes = 0
-        """Backward passes of the iteration in progress that are over."""
-        self._plans: dict[Mode, tuple[Plan, Trace]] = {}
-        self._traced: dict[Mode, Trace] = {}
-        self._to_plan: list[tuple[Mode, Trace]] = []
         self._called: set[int] = set()
-        self._computing: set[Phase] = set()
-        self._waited_for: set[int] = set()
-        """Units whose updates somebody has waited for in this iteration, since its last optimizer step."""
-        self._closing = [store for store in stores if store.closes]
-        self._open_tick: _OpenTick | None = None
         self.occasions = 0
         """How often this rank has come to a point from which on it may ask others for all-gathers (I4)."""
-        self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
-        self.replans = 0
 
     @property
     def mode(self) -> Mode | None:
         return self._mode
 
-    def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
-        """From the next iteration of `mode` on, follow `plan`, which was made for `trace`."""
-        self._plans[mode] = (plan, trace)
-
-    def plan(self, mode: Mode) -> Plan | None:
-        made = self._plans.get(mode)
-        return made[0] if made else None
-
-    def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
-        """The plan that is followed, and the trace that it was made for."""
-        return self._plans.get(mode)
-
-    def trace(self, mode: Mode) -> Trace | None:
-        """The newest complete trace of an iteration of `mode`, until one has not followed its plan."""
-        return self._traced.get(mode)
-
     def wants_trace(self, mode: Mode) -> bool:
         """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
         and after one that neither followed it nor was like the last one traced here (the plan is for the first rank's)."""
         if mode is self._mode:
-            return not self._tracing and not self.fetching.followed and not self.fetching.repeated
-        return mode not in self._traced
+            return not self._tracing and not self.fetching.course.followed and not self.fetching.course.repeated
+        return self.plans.trace(mode) is None
 
     def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
         """An iteration starts. The one before, if open, ends here."""
         if together:
-            self._plan_anew()
+            self.plans.make()
         self.end(together=together)
         self._mode = mode
-        self._passes = 0
-        self.fetching.begin(self._plans.get(mode), self._traced.get(mode), begins_again=mode is Mode.FORWARD)
+        self.openness.begin_iteration()
+        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), begins_again=mode is Mode.FORWARD)
         self._tracing = trace
         self._called.clear()
-        self._waited_for.clear()
         if self._tracing:
             self._tracer.start()
 
@@ -223,71 +119,29 @@ class Executor:
         """The iteration is over: run the plan's last tasks and learn from the trace."""
         if self._mode is None:
             return
-        self.rest()
+        self.moments.rest()
         self.occasions += 1
-        known = self.fetching.followed or self.fetching.repeated
+        known = self.fetching.course.followed or self.fetching.course.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
-        if self._tracing and self.fetching.tick:
-            trace = self._tracer.finish()
-            if mode is Mode.FORWARD:
-                trace = one_pass(trace)
-            self._traced[mode] = trace
-            self._to_plan.append((mode, trace))
+        if self._tracing and self.fetching.course.tick:
+            self.plans.has_come(mode, self._tracer.finish())
             if together:
-                self._plan_anew()
+                self.plans.make()
         elif not known:
-            self._traced.pop(mode, None)  # the order has changed: trace the next iteration again
-
-    def _plan_anew(self) -> None:
-        """Collective: makes the plans for what was traced."""
-        to_plan, self._to_plan = self._to_plan, []
-        for mode, trace in to_plan:
-            made = self._replan(mode, trace)
-            if made is not None:
-                self._plans[mode] = made
-                self.replans += 1
+            self.plans.order_changed(mode)
 
     def abandon(self) -> None:
         """The iteration failed: forget it, and let go of what its calls held."""
-        self._open_tick = None
+        self.moments.forget()
         self._mode = None
-        self._computing.clear()
-        self._waited_for.clear()
         self.fetching.abandon()
-        for store in self._stores:
-            store.close()
-
-    def computation_begins(self, phase: Phase) -> None:
-        """Of a step, or of a backward pass: its code may read parameters that are there (I5)."""
-        self._computing.add(phase)
-        for store in self._closing:
-            if not store.late or store.unit.index in self._waited_for:
-                store.open()
-
-    def updates_begin(self) -> None:
-        """Of units, which an optimizer's step does not wait for: these have to be called, or held, to be read again."""
-        self._waited_for.clear()
-        for store in self._closing:
-            if store.late and not self.used(store.unit.index):
-                store.close()
-
-    def computation_ends(self, phase: Phase) -> None:
-        self._passes += phase is Phase.BACKWARD and phase in self._computing
-        self._computing.discard(phase)
-        for store in self._closing if not self._computing else ():
-            if not self.used(store.unit.index):
-                store.close()
-
-    @property
-    def computing(self) -> bool:
-        """Whether a step or a backward pass is in progress."""
-        return bool(self._computing)
+        self.openness.abandon()
 
     def enter(self, unit: int, phase: Phase) -> None:
         """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow, or in a backward
         `leave_backward`."""
-        self.rest()
+        self.moments.rest()
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
@@ -298,23 +152,10 @@ class Executor:
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
             live = (index for index in range(len(self._stores)) if self._leases.leased(index))
-            self._tracer.tick(unit, phase, tuple(index for index in live if index not in self._by_need), self._passes)
-        self._begin_tick(store, phase, index)
-
-    def _begin_tick(self, store: UnitStore, phase: Phase, index: int) -> None:
-        if self._events.heard and self._mode is not None:
-            name = f"{store.unit.name or 'root'} {phase.value}"
-            self._open_tick = _OpenTick(self._mode.value, name, perf_counter(), index, self._used_bytes())
-
-    def rest(self) -> None:
-        """Nothing computes from here to the next tick."""
-        opened, self._open_tick = self._open_tick, None
-        if opened is not None:
-            most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
-            now_s = perf_counter()
-            self._events.tell(
-                Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
+            self._tracer.tick(
+                unit, phase, tuple(index for index in live if index not in self._by_need), self.openness.passes
             )
+        self.moments.tick(store.unit.name, phase, index, self._mode)
 
     def use(self, unit: int) -> None:
         """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
@@ -339,7 +180,7 @@ class Executor:
         self._leases.let_go(unit)
 
     def _left(self, unit: int) -> None:
-        if not self._computing and not self.used(unit):
+        if not self.openness.computing and not self.used(unit):
             self._stores[unit].close()
         if self._tracing:
             self._tracer.observe()
@@ -381,7 +222,7 @@ class Executor:
 
     def read_held(self, unit: int) -> None:
         """Somebody reads `unit`, which is held, so that it is there: its update is waited for, once behind each step."""
-        if unit not in self._waited_for:
+        if unit not in self.openness.waited_for:
             self.require(unit)
 
     def require(self, unit: int) -> None:
@@ -394,19 +235,14 @@ class Executor:
         self._finish_update(unit)
         self.fetching.pump()
         after_update = perf_counter()
-        self.stall_s["update"] += after_update - started
-        self._tell_stall("update", store, started, after_update)
-        self._waited_for.add(unit)
-        if self._computing:
-            store.open()
+        self.moments.stalled("update", store.unit.name, started, after_update)
+        self.openness.waited(store)
         waits = not store.live
         self._bring(store)
         if not waits:
             return
         store.finish_fetch()
-        ended = perf_counter()
-        self.stall_s["fetch"] += ended - after_update
-        self._tell_stall("fetch", store, after_update, ended)
+        self.moments.stalled("fetch", store.unit.name, after_update, perf_counter())
 
     def _bring(self, store: UnitStore) -> None:
         if not store.flats:
@@ -419,10 +255,6 @@ class Executor:
                 f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be given up "
                 f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
             ) from error
-
-    def _tell_stall(self, cause: str, store: UnitStore, began_s: float, end_s: float) -> None:
-        if self._events.heard and end_s - began_s > _LEAST_STALL_S:
-            self._events.tell(Event(EventKind.STALL, cause, store.unit.name or "root", began_s, end_s))
 
     def release_all(self) -> None:
         """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from lightning_ptm.config import format_bytes
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.runtime.columns import columns
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Mode, Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
@@ -105,7 +104,7 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
         for flat in store.flats:
             add("parameters", flat.home, unit)
         for update in flats:
-            add("gradients", update.gradient.pages, unit)
+            add("gradients", update.gradient.shard.pages, unit)
             add("master parameters", update.states.master, unit)
             for slot in update.states.slots.values():
                 add("optimizer states", slot, unit)
@@ -180,7 +179,7 @@ def flat_names(engine: Engine) -> dict[int, str]:
 
 def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
     """Bytes of pages at each tick of the plan that is followed; empty where there is no plan."""
-    made = engine.executor.planned(mode)
+    made = engine.executor.plans.planned(mode)
     if made is None:
         return ()
     found = occupied(engine.blueprint, *made)

@@ -82,7 +82,7 @@ class Lending:
                 for binding, flat in flats:
                     whole = self._values.precise_of(store, binding, flat).clone()
                     wholes.append((binding, flat, whole))
-                    binding.lend(binding.view(whole, slot) for slot in range(len(binding.parameters)))
+                    binding.lend(binding.arrangement.view(whole, slot) for slot in range(len(binding.parameters)))
             if not write:
                 self._read_only |= lent
             yield
@@ -133,9 +133,9 @@ class Lending:
         # `param.data = x` inside the block replaces the view; bring such values home too.
         with torch.no_grad():
             for slot, parameter in enumerate(binding.parameters):
-                view = binding.view(whole, slot)
+                view = binding.arrangement.view(whole, slot)
                 if parameter.data_ptr() != view.data_ptr():
-                    view.copy_(cut(parameter, binding.boxes[slot]))
+                    view.copy_(cut(parameter, binding.arrangement.boxes[slot]))
 
     # -- for good -----------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,9 @@ class OptimizerValues:
                 given = [value if name in ours.state_names(slot) else None for slot, value in enumerate(given)]
             for slot, value in enumerate(given):
                 own = ours.own_shape(name, slot)
-                if value is not None and not (binding.fits(slot, value) if own is None else tuple(value.shape) == own):
+                if value is not None and not (
+                    binding.arrangement.fits(slot, value) if own is None else tuple(value.shape) == own
+                ):
                     spec = binding.layout.slots[slot].spec
                     raise ConfigError(
                         f"{name} of {spec.name} has shape {tuple(value.shape)} in what is loaded, and "
@@ -173,7 +175,7 @@ class OptimizerValues:
                 given = [None if value is None else value.reshape(-1) for value in given]
                 boxes = None
             else:
-                given, boxes = binding.as_laid(given), binding.boxes
+                given, boxes = binding.arrangement.as_laid(given), binding.arrangement.boxes
             if name in ours.slots:
                 segments = ours.state_segments(name)
                 pieces.fill(self._wholes.allocator, ours.elements(name), segments, given, boxes, keep=False, seen=seen)
@@ -186,7 +188,7 @@ class OptimizerValues:
 def _state_in(binding: FlatBinding, update: FlatUpdate | None, name: str, slot: int, whole: Tensor) -> Tensor:
     """A state of the parameter of `slot`, in its shape, as a view of `whole`, which holds those of the flat."""
     own = None if update is None else update.states.everywhere[name].own
-    return binding.view(whole, slot) if own is None else own.view(whole, slot)
+    return binding.arrangement.view(whole, slot) if own is None else own.view(whole, slot)
 
 
 def _scalars_here(update: FlatUpdate) -> Scalars:

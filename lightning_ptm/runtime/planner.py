@@ -22,8 +22,7 @@ from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Mode, Tier
 
 
 def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:

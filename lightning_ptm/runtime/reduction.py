@@ -79,7 +79,7 @@ class Reduction:
         flats = self._flats[unit]
         if self._postponing:
             for flat in flats:
-                flat.gradient.postpone()
+                flat.gradient.dot_grad.postpone()
             return
         if all(flat.gradient.in_place for flat in flats):
             return
@@ -89,14 +89,14 @@ class Reduction:
                 self._with_room(flat.gradient.collect)
             self._left += flats
             return
-        missing = not all(all(flat.gradient.here()) for flat in flats)
+        missing = not all(all(flat.gradient.dot_grad.here()) for flat in flats)
         flag = _MISSING * missing | _LAST * self._settling
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
         if not self._left_to_the_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
-            flat.gradient.postpone()
+            flat.gradient.dot_grad.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """What is in a parameter's `.grad` is added to its pages now: what comes next is then added to both."""
@@ -139,12 +139,12 @@ class Reduction:
     def reclaim(self, wait: bool) -> bool:
         """Gives back device pages of gradients that have left (with `wait`: once they have); whether any came free."""
         if wait:
-            freed = [flat.gradient.give_back(wait=True) for flats in self._flats for flat in flats]
+            freed = [flat.gradient.shard.give_back(wait=True) for flats in self._flats for flat in flats]
             return any(freed)
         if not self._left:  # as at most ticks
             return False
-        freed = [flat.gradient.give_back(wait=False) for flat in self._left]
-        self._left = [flat for flat in self._left if flat.gradient.on_its_way]
+        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._left]
+        self._left = [flat for flat in self._left if flat.gradient.shard.on_its_way]
         return any(freed)
 
     def begin_step(self) -> None:
@@ -171,7 +171,7 @@ class Reduction:
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
-            here = [each for flat in flats for each in flat.gradient.here()]
+            here = [each for flat in flats for each in flat.gradient.dot_grad.here()]
             most = max(flats, key=lambda flat: flat.store.layout.world_size)  # of parts, fewer ranks have each
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
@@ -194,6 +194,6 @@ class Reduction:
             # Gradients of earlier units may still be on their way out, and units kept for later may give way.
             for flats in self._flats:
                 for flat in flats:
-                    flat.gradient.settle()
+                    flat.gradient.shard.settle()
             self._give_units_up()
             act()

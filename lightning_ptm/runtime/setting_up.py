@@ -50,7 +50,7 @@ def lay_first_values(
         precise_bytes: that all weights take outside of pages.
     """
     bindings = [binding for store in stores for binding in store.bindings]
-    parts = [pair for each in bindings for pair in zip(each.parameters, each.boxes, strict=True)]
+    parts = [pair for each in bindings for pair in zip(each.parameters, each.arrangement.boxes, strict=True)]
     boxes = {id(parameter): box for parameter, box in parts if box is not None}
     first = FirstValues(module, given, boxes)
     # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from lightning_ptm.memory.links import LinkStats
 from lightning_ptm.planning.fetching import Lookups
+from lightning_ptm.runtime.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.experts import TokenStats
-from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
+from lightning_ptm.runtime.lockfree import LockFreeUpdates
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.engine import Engine
@@ -56,11 +57,11 @@ def collect(engine: Engine) -> Statistics:
         links |= {name: stats for name, stats in engine.offload.links().items() if stats.transfers}
     return Statistics(
         links=links,
-        stall_s={**engine.executor.stall_s, "save": save_s},
+        stall_s={**engine.executor.moments.stall_s, "save": save_s},
         busy_s=engine.allocator.busy_s(),
         uses=dataclasses.replace(engine.executor.fetching.uses),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
-        staleness=dataclasses.replace(updates.stats) if updates is not None else None,
+        staleness=dataclasses.replace(updates.versions.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,
         tokens=dataclasses.replace(engine.expert_groups.stats) if engine.expert_groups is not None else None,
     )

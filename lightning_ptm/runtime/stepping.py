@@ -89,8 +89,8 @@ class Stepping:
         for _, flat in self._updates.groups.flats_of(index):
             scratch = flat.states.traits.writes_gradient
             if scratch or not flat.gradient.route.outlives_step:
-                flat.gradient.retire(clipped=not transform.is_identity, scratch=scratch)
-        self._executor.updates_begin()
+                flat.gradient.dot_grad.retire(clipped=not transform.is_identity, scratch=scratch)
+        self._executor.openness.updates_begin()
         if self._backwards.in_step:
             self._executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
 
@@ -179,7 +179,7 @@ class Stepping:
     def show_gradients(self, optimizer: Optimizer) -> None:
         """`.grad` of an optimizer's parameters shows what is in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
-            flat.gradient.show()
+            flat.gradient.dot_grad.show()
 
     @property
     def adds_up(self) -> bool:
@@ -199,7 +199,7 @@ class Stepping:
     def _follow(self, optimizer: int) -> None:
         """What the user has done to `.grad` of an optimizer's parameters counts."""
         for flat in (each for flats in self._flats for each in flats):
-            flat.gradient.resolve()
+            flat.gradient.dot_grad.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.follow()
 

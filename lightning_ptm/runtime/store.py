@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.codes import CodedTensor, decode, room_before_codes, rounded
-from lightning_ptm.terms import Tier
+from lightning_ptm.runtime.in_a_row import device_pages_in_a_row
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
@@ -164,25 +164,16 @@ class FlatStore:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
         if not self.layout.shared or self.home.tier.computes or self._shard is not None:
             return
-        self._shard = self._in_a_row(f"flat {self.layout.index} shard", self.home.numel)
+        self._shard = device_pages_in_a_row(
+            self._allocator, f"flat {self.layout.index} shard", self.home.numel, self.home.dtype
+        )
         self._shard_pending = self._copy_home(self._shard)
-
-    def _in_a_row(self, name: str, numel: int) -> PagedTensor:
-        """Device pages whose bytes follow each other; raises CapacityError and takes nothing when there are none."""
-        tensor = self._allocator.allocate(name, numel, self.home.dtype, Tier.DEVICE)
-        if not tensor.is_contiguous:
-            pages = len(tensor.pages)
-            self._allocator.release(tensor)
-            raise CapacityError(
-                f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
-                f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
-            )
-        return tensor
 
     def take(self) -> None:
         """Takes the full flat's pages; raises CapacityError and changes nothing when the device tier has no room."""
         self._expect(FullState.FETCHING)
-        full = self._in_a_row(f"flat {self.layout.index} full", self.layout.padded_bytes // self.home.dtype.itemsize)
+        numel = self.layout.padded_bytes // self.home.dtype.itemsize
+        full = device_pages_in_a_row(self._allocator, f"flat {self.layout.index} full", numel, self.home.dtype)
         try:
             self.fetch_shard()
         except CapacityError:
@@ -314,7 +305,7 @@ class UnitStore:
     @property
     def closes(self) -> bool:
         """Whether any of its parameters may be read while it computes only."""
-        return any(flat.binding.closes for flat in self.flats)
+        return any(flat.binding.doors.closes for flat in self.flats)
 
     @property
     def readable(self) -> bool:
@@ -329,12 +320,12 @@ class UnitStore:
     def open(self) -> None:
         """Its parameters are used from here on, by whoever reads them."""
         for flat in self.flats:
-            flat.binding.open()
+            flat.binding.doors.open()
 
     def close(self) -> None:
         """Nobody uses them any more: see `FlatBinding.close`."""
         for flat in self.flats:
-            flat.binding.close()
+            flat.binding.doors.close()
 
     @property
     def live(self) -> bool:

@@ -133,7 +133,7 @@ class UpdateScheduler(abc.ABC):
             elif flat.gradient.any:
                 hyper = hyper or snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
-                clips = flat.gradient.clipped_later
+                clips = flat.gradient.dot_grad.clipped_later
                 self._update(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
         self.steps_taken += 1
@@ -267,7 +267,7 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        after, turn = (*flat.gradient.leaving(), *store.reads()), self._turns[unit]
+        after, turn = (*flat.gradient.shard.leaving(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
 

@@ -98,7 +98,9 @@ class Values:
                 values = [None if read is None else read() for read in reads]
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
                     if keep and value is not None and _rounds(value, binding.dtype):
-                        self._originals[id(parameter)] = cut(value, binding.boxes[slot]).to(parameter.dtype, copy=True)
+                        self._originals[id(parameter)] = cut(value, binding.arrangement.boxes[slot]).to(
+                            parameter.dtype, copy=True
+                        )
                 self._fill(flat, values, seen)
             if flat.resident:
                 flat.bind_resident()
@@ -121,9 +123,9 @@ class Values:
             parameter = binding.parameters[slot]
             if isinstance(parameter, ClosedParameter):
                 self._unknown[id(parameter)] = binding.layout.slots[slot].spec.name
-                binding.view(whole, slot).fill_(float("nan"))
+                binding.arrangement.view(whole, slot).fill_(float("nan"))
                 continue
-            binding.view(whole, slot).copy_(parameter.detach())
+            binding.arrangement.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
         communicator = self._wholes.tells(binding.layout)
@@ -131,7 +133,7 @@ class Values:
         if replicate and not communicator.alone:
             for slot in built:  # I1
                 if id(binding.parameters[slot]) in self._originals:
-                    self._originals[id(binding.parameters[slot])].copy_(binding.view(whole, slot))
+                    self._originals[id(binding.parameters[slot])].copy_(binding.arrangement.view(whole, slot))
         return whole
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -146,10 +148,10 @@ class Values:
         replaced = flat.binding.replaced()
         whole = whole.to(wide, copy=bool(replaced))
         for slot, value in replaced.items():
-            flat.binding.view(whole, slot).copy_(value)
+            flat.binding.arrangement.view(whole, slot).copy_(value)
         for slot, original in enumerate(originals):
             if original is not None:
-                flat.binding.view(whole, slot).copy_(original)
+                flat.binding.arrangement.view(whole, slot).copy_(original)
         return whole
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -170,7 +172,7 @@ class Values:
                 whole = self.precise_of(store, binding, flat)
                 for slot, parameter in enumerate(binding.parameters):
                     original = self._originals.get(id(parameter))
-                    value = binding.view(whole, slot) if original is None else original
+                    value = binding.arrangement.view(whole, slot) if original is None else original
                     yield binding.layout.slots[slot].spec, parameter, value
                 master = self._wholes.master(flat) if letting_go and flat is not None else None
                 if master is not None:
@@ -214,7 +216,7 @@ class Values:
         """
         for binding, _, given in self._given(values):
             for slot, value in enumerate(given):
-                if value is not None and not binding.fits(slot, value):
+                if value is not None and not binding.arrangement.fits(slot, value):
                     spec = binding.layout.slots[slot].spec
                     raise ConfigError(
                         f"{spec.name} has shape {spec.whole_shape} here and {tuple(value.shape)} in what is loaded; build "
@@ -230,11 +232,13 @@ class Values:
                 self._fill(flat, given, seen)
                 for slot, theirs in binding.replaced().items():
                     if (value := given[slot]) is not None:
-                        theirs.copy_(cut(value, binding.boxes[slot]))
+                        theirs.copy_(cut(value, binding.arrangement.boxes[slot]))
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, given, strict=True)):
                     original = self._originals.get(id(parameter))
                     if original is not None and value is not None:
-                        self._originals[id(parameter)] = cut(value, binding.boxes[slot]).to(original.dtype, copy=True)
+                        self._originals[id(parameter)] = cut(value, binding.arrangement.boxes[slot]).to(
+                            original.dtype, copy=True
+                        )
 
     def _given(
         self, values: Mapping[int, Tensor]
@@ -247,7 +251,7 @@ class Values:
     def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
         master, segments = self._wholes.master(flat), self._wholes.segments(flat)
-        given, boxes = flat.binding.as_laid(given), flat.binding.boxes
+        given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:
             pieces.fill(self._wholes.allocator, master, segments, given, boxes, seen=seen)
         through = None if master is None else master.dtype
@@ -259,7 +263,9 @@ class Values:
         for slot, parameter in enumerate(flat.binding.parameters):
             original = self._originals.get(id(parameter))
             if original is not None:
-                self._originals[id(parameter)] = flat.binding.view(whole, slot).to(original.dtype, copy=True)
+                self._originals[id(parameter)] = flat.binding.arrangement.view(whole, slot).to(
+                    original.dtype, copy=True
+                )
 
     def _write_pages(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
         shard = self._shard(flat, whole)

@@ -30,7 +30,7 @@ from lightning_ptm.comm import together
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.lockfree import UpdateAudit
+from lightning_ptm.runtime.audits import UpdateAudit
 from lightning_ptm.runtime.statistics import audit
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded

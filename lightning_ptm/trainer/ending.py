@@ -21,9 +21,9 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.planning.boxes import Box
+from lightning_ptm.runtime.audits import UpdateAudit
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.lockfree import UpdateAudit
 from lightning_ptm.runtime.parts import put_together
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit

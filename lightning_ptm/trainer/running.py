@@ -20,7 +20,6 @@ from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import (
     OptimizerBytes,
     PageUse,
@@ -37,6 +36,7 @@ from lightning_ptm.runtime.inspection import (
 from lightning_ptm.runtime.parts import Boxes, declared
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import Statistics, collect
+from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.connected import ConnectedStrategy
 
 
@@ -118,7 +118,7 @@ class RunningStrategy(ConnectedStrategy):
     @property
     def plans_made(self) -> int:
         """How often the run has made its plan anew from a traced iteration."""
-        return self.engine.executor.replans
+        return self.engine.executor.plans.remade
 
     def states_at_home(self) -> tuple[StateBytes, ...]:
         """What kind of model states lives in which tier between steps, in bytes of this rank."""
@@ -147,7 +147,7 @@ class RunningStrategy(ConnectedStrategy):
     def last_trace(self) -> Trace | None:
         """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
         iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
-        return self.engine.executor.trace(self._mode())
+        return self.engine.executor.plans.trace(self._mode())
 
     def flat_names(self) -> dict[int, str]:
         """Names of units by the numbers of their flats, which events of copies and updates tell: `flat 4 ...`, `4/4/master`

@@ -30,8 +30,8 @@ from lightning_ptm.checkpoints import optimizer_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.moving import move_beside_parameters
+from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.pruning import refuse_pruning

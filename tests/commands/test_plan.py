@@ -35,10 +35,9 @@ from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.planning import Link, Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.units import discover
-from lightning_ptm.terms import Operation, Phase
+from lightning_ptm.terms import Mode, Operation, Phase
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"width": 64, "layers": 3, "heads": 2, "sequence_length": 16}

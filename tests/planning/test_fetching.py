@@ -227,7 +227,7 @@ def test_expected_units_are_fetched_one_ahead_at_the_tick_around_them() -> None:
     it.fetching.expect([2, 3, 4])
     assert it.told() == ["fetch 2 at 1"]
     assert [it.call(2), it.call(4)] == [["fetch 3 at 1"], ["fetch 4 at 1"]]  # 3 was left out
-    assert it.fetching.tick == 2 and it.fetching.followed
+    assert it.fetching.course.tick == 2 and it.fetching.course.followed
     assert it.computed == [(0, 0), (1, 1), (2, 1), (4, 1)]
 
 
@@ -267,7 +267,7 @@ def test_a_forward_goes_round_behind_the_root() -> None:
     once = [["fetch 2 at 1"], ["release 1 at 2"]]
     assert rounds[1:3] == once
     assert rounds[3:] == [["release 2 at 3", "fetch 0 at 0", "fetch 1 at 0", *once[0]], once[1]]
-    assert it.fetching.followed
+    assert it.fetching.course.followed
 
 
 def test_a_failed_iteration_is_forgotten() -> None:
@@ -275,7 +275,7 @@ def test_a_failed_iteration_is_forgotten() -> None:
     it.begin("fetch 0 | fetch 1 | fetch 2", 0, 1)
     it.fetching.enter(0, F)
     it.fetching.abandon()
-    assert not it.fetching.leases.leased(0) and not it.fetching.followed
+    assert not it.fetching.leases.leased(0) and not it.fetching.course.followed
     it.told()
     it.fetching.end()
     assert it.told() == []

@@ -46,8 +46,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning import Plan
-from lightning_ptm.runtime.executor import Mode
-from lightning_ptm.terms import Phase
+from lightning_ptm.terms import Mode, Phase
 
 DIFFERENT = [
     SkipsABlock,
@@ -241,7 +240,7 @@ class Seen(L.Callback):
         self.at_steps.append({engine.blueprint.units[unit].name for unit in updated})
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        plan, trace = trainer.strategy.engine.executor.planned(Mode.TRAIN)
+        plan, trace = trainer.strategy.engine.executor.plans.planned(Mode.TRAIN)
         self.order = [(tick.unit, tick.phase) for tick in trace.ticks]
         self.plan = plan
         self.plans_made = trainer.strategy.plans_made

@@ -88,7 +88,7 @@ class Weighs(L.Callback):
         engine.reduction.reclaim(True)
         # An expert that no token has come to has had no gradient.
         later = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
-        had = {flat.store.layout.index for of in engine.flats for flat in of if flat.gradient.pages is not None}
+        had = {flat.store.layout.index for of in engine.flats for flat in of if flat.gradient.shard.pages is not None}
         kept = [row for row in engine.blueprint.inventory.rows if row.lifetime in later]
         kept = [row for row in kept if row.lifetime is Lifetime.RUN or row.flat in had]
         self._weigh("after training", engine, kept)

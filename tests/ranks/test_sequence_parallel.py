@@ -14,7 +14,7 @@ from rank_training import TIERS
 from tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
-from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Mode
 
 ON = {"sequence_parallel": True}
 CLIPPED = {"gradient_clip_val": 0.5}
@@ -139,7 +139,7 @@ class Ticks(L.Callback):
         self.seen: list[tuple[int, str]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        planned = trainer.strategy.engine.executor.planned(Mode.TRAIN)  # type: ignore[attr-defined]
+        planned = trainer.strategy.engine.executor.plans.planned(Mode.TRAIN)  # type: ignore[attr-defined]
         self.seen = [(tick.unit, tick.phase.value) for tick in planned[1].ticks]
 
 

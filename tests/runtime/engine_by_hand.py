@@ -17,8 +17,7 @@ from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.executor import Mode
-from lightning_ptm.terms import Tier
+from lightning_ptm.terms import Mode, Tier
 
 WIDTH = 8
 HOMES: dict[str, dict[str, Any]] = {

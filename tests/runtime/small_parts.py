@@ -173,7 +173,7 @@ class Parts:
             binding = FlatBinding(layout, parameters, dtype, torch.device("cpu"), **settings)
             whole = torch.zeros(layout.padded_numel, dtype=dtype)
             for slot, parameter in enumerate(parameters):
-                binding.view(whole, slot).copy_(parameter.detach())
+                binding.arrangement.view(whole, slot).copy_(parameter.detach())
             pieces = [whole[piece.full_start : piece.full_start + piece.numel] for piece in layout.pieces(0)]
             shard = self.values[layout.index] = torch.cat(pieces)
             flats.append(FlatStore(layout, binding, self.paged(shard, home), self.allocator, self.communicator))

@@ -13,7 +13,7 @@ from engine_by_hand import (
 )
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Mode
 
 
 def test_units_are_updated_behind_the_backward_where_the_step_is_armed(disk: Path) -> None:

@@ -51,9 +51,9 @@ def test_bound_parameters_are_views_of_the_flat() -> None:
     assert binding.bound and list(map(id, binding.parameters)) == before and type(binding.parameters[1]) is Own
     for slot, parameter in enumerate(binding.parameters):
         start = binding.layout.slots[slot].start
-        assert tuple(parameter.shape) == SHAPES[slot] == binding.shape(slot)
+        assert tuple(parameter.shape) == SHAPES[slot]
         assert parameter.numel() == 0 or parameter.data_ptr() == values[start:].data_ptr()
-        assert torch.equal(parameter, binding.view(values, slot))
+        assert torch.equal(parameter, binding.arrangement.view(values, slot))
     first, _, scalar, turned = binding.parameters
     assert first.flatten().tolist() == list(range(15)) and scalar.item() == binding.layout.slots[2].start
     start = binding.layout.slots[3].start
@@ -87,26 +87,14 @@ def test_what_closes_is_open_while_it_is_used() -> None:
     weight = binding.parameters[0]
     with pytest.raises(UsageError, match="of which the module has a copy, rounded or not up to date"):
         weight.sum()
-    binding.open()
+    binding.doors.open()
     assert weight.sum() == sum(range(15))
-    binding.close()
+    binding.doors.close()
     assert isinstance(weight, ClosedParameter)  # I2
     always = made()
     always.bind(full())
-    always.close()
+    always.doors.close()
     assert type(always.parameters[0]) is nn.Parameter
-
-
-def test_the_order_of_memory() -> None:
-    binding, values = made(), full()
-    turned = binding.view(values, 3)
-    start = binding.layout.slots[3].start
-    assert torch.equal(binding.in_order(3, turned), values[start : start + 8])
-    assert binding.in_order(0, torch.ones(3, 5)).shape == (15,)
-    odd = torch.ones(2, 2)
-    assert binding.in_orders([None, None, None, odd])[3] is odd  # whoever reads it refuses it
-    ordered = binding.in_orders([None, None, None, turned])[3]
-    assert ordered is not None and torch.equal(ordered, values[start : start + 8])
 
 
 # -- what users do ----------------------------------------------------------------------------------------------------
@@ -153,14 +141,6 @@ def test_other_memory_of_a_released_parameter_is_told_with_what_to_do() -> None:
     for ask in (binding.check, binding.replaced, lambda: binding.lend([torch.zeros(shape) for shape in SHAPES])):
         with pytest.raises(UsageError, match=told):
             ask()
-
-
-def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
-    binding = made()
-    sparse = torch.ones(4, 2).to_sparse()
-    told = r"the gradient of p3 is sparse \(sparse_coo\), and pages hold dense gradients; use sparse=False"
-    with pytest.raises(UsageError, match=told):
-        binding.in_orders([None, None, None, sparse])
 
 
 @pytest.mark.parametrize("is_copy", [False, True])

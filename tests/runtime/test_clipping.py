@@ -53,16 +53,16 @@ class Run:
         for flat, parameter, gradient in zip(self.flats, self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone().view(parameter.shape)
             flat.gradient.collect()
-            flat.gradient.settle()
+            flat.gradient.shard.settle()
 
     def gradients(self) -> list[Tensor]:
         """As they are now, 1-D."""
         found = []
         for flat, parameter in zip(self.flats, self.parameters, strict=True):
-            whole = parameter.grad if flat.gradient.in_place else flat.gradient.on_device()[: parameter.numel()]
+            whole = parameter.grad if flat.gradient.in_place else flat.gradient.shard.on_device()[: parameter.numel()]
             assert whole is not None
             found.append(whole.flatten().clone())
-            flat.gradient.done_reading()
+            flat.gradient.shard.settle()
         return found
 
     def updated_with(self, optimizer: int = 0) -> list[Tensor]:

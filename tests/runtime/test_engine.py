@@ -24,7 +24,7 @@ from torch import nn
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.runtime import engine as module_under_test
 from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Mode
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -19,9 +19,9 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.executor import Executor, Mode
+from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.terms import Kind, Operation, Phase, Tier
+from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
@@ -125,7 +125,7 @@ AHEAD = "fetch 1 | fetch 2 | release 1, fetch 3 | release 2 | release 3"
 
 def test_a_plan_is_followed_tick_by_tick() -> None:
     with run(device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.plans.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
         for _ in range(2):
             it.executor.begin(TRAIN, trace=False)
             moved = it.forward(0, 1, 2, 3)
@@ -139,7 +139,7 @@ def test_a_plan_is_followed_tick_by_tick() -> None:
 def test_a_plan_of_several_ranks_fetches_shards_and_agrees_on_gathers() -> None:
     steps = "fetch 1 parameter, gather 1 | fetch 2 parameter | release 1, evict 1, gather 2 | release 2, evict 2"
     with run(2, double=True, device_pages=6) as it:
-        it.executor.adopt(TRAIN, plan(steps), forwards(0, 1, 2))
+        it.executor.plans.adopt(TRAIN, plan(steps), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "evict 1", "fetch 2"]]
         it.executor.end()
@@ -150,7 +150,7 @@ def test_a_plan_of_several_ranks_fetches_shards_and_agrees_on_gathers() -> None:
 
 def test_another_order_is_slower_and_never_wrong() -> None:
     with run(device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.plans.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 2, 1, 3, 1)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"], []]
         it.executor.end()
@@ -164,14 +164,14 @@ def test_another_order_is_slower_and_never_wrong() -> None:
 
 def test_a_plan_that_was_left_is_not_taken_up_again() -> None:
     with run(device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.plans.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 2, 2, 3)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"]]
 
 
 def test_what_is_leased_is_not_released_by_a_plan() -> None:
     with run(device_pages=3) as it:
-        it.executor.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
+        it.executor.plans.adopt(TRAIN, plan(AHEAD), forwards(0, 1, 2, 3))
         it.executor.begin(TRAIN, trace=False)
         it.forward(0)
         it.executor.use(1)
@@ -183,7 +183,7 @@ def test_what_is_leased_is_not_released_by_a_plan() -> None:
 
 def test_a_fetch_without_room_is_left_to_its_use() -> None:
     with run(device_pages=1) as it:
-        it.executor.adopt(TRAIN, plan("fetch 1, fetch 2 | | release 1 |"), forwards(0, 1, 2))
+        it.executor.plans.adopt(TRAIN, plan("fetch 1, fetch 2 | | release 1 |"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 1, 2) == [["fetch 1"], [], ["release 1", "fetch 2"]]
         assert it.executor.fetching.misses == 2  # in vain, and late
@@ -191,7 +191,7 @@ def test_a_fetch_without_room_is_left_to_its_use() -> None:
 
 def test_a_forward_plan_begins_again_behind_the_root() -> None:
     with run(2, device_pages=2) as it:
-        it.executor.adopt(FORWARD, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
+        it.executor.plans.adopt(FORWARD, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
         it.executor.begin(FORWARD, trace=False)
         it.executor.enter(0, F)  # stays for all passes
         assert it.parts.logged() == ["fetch 1"]
@@ -204,7 +204,7 @@ def test_a_forward_plan_begins_again_behind_the_root() -> None:
 
 def test_a_training_plan_does_not_begin_again() -> None:
     with run(2, device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
+        it.executor.plans.adopt(TRAIN, plan("fetch 1 | fetch 2 | release 1 | release 2"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 1, 2, 1, 2)[3:] == [["fetch 1"], []]
         assert it.executor.wants_trace(TRAIN)
@@ -216,7 +216,7 @@ def test_a_training_plan_does_not_begin_again() -> None:
 def test_units_are_fetched_on_use_and_given_up_farthest_use_first() -> None:
     ticks = trace((0, F), (1, F), (2, F), (3, F), (3, B), (2, B), (1, B))
     with run(device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan("|||||||"), ticks)
+        it.executor.plans.adopt(TRAIN, plan("|||||||"), ticks)
         it.executor.begin(TRAIN, trace=False)
         # At the third, the first is needed last; in the backward the third, in the next iteration.
         assert it.forward(0, 1, 2, 3) == [[], ["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
@@ -296,7 +296,7 @@ def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
 
 def test_a_planned_fetch_waits_for_the_units_update() -> None:
     with run() as it:
-        it.executor.adopt(TRAIN, plan("fetch 1, fetch 2, fetch 3 | | |"), forwards(0, 1, 2))
+        it.executor.plans.adopt(TRAIN, plan("fetch 1, fetch 2, fetch 3 | | |"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
         it.updating.update((1, 2, 3))
         assert it.forward(0) == [[]]
@@ -330,33 +330,33 @@ def ticks(found: Trace | None) -> list[tuple[int, Phase, tuple[int, ...]]]:
 def test_a_traced_iteration_is_planned_anew() -> None:
     with run(2) as it:
         it.made = plan("fetch 1 | | | |")
-        assert it.executor.wants_trace(TRAIN) and it.executor.trace(TRAIN) is None
+        assert it.executor.wants_trace(TRAIN) and it.executor.plans.trace(TRAIN) is None
         it.executor.begin(TRAIN, trace=True)
         it.executor.enter(0, F)
         it.forward(1)
         it.executor.hold(2)
-        it.executor.computation_begins(B)
+        it.executor.openness.computation_begins(B)
         it.call(1, B)
-        it.executor.computation_ends(B)
-        it.executor.computation_ends(B)  # one that never began
+        it.executor.openness.computation_ends(B)
+        it.executor.openness.computation_ends(B)  # one that never began
         it.executor.leave(0)
         it.forward(2)
         it.executor.end()
-        seen = it.executor.trace(TRAIN)
+        seen = it.executor.plans.trace(TRAIN)
         assert ticks(seen) == [(0, F, (0,)), (1, F, (0, 1)), (1, B, (0, 1, 2)), (2, F, (2,))]
         assert seen is not None and [tick.passes for tick in seen.ticks] == [0, 0, 0, 1]
-        assert it.traced == [(TRAIN, seen)] and it.executor.planned(TRAIN) == (it.made, seen)
-        assert it.executor.replans == 1 and not it.executor.wants_trace(TRAIN) and it.executor.wants_trace(FORWARD)
+        assert it.traced == [(TRAIN, seen)] and it.executor.plans.planned(TRAIN) == (it.made, seen)
+        assert it.executor.plans.remade == 1 and not it.executor.wants_trace(TRAIN) and it.executor.wants_trace(FORWARD)
 
 
 def test_a_trace_that_fits_no_plan_leaves_the_old_one() -> None:
     with run(1) as it:
-        it.executor.adopt(TRAIN, plan("|"), forwards(1))
+        it.executor.plans.adopt(TRAIN, plan("|"), forwards(1))
         it.executor.begin(TRAIN, trace=True)
         it.forward(0, 1)
         it.executor.end()
-        assert len(it.traced) == 1 and it.executor.replans == 0
-        assert it.executor.plan(TRAIN) == plan("|")
+        assert len(it.traced) == 1 and it.executor.plans.remade == 0
+        assert it.executor.plans.planned(TRAIN) == (plan("|"), forwards(1))
 
 
 @pytest.mark.parametrize(("second", "wanted"), [((0, 1, 2), False), ((0, 2, 1), True), ((0, 1), True)])
@@ -369,7 +369,7 @@ def test_an_iteration_is_traced_again_once_the_order_has_changed(second: tuple[i
         assert it.executor.wants_trace(TRAIN) == wanted
         it.executor.end()
         assert it.executor.wants_trace(TRAIN) == wanted
-        assert (it.executor.trace(TRAIN) is None) == wanted
+        assert (it.executor.plans.trace(TRAIN) is None) == wanted
 
 
 def test_a_rank_alone_plans_when_all_are_together() -> None:
@@ -390,7 +390,7 @@ def test_of_forward_passes_that_repeat_the_first_is_traced() -> None:
         it.forward(1, 2, 1, 2)
         it.executor.leave(0)
         it.executor.begin(FORWARD, trace=False)
-        assert ticks(it.executor.trace(FORWARD)) == [(0, F, (0,)), (1, F, (0, 1)), (2, F, (0, 2))]
+        assert ticks(it.executor.plans.trace(FORWARD)) == [(0, F, (0,)), (1, F, (0, 1)), (2, F, (0, 2))]
         it.forward(0, 1, 2, 1, 2, 1, 2)
         assert not it.executor.wants_trace(FORWARD)
         it.forward(1)
@@ -400,12 +400,12 @@ def test_of_forward_passes_that_repeat_the_first_is_traced() -> None:
 def test_a_failed_iteration_is_forgotten() -> None:
     with run(2) as it:
         it.executor.begin(TRAIN, trace=True)
-        it.executor.computation_begins(B)
+        it.executor.openness.computation_begins(B)
         it.forward(0, 1)
         it.executor.abandon()
-        assert it.executor.mode is None and not it.executor.computing
+        assert it.executor.mode is None and not it.executor.openness.computing
         it.executor.begin(TRAIN, trace=False)
-        assert it.traced == [] and it.executor.trace(TRAIN) is None and not it.executor.called(1)
+        assert it.traced == [] and it.executor.plans.trace(TRAIN) is None and not it.executor.called(1)
 
 
 # -- units that no plan foresees --------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_a_failed_iteration_is_forgotten() -> None:
 
 def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
     with run(4, by_need=(2, 3, 4)) as it:
-        it.executor.adopt(TRAIN, plan("|fetch 1||"), forwards(0, 1, 1))
+        it.executor.plans.adopt(TRAIN, plan("|fetch 1||"), forwards(0, 1, 1))
         it.executor.begin(TRAIN, trace=True)
         it.forward(0, 1)
         it.executor.fetching.expect([2, 4, 3])
@@ -423,7 +423,7 @@ def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
         it.forward(1)
         assert not it.executor.wants_trace(TRAIN)  # the plan was followed all along
         it.executor.end()
-        assert ticks(it.executor.trace(TRAIN)) == [(0, F, (0,)), (1, F, (1,)), (1, F, (1,))]
+        assert ticks(it.executor.plans.trace(TRAIN)) == [(0, F, (0,)), (1, F, (1,)), (1, F, (1,))]
 
 
 def test_expected_units_that_are_left_out_are_passed_over() -> None:
@@ -442,7 +442,7 @@ def test_expected_units_that_are_left_out_are_passed_over() -> None:
 
 def test_units_by_need_are_given_up_for_a_planned_fetch_unless_expected() -> None:
     with run(3, by_need=(2, 3), device_pages=2) as it:
-        it.executor.adopt(TRAIN, plan("| | fetch 1 | |"), forwards(0, 0, 0, 0))
+        it.executor.plans.adopt(TRAIN, plan("| | fetch 1 | |"), forwards(0, 0, 0, 0))
         it.executor.begin(TRAIN, trace=False)
         it.forward(0, 2, 3)
         it.executor.fetching.expect([2])
@@ -452,7 +452,7 @@ def test_units_by_need_are_given_up_for_a_planned_fetch_unless_expected() -> Non
 
 def test_a_unit_by_need_that_computes_is_not_given_up() -> None:
     with run(2, by_need=(2,), device_pages=1) as it:
-        it.executor.adopt(TRAIN, plan("| fetch 1 |"), forwards(0, 0))
+        it.executor.plans.adopt(TRAIN, plan("| fetch 1 |"), forwards(0, 0))
         it.executor.begin(TRAIN, trace=False)
         it.forward(0)
         it.executor.enter(2, F)
@@ -486,7 +486,7 @@ def test_taking_part_keeps_what_there_is_room_for(
             assert it.parts.communicator.issued == ["gather 0"]
 
 
-# -- parameters that close (I4) -------------------------------------------------------------------------------------------
+# -- parameters that close (openness.py) ----------------------------------------------------------------------------------
 
 
 def is_open(it: Run, unit: int) -> bool:
@@ -505,13 +505,13 @@ def test_parameters_are_open_while_something_computes_with_them() -> None:
         assert is_open(it, 1) and not is_open(it, 2)
         it.executor.leave(1)
         assert not is_open(it, 1)
-        it.executor.computation_begins(F)
-        it.executor.computation_begins(B)
+        it.executor.openness.computation_begins(F)
+        it.executor.openness.computation_begins(B)
         assert is_open(it, 1) and is_open(it, 2)
         it.executor.use(2)
-        it.executor.computation_ends(B)
+        it.executor.openness.computation_ends(B)
         assert is_open(it, 1)
-        it.executor.computation_ends(F)
+        it.executor.openness.computation_ends(F)
         assert not is_open(it, 1) and is_open(it, 2)
         it.executor.leave(2)
         assert not is_open(it, 2)
@@ -520,21 +520,21 @@ def test_parameters_are_open_while_something_computes_with_them() -> None:
 def test_late_parameters_open_when_somebody_has_waited_for_their_update() -> None:
     with run(2, home=Tier.DEVICE, closes=True, late=(1,)) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.computation_begins(F)
+        it.executor.openness.computation_begins(F)
         assert not is_open(it, 1) and is_open(it, 2)
         it.executor.require(1)
         assert is_open(it, 1)
-        it.executor.computation_begins(B)
-        it.executor.updates_begin()
+        it.executor.openness.computation_begins(B)
+        it.executor.openness.updates_begin()
         assert not is_open(it, 1) and is_open(it, 2)
-        it.executor.computation_begins(F)
+        it.executor.openness.computation_begins(F)
         assert not is_open(it, 1)
 
 
 def test_a_failed_iteration_leaves_nothing_open() -> None:
     with run(2, home=Tier.DEVICE, closes=True) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.computation_begins(F)
+        it.executor.openness.computation_begins(F)
         it.executor.enter(1, F)
         it.executor.abandon()
         assert not is_open(it, 1) and not is_open(it, 2)
@@ -553,8 +553,8 @@ def test_ticks_are_told_when_they_are_over() -> None:
             it.executor.leave(1)
             assert [event for event in told if event.kind is EventKind.TICK] == []
             it.executor.enter(2, B)
-            it.executor.rest()
-            it.executor.rest()
+            it.executor.moments.rest()
+            it.executor.moments.rest()
         assert [(e.track, e.name, e.index) for e in told if e.kind is EventKind.TICK] == [
             ("train", "parts.0 forward", 1),
             ("train", "parts.1 backward", 2),
@@ -565,7 +565,7 @@ def test_compute_time_that_was_lost_is_told_by_cause() -> None:
     with run(2) as it:
         it.executor.begin(TRAIN, trace=False)
         it.forward(1)
-        fetched_s = it.executor.stall_s["fetch"]
+        fetched_s = it.executor.moments.stall_s["fetch"]
         assert fetched_s > 0
         it.forward(1)
-        assert it.executor.stall_s["fetch"] == fetched_s
+        assert it.executor.moments.stall_s["fetch"] == fetched_s

@@ -62,7 +62,7 @@ class One:
 
     def backward(self, weight: float | None, bias: float | None) -> None:
         """As autograd leaves it, when the unit's backward has ended."""
-        self.gradient.hide()
+        self.gradient.dot_grad.hide()
         for parameter, value in ((self.weight, weight), (self.bias, bias)):
             if value is not None:
                 new = torch.full(parameter.shape, value, dtype=parameter.dtype)
@@ -74,16 +74,16 @@ class One:
         if self.gradient.in_place:
             found = [self.weight.grad, self.bias.grad]
         else:
-            whole = self.gradient.on_device()
-            found = [self.gradient.store.binding.view(whole, slot).clone() for slot in range(2)]
-            self.gradient.done_reading()
+            whole = self.gradient.shard.on_device()
+            found = [self.gradient.store.binding.arrangement.view(whole, slot).clone() for slot in range(2)]
+            self.gradient.shard.settle()
         assert all(each is None or each.unique().numel() == 1 for each in found)
         return [0.0 if each is None else float(each.flatten()[0]) for each in found]
 
     @property
     def taken(self) -> int:
         """Device pages that are not free, once what is on its way has left."""
-        self.gradient.settle()
+        self.gradient.shard.settle()
         return self.free - self.parts.device_pages_free
 
 
@@ -95,14 +95,19 @@ def one(
         yield One(made, place, dtype, **asked)
 
 
+def grad(parameter: Any) -> Tensor:
+    assert isinstance(parameter.grad, Tensor)
+    return parameter.grad
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: str) -> None:
     with one(place, disk) as it:
         assert not it.gradient.any
         it.backward(1.0, None)
-        assert list(it.gradient.present()) == [True, False] and it.gradient.any
+        assert list(it.gradient.dot_grad.present()) == [True, False] and it.gradient.any
         it.backward(2.0, 5.0)
-        assert list(it.gradient.present()) == [True, True] and it.values() == [3.0, 5.0]
+        assert list(it.gradient.dot_grad.present()) == [True, True] and it.values() == [3.0, 5.0]
         own = it.gradient.route.own_pages is Tier.DEVICE
         assert it.taken == own
         assert (it.weight.grad is None) == (it.bias.grad is None) == (not it.gradient.in_place)  # I3
@@ -118,7 +123,7 @@ def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(dis
         it.backward(1.0, 8.0)
         it.backward(3.0, None)
         assert it.values() == [1.0, 2.0]
-        it.gradient.show()
+        it.gradient.dot_grad.show()
         with pytest.raises(UsageError, match="each of several ranks has a part of that gradient alone"):
             grad(it.weight).sum()
 
@@ -157,7 +162,7 @@ def test_cleared_gradients_are_gone_and_the_next_ones_start_anew(disk: Path, pla
         it.gradient.clear()
         assert not it.gradient.any and it.weight.grad is None is it.bias.grad
         it.backward(4.0, None)
-        assert it.values() == [4.0, 0.0] and list(it.gradient.present()) == [True, False]
+        assert it.values() == [4.0, 0.0] and list(it.gradient.dot_grad.present()) == [True, False]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -167,7 +172,7 @@ def test_pages_of_passing_gradients_alone_are_given_back_when_they_are_used(disk
         before = it.taken
         it.gradient.used()
         passing = it.gradient.route.waits is Waits.PASSING
-        assert (it.gradient.pages is None) == (passing or it.gradient.in_place)
+        assert (it.gradient.shard.pages is None) == (passing or it.gradient.in_place)
         assert it.gradient.any == (not passing) and it.taken == before - passing
         if passing:
             it.backward(4.0, 4.0)
@@ -186,11 +191,11 @@ def test_what_was_handed_over_is_dropped_from_grad(disk: Path, place: str) -> No
 def test_pages_are_reserved_once(disk: Path, place: str) -> None:
     with one(place, disk) as it:
         it.gradient.reserve()
-        pages = it.gradient.pages
+        pages = it.gradient.shard.pages
         assert (pages is None) == it.gradient.in_place
         it.gradient.reserve()
         it.backward(1.0, 1.0)
-        assert it.gradient.pages is pages
+        assert it.gradient.shard.pages is pages
         assert pages is None or pages.tier is PLACES[place][1]
 
 
@@ -213,11 +218,11 @@ def test_a_gradient_that_is_given_away_leaves_nothing(disk: Path, place: str) ->
         source, after, give_back = it.gradient.detach()
         for transfer in after:
             transfer.wait(host=True)
-        assert not it.gradient.any and it.gradient.pages is None and it.weight.grad is None
+        assert not it.gradient.any and it.gradient.shard.pages is None and it.weight.grad is None
         it.backward(4.0, 4.0)
         assert it.values() == [4.0, 4.0]
         if isinstance(source, ShardGradient):
-            assert source.paged is not it.gradient.pages
+            assert source.paged is not it.gradient.shard.pages
             assert it.parts.read(source.paged).unique().tolist() == [1.0, 2.0]
             give_back()
             assert it.travelling.take(NUMEL, torch.float32) is source.paged
@@ -244,7 +249,7 @@ def test_a_duplicate_leaves_the_gradient(disk: Path, place: str) -> None:
 def test_what_runs_out_of_pages_has_changed_nothing(disk: Path, place: str) -> None:
     with one(place, disk, device_pages=2) as it:
         it.backward(1.0, 2.0)
-        it.gradient.settle()
+        it.gradient.shard.settle()
         # A sum on disk needs two pages, one in RAM one.
         taken = [it.parts.paged(torch.ones(8), Tier.DEVICE) for _ in range(1 if place == "kept on disk" else 2)]
         free = it.parts.device_pages_free
@@ -262,7 +267,7 @@ def test_transforms_and_zeros_come_behind_who_still_reads(disk: Path, place: str
     with one(place, disk) as it:
         seen: list[list[float]] = []
         it.backward(1.0, 6.0)
-        it.gradient.before_change = lambda: seen.append(it.values())
+        it.gradient.shard.before_change = lambda: seen.append(it.values())
         it.gradient.transform_(Transform(clamp=2.0))
         assert it.values() == [1.0, 2.0]
         it.gradient.zero()
@@ -289,10 +294,10 @@ def test_ranks_reduce_to_their_shard_of_the_mean(disk: Path, place: str) -> None
         for mine, other in ((2.0, 4.0), (1.0, 1.0)):
             it.parts.communicator.theirs = torch.full((2 * NUMEL,), other)
             it.backward(mine, mine)
-            assert it.gradient.on_its_way and it.weight.grad is None  # under way; nobody has waited
-        assert it.gradient.on_device().eq(4.0).all()  # (2 + 4) / 2 + (1 + 1) / 2
-        it.gradient.done_reading()
-        assert not it.gradient.on_its_way
+            assert it.gradient.shard.on_its_way and it.weight.grad is None  # under way; nobody has waited
+        assert it.gradient.shard.on_device().eq(4.0).all()  # (2 + 4) / 2 + (1 + 1) / 2
+        it.gradient.shard.settle()
+        assert not it.gradient.shard.on_its_way
         assert it.taken == (it.gradient.route.own_pages is Tier.DEVICE)
         assert it.parts.communicator.issued == ["reduce 0", "reduce 0"]
 
@@ -301,8 +306,8 @@ def test_a_rank_without_gradients_gives_zeros(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.parts.communicator.theirs = torch.full((2 * NUMEL,), 3.0)
         it.gradient.collect([True, False])
-        assert list(it.gradient.present()) == [True, False]
-        assert it.gradient.on_device().eq(1.5).all()
+        assert list(it.gradient.dot_grad.present()) == [True, False]
+        assert it.gradient.shard.on_device().eq(1.5).all()
 
 
 def test_a_reduction_without_room_leaves_the_gradient(disk: Path) -> None:
@@ -313,7 +318,7 @@ def test_a_reduction_without_room_leaves_the_gradient(disk: Path) -> None:
         assert it.parts.device_pages_free == 2 and it.parts.communicator.issued == []
         it.parts.allocator.release(taken[0])
         it.gradient.collect()
-        assert it.gradient.on_device().eq(1).all()
+        assert it.gradient.shard.on_device().eq(1).all()
 
 
 @pytest.mark.parametrize("place", ["kept in RAM", "kept on disk", "passing"])
@@ -321,43 +326,43 @@ def test_device_pages_of_a_reduction_under_way_are_waited_for(disk: Path, place:
     with of_two(place, disk) as it:
         it.backward(1.0, 1.0)
         own = it.gradient.route.own_pages is Tier.DEVICE
-        assert not it.gradient.give_back(wait=False) and it.free - it.parts.device_pages_free == 3 + own
-        assert it.gradient.give_back(wait=True)
+        assert not it.gradient.shard.give_back(wait=False) and it.free - it.parts.device_pages_free == 3 + own
+        assert it.gradient.shard.give_back(wait=True)
         assert it.free - it.parts.device_pages_free == own
-        assert not it.gradient.give_back(wait=True) and it.gradient.on_device().eq(0.5).all()
+        assert not it.gradient.shard.give_back(wait=True) and it.gradient.shard.on_device().eq(0.5).all()
 
 
 def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
     with one("kept on disk", disk) as it:
         it.backward(1.0, 1.0)
         assert it.free - it.parts.device_pages_free == 1
-        assert it.gradient.give_back(wait=True) and not it.gradient.on_its_way
+        assert it.gradient.shard.give_back(wait=True) and not it.gradient.shard.on_its_way
         assert it.parts.device_pages_free == it.free
-        assert not it.gradient.give_back(wait=True)
+        assert not it.gradient.shard.give_back(wait=True)
 
 
 def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
-        it.gradient.show()
+        it.gradient.dot_grad.show()
         assert isinstance(it.weight.grad, ShownGradient)
-        it.gradient.settle()  # its way to RAM, for which nobody has waited
-        assert not it.gradient.on_its_way
+        it.gradient.shard.settle()  # its way to RAM, for which nobody has waited
+        assert not it.gradient.shard.on_its_way
         it.backward(1.0, 1.0)
         it.gradient.zero()
-        assert it.gradient.on_device().eq(0).all() and it.gradient.any
+        assert it.gradient.shard.on_device().eq(0).all() and it.gradient.any
         it.gradient.clear()
         it.backward(1.0, 1.0)  # into pages that hold nothing yet
         it.gradient.zero()
-        assert it.gradient.on_device().eq(0).all()
+        assert it.gradient.shard.on_device().eq(0).all()
 
 
 @pytest.mark.parametrize("look", ["read", "assigned"])
 def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
-        it.gradient.settle()
-        it.gradient.show()
+        it.gradient.shard.settle()
+        it.gradient.dot_grad.show()
         with pytest.raises(UsageError, match=rf"\.grad of weight was {look}, and each of several ranks has a part"):
             if look == "read":
                 it.weight.grad + 1
@@ -374,127 +379,15 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)
-            gradient.postpone()
-            assert weight.grad is None and gradient.here() == [True, False] and gradient.pages is None
+            gradient.dot_grad.postpone()
+            assert weight.grad is None and gradient.dot_grad.here() == [True, False] and gradient.shard.pages is None
         gradient.collect()
-        assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [258.0]
-        assert gradient.here() == [False, False]
+        assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [258.0]
+        assert gradient.dot_grad.here() == [False, False]
         gradient.clear()
         weight.grad = torch.ones_like(weight)
-        gradient.postpone()
+        gradient.dot_grad.postpone()
         gradient.zero()
         weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
         gradient.collect()
-        assert flat.binding.view(gradient.on_device(), 0).unique().tolist() == [2.0]
-
-
-# -- what `.grad` shows (I4) ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["kept on the device", "kept in RAM", "kept on disk", "passing"])
-def shown(request: pytest.FixtureRequest, disk: Path) -> Iterator[One]:
-    with one(request.param, disk) as it:
-        it.backward(1.0, 2.0)
-        it.gradient.show()
-        yield it
-
-
-def grad(parameter: Any) -> Tensor:
-    assert isinstance(parameter.grad, Tensor)
-    return parameter.grad
-
-
-def test_grad_shows_what_is_in_pages(shown: One) -> None:
-    assert isinstance(shown.weight.grad, ShownGradient)
-    assert grad(shown.weight).eq(1).all() and grad(shown.bias).sum() == 2 * 64
-    assert shown.gradient.here() == [False, False]
-    shown.backward(1.0, None)
-    shown.gradient.show()
-    assert grad(shown.weight).eq(2).all()
-
-
-def test_a_gradient_that_was_edited_is_edited_in_pages(shown: One) -> None:
-    grad(shown.weight).mul_(3)
-    grad(shown.bias).view(-1)[:] = 7
-    shown.gradient.follow()
-    assert shown.values() == [3.0, 7.0]
-
-
-def test_an_edit_counts_before_the_next_pass_adds_to_it(shown: One) -> None:
-    grad(shown.weight).mul_(3)
-    shown.backward(1.0, 1.0)
-    assert shown.values() == [4.0, 3.0]
-
-
-def test_a_gradient_that_was_assigned_takes_its_place(shown: One) -> None:
-    shown.weight.grad = torch.full(shown.weight.shape, 9.0)
-    shown.gradient.follow()
-    assert shown.values() == [9.0, 2.0]
-    assert isinstance(shown.weight.grad, ShownGradient) and grad(shown.weight).eq(9).all()
-
-
-def test_a_gradient_that_was_set_to_none_is_forgotten(shown: One) -> None:
-    shown.weight.grad = None
-    shown.gradient.follow()
-    assert list(shown.gradient.present()) == [False, True] and shown.values() == [0.0, 2.0]
-    shown.bias.grad = None
-    shown.gradient.follow()
-    assert not shown.gradient.any
-
-
-def test_what_another_parameter_shows_is_a_tensor_of_its_own() -> None:
-    with parts(OnePage(), ()) as made:
-        it = One(made, "kept in RAM", torch.float32)
-        it.backward(1.0, 2.0)
-        it.gradient.show()
-        other = made.module.bias.grad
-        made.module.bias.grad = made.module.bias.grad.clone()
-        assert not isinstance(made.module.bias.grad, ShownGradient)
-        made.module.bias.grad = ShownGradient(it.bias, lambda: torch.full((64,), 8.0))
-        it.gradient.resolve()
-        assert type(made.module.bias.grad) is Tensor and made.module.bias.grad is not other
-        it.gradient.follow()
-        assert it.values() == [1.0, 8.0]
-
-
-def test_what_is_clipped_by_the_update_is_not_shown_before(shown: One) -> None:
-    shown.gradient.clip_later()
-    with pytest.raises(UsageError, match="gradient of weight was read when it was to be clipped already"):
-        grad(shown.weight).sum()
-    shown.gradient.clear()
-    assert not shown.gradient.clipped_later
-
-
-def test_a_used_gradient_is_not_read_and_not_gone_on_from(shown: One) -> None:
-    shown.gradient.retire(clipped=False)
-    with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
-        grad(shown.weight).sum()
-    for act in (shown.gradient.check_forgotten, shown.gradient.follow):
-        with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
-            act()
-    shown.weight.grad = None
-    with pytest.raises(UsageError, match="gradient of bias was used by a step"):
-        shown.gradient.check_forgotten()
-    shown.bias.grad = None
-    shown.gradient.check_forgotten()
-    assert not shown.gradient.any
-    shown.backward(4.0, 4.0)
-    assert shown.values() == [4.0, 4.0]
-
-
-def test_grad_itself_stays_readable_behind_a_step(disk: Path) -> None:
-    with one("in .grad", disk) as it:
-        it.backward(1.0, 2.0)
-        it.gradient.retire(clipped=False)
-        it.gradient.check_forgotten()
-        assert it.values() == [1.0, 2.0]
-        it.gradient.retire(clipped=False, scratch=True)
-        with pytest.raises(UsageError, match="after the step that has used it"):
-            grad(it.weight).sum()
-
-
-def test_behind_the_run_grad_is_what_somebody_has_looked_at(shown: One) -> None:
-    assert grad(shown.weight).sum() > 0
-    shown.gradient.let_go()
-    assert type(shown.weight.grad) is Tensor and shown.weight.grad.eq(1).all()
-    assert shown.bias.grad is None
+        assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [2.0]

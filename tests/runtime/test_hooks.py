@@ -27,6 +27,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.openness = self
         self.computing = False
 
     def enter(self, unit: int, phase: Phase) -> None:

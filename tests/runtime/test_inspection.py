@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.planning.inventory import Lifetime
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.inspection import (
     PageUse,
     StateBytes,
@@ -30,7 +29,7 @@ from lightning_ptm.runtime.inspection import (
 )
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.terms import TIERS, Tier
+from lightning_ptm.terms import TIERS, Mode, Tier
 
 MIXED: dict[str, Any] = {"compute": torch.bfloat16, "mixed": True}
 ON_HOST: dict[str, Any] = {"device_memory": "2MiB", "parameter_home": "host", "master_home": "host"}
@@ -59,7 +58,7 @@ def engine_of(module: nn.Module, disk: Path, **options: Any) -> Iterator[Any]:
             communicator=SoloCommunicator(),
             device=torch.device("cpu"),
             disk_paths=(Path("/fast"), Path("/slow")),
-            executor=SimpleNamespace(planned=plans.get),
+            executor=SimpleNamespace(plans=SimpleNamespace(planned=plans.get)),
             plans=plans,
         )
 

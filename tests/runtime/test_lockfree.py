@@ -30,7 +30,7 @@ from lightning_ptm import (
 )
 from lightning_ptm.memory import FileOps
 from lightning_ptm.runtime import machine
-from lightning_ptm.runtime.lockfree import LockFreeUpdates
+from lightning_ptm.runtime.handing_over import HandingOver
 from lightning_ptm.update import LossScale
 from lightning_ptm.update.buffers import Buffers
 from lightning_ptm.update.shadow import Shadow
@@ -844,7 +844,7 @@ FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "stalene
 def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
     monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
     if not follows:
-        monkeypatch.setattr(LockFreeUpdates, "_earlier", lambda *_: None)
+        monkeypatch.setattr(HandingOver, "earlier", lambda *_: None)
     strategy = strategy_at(where, units=["Linear"], **FAR)
     watch, module = EndsPasses(), built(lambda: GentleValley(SlowDisk()))
     make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, tokens(120).loader())

@@ -14,7 +14,7 @@ from plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptm.runtime.executor import Mode
+from lightning_ptm.terms import Mode
 
 BATCHES = vectors(5, 4, 3, 32)
 IN_TURN = "F0 B0 F1 B1 F2 B2 F3 B3"
@@ -138,7 +138,7 @@ class Looks(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         executor = trainer.strategy.engine.executor  # type: ignore[attr-defined]
-        planned = executor.planned(Mode.TRAIN)
+        planned = executor.plans.planned(Mode.TRAIN)
         self.misses.append(executor.fetching.misses)
         self.ticks.append(len(planned[1].ticks))
 

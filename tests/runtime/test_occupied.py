@@ -11,11 +11,10 @@ from drawn_by_hand import CLUSTER, PAGE, Net, drawn
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import Occupied, occupied
 from lightning_ptm.runtime.paper import Paper
 from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.terms import TIERS, Tier
+from lightning_ptm.terms import TIERS, Mode, Tier
 
 ON_HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host"}
 ON_DISK: dict[str, Any] = {"master_home": "disk", "disk_path": "/d"}

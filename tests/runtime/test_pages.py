@@ -108,7 +108,7 @@ def test_parameters_that_are_copies_and_those_that_close(options: dict[str, Any]
     found = drawn(Net(1), **options)
     with pages(found, sizes={Tier.DEVICE: 1 << 22, Tier.HOST: 1 << 22, Tier.DISK: 0}) as made:
         (flat,) = made.store(1).flats
-        assert (flat.binding._is_copy, flat.binding.closes) == (is_copy, closes)
+        assert (flat.binding._is_copy, flat.binding.doors.closes) == (is_copy, closes)
 
 
 def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
@@ -146,7 +146,7 @@ def test_a_gradient_has_the_pages_of_its_row(options: dict[str, Any], lasts: boo
         assert (row.lifetime is Lifetime.FIRST_GRADIENT) == lasts
         before = made.allocator.free_bytes(row.tier)
         flat.gradient.reserve()
-        taken = flat.gradient.pages
+        taken = flat.gradient.shard.pages
         assert taken is not None
         assert (taken.name, taken.tier, taken.numel, str(taken.dtype)) == (
             row.name,
@@ -170,7 +170,7 @@ def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
         assert travelling is made.gradient_pages is not None
         (flat,) = made.flats(stores[0])
         flat.gradient.reserve()
-        own = flat.gradient.pages
+        own = flat.gradient.shard.pages
         (row,) = found.lock_free.gradients
         rest = [travelling.take(row.numel, torch.float32) for _ in range(row.count - 1)]
         assert own is not None and own not in rest and all(each.is_contiguous for each in (own, *rest))

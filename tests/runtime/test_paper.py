@@ -19,11 +19,10 @@ from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.runtime.paper import Paper
 from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.terms import Kind, Operation, Phase, Tier
+from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 ON_HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host"}
 

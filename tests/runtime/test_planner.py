@@ -20,9 +20,8 @@ from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime import planner
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.executor import Mode
 from lightning_ptm.runtime.planner import Planner, check_layout, make_plan
-from lightning_ptm.terms import Operation
+from lightning_ptm.terms import Mode, Operation
 
 ON_HOST: dict[str, Any] = {"machine": CLUSTER, "ranks": 3, "parameter_home": "host", "master_home": "host"}
 

@@ -69,7 +69,7 @@ class Run:
 
     def values(self, unit: int) -> list[float]:
         (flat,) = self.flats[unit]
-        return flat.gradient.on_device().unique().tolist()
+        return flat.gradient.shard.on_device().unique().tolist()
 
     def in_grad(self, unit: int) -> bool:
         return any(parameter.grad is not None for parameter in self.parts.module.parts[unit - 1].parameters())
@@ -106,7 +106,7 @@ def test_alone_what_waits_in_grad_stays() -> None:
     with alone(Tier.DEVICE) as it:
         it.backward(1, 2.0)
         it.reduction.collect(1)
-        assert it.in_grad(1) and not it.flats[1][0].gradient.on_its_way
+        assert it.in_grad(1) and not it.flats[1][0].gradient.shard.on_its_way
 
 
 def test_alone_nothing_is_postponed() -> None:
@@ -129,7 +129,7 @@ def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
         assert it.requests == [*asks(2), *asks(1, missing=True)]
         assert it.parts.communicator.issued == ["reduce 1", "maximum", "reduce 0"]
         assert it.values(2) == [1.0]
-        assert list(it.flats[1][0].gradient.present()) == [True, True]  # one here, one there
+        assert list(it.flats[1][0].gradient.dot_grad.present()) == [True, True]  # one here, one there
         assert it.reduction.complete(1) and it.reduction.complete(2)
 
 

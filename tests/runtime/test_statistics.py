@@ -9,8 +9,9 @@ import pytest
 
 from lightning_ptm.memory.links import LinkStats
 from lightning_ptm.planning.fetching import Lookups
+from lightning_ptm.runtime.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.experts import TokenStats
-from lightning_ptm.runtime.lockfree import LockFreeUpdates, StalenessStats, UpdateAudit
+from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.statistics import audit, collect, last_audit
 from lightning_ptm.terms import Tier
 
@@ -24,7 +25,7 @@ class Counted(LockFreeUpdates):
     updates_per_step = 0.5  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self.stats = StalenessStats(reads=4, total=6, maximum=3, steps=2)
+        self.versions: Any = SimpleNamespace(stats=StalenessStats(reads=4, total=6, maximum=3, steps=2))
         self.last_audit = BEFORE
 
     def audit(self) -> tuple[UpdateAudit, ...]:
@@ -41,7 +42,9 @@ def engine(**parts: Any) -> Any:
             },
             busy_s=lambda: 0.75,
         ),
-        "executor": SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}, fetching=SimpleNamespace(uses=Lookups())),
+        "executor": SimpleNamespace(
+            moments=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}), fetching=SimpleNamespace(uses=Lookups())
+        ),
         "updater": SimpleNamespace(in_thread=True, stats=SimpleNamespace(save_stall_s=8.0, arithmetic_s=16.0)),
         "updates": object(),
         "offload": None,
@@ -79,8 +82,8 @@ def test_numbers_of_one_moment() -> None:
     names = list(Lookups.__dataclass_fields__)
     for name in names:
         setattr(uses, name, getattr(uses, name) + 1)
-    made.executor.stall_s["fetch"] = 9.0
-    updates.stats.reads = tokens.exchanges = 99
+    made.executor.moments.stall_s["fetch"] = 9.0
+    updates.versions.stats.reads = tokens.exchanges = 99
     assert found.uses == Lookups() and found.uses != uses
     assert found.stall_s["fetch"] == 1.0
     assert found.staleness == StalenessStats(reads=4, total=6, maximum=3, steps=2)

@@ -27,8 +27,8 @@ def is_bound(flat: FlatStore, made: Parts) -> bool:
             assert all(p.isnan().all() and isinstance(p, ClosedParameter) for p in flat.binding.parameters)
         return False
     for slot, parameter in enumerate(flat.binding.parameters):
-        assert torch.equal(parameter, flat.binding.view(flat.full(), slot))
-        assert parameter.data_ptr() == flat.binding.view(flat.full(), slot).data_ptr()
+        assert torch.equal(parameter, flat.binding.arrangement.view(flat.full(), slot))
+        assert parameter.data_ptr() == flat.binding.arrangement.view(flat.full(), slot).data_ptr()
     assert flat.layout.world_size > 1 or torch.equal(flat.full(), made.values[flat.layout.index])
     return True
 

@@ -207,7 +207,7 @@ def test_what_is_done_to_gradients_on_their_way(disk: Path) -> None:
                 for flat in of_unit:
                     assert flat.gradient.route.clips_in_place == (expected == 0.9)
                     if not flat.gradient.route.clips_in_place:
-                        flat.gradient.clip_later()
+                        flat.gradient.dot_grad.clip_later()
             it.step(0, halves)
             assert it.weights() == [expected] * 3
 

@@ -48,4 +48,4 @@ def test_what_there_is_in_order(disk: Path, place: str) -> None:
             whole = made.wholes.told(store, binding, made.wholes.whole(flat, home))
             for slot, named in enumerate(binding.layout.slots):
                 expected = before[named.spec.name].to(whole.dtype)
-                assert torch.equal(binding.view(whole, slot), expected), named.spec.name
+                assert torch.equal(binding.arrangement.view(whole, slot), expected), named.spec.name

@@ -1,0 +1,113 @@
+"""A buffering thread that does as it is told: what it has come to is set by hand, and what it hears is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_ptm.planning.waiting import REACH
+from lightning_ptm.runtime.flat_clock import FlatClock
+from lightning_ptm.update import NO_TRANSFORM, HyperParameters, ParameterGradients
+from lightning_ptm.update.buffers import Contribution, Origin, Version
+
+
+class Buffered:
+    """In place of update/buffering.py's."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.heard: list[str] = []
+        self.done = [0] * count
+        """Contributions in the newest version, by flat."""
+        self.offered: list[list[Contribution]] = [[] for _ in range(count)]
+        self.piles = [0] * count
+        """Contributions that wait and cannot be added to one another."""
+        self.newer: dict[int, Version] = {}
+        self.while_waiting: Callable[[], None] = lambda: None
+
+    def offer(self, flat: int, contribution: Contribution, *, begin: bool) -> None:
+        steps = [origin.step for origin in contribution.origins]
+        self.heard.append(f"offer {flat} {steps}{' begin' if begin else ''}")
+        self.offered[flat].append(contribution)
+
+    def begin(self, flat: int) -> None:
+        self.heard.append(f"begin {flat}")
+
+    def hurry(self, flat: int, needed: int) -> None:
+        self.heard.append(f"hurry {flat} {needed}")
+
+    def offers(self, flat: int) -> int:
+        return len(self.offered[flat])
+
+    def applied(self, flat: int) -> int:
+        return self.done[flat]
+
+    def waiting(self, flat: int) -> int:
+        return self.piles[flat]
+
+    def held(self, flat: int) -> Contribution | None:
+        return self.offered[flat][-1] if self.offered[flat] else None
+
+    def published(self, flat: int) -> bool:
+        return flat in self.newer
+
+    def peek(self, flat: int, received: int) -> Version | None:
+        return self.newer.get(flat)
+
+    def collect(self, flat: int, received: int) -> Version | None:
+        return self.newer.pop(flat, None)
+
+    def give_back(self, pages: Any) -> None:
+        self.heard.append(f"back {pages}")
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        while not until():
+            self.while_waiting()
+
+    def told(self) -> list[str]:
+        heard, self.heard = self.heard, []
+        return heard
+
+    def publish(self, flat: int, applied: int) -> None:
+        """A version with so many contributions."""
+        self.done[flat] = applied
+        pages: Any = f"{flat} with {applied}"
+        self.newer[flat] = Version(pages, applied, applied)
+
+
+class Flat:
+    """A flat and its store, of a unit that may be given up."""
+
+    def __init__(self, optimizer: int = 0, *, in_place: bool = True) -> None:
+        self.optimizer = optimizer
+        self.gradient = SimpleNamespace(in_place=in_place)
+        self.store = SimpleNamespace(resident=False, adopt=self.adopt, layout=None)
+        self.pages: Any = "first"
+
+    def adopt(self, pages: Any) -> Any:
+        before, self.pages = self.pages, pages
+        return before
+
+
+class Unit:
+    """Writes down that it is given up."""
+
+    def __init__(self) -> None:
+        self.given_up = 0
+
+    def release(self) -> None:
+        self.given_up += 1
+
+    def evict(self) -> None: ...
+
+
+def clocks(*flats: Any, reach: int = REACH) -> list[FlatClock]:
+    return [FlatClock(flat=flat, reach=reach) for flat in flats]
+
+
+def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:
+    """Of a step: its number, in two elements of each parameter that has a gradient."""
+    gradients = [torch.full((2,), float(step)) if has else None for has in which]
+    return Contribution(ParameterGradients(gradients), (Origin(step, HyperParameters(())),), NO_TRANSFORM)

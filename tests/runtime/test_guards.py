@@ -1,0 +1,136 @@
+"""Calls of submodules from outside of their unit, told to an executor that writes down what it hears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.streams import ComputeStream
+from lightning_ptm.runtime.guards import Guards
+
+
+class Heard:
+    """An executor, and what a call of a unit is."""
+
+    def __init__(self) -> None:
+        self.in_use: set[int] = set()
+        self.held_units: set[int] = set()
+        self.openness = self
+        self.computing = True
+        self.log: list[str] = []
+        executor: Any = self
+        self.guards = Guards(["", "a", "b"], executor, self.begins, self.ends, ComputeStream(CpuBackend()))
+
+    def used(self, unit: int) -> bool:
+        return unit in self.in_use
+
+    def held(self, unit: int) -> bool:
+        return unit in self.held_units
+
+    def read_held(self, unit: int) -> None:
+        self.log.append(f"read {unit}")
+
+    def hold(self, unit: int) -> None:
+        self.log.append(f"hold {unit}")
+
+    def use(self, unit: int) -> None:
+        self.log.append(f"use {unit}")
+
+    def leave(self, unit: int) -> None:
+        self.log.append(f"leave {unit}")
+
+    def begins(self, unit: int, args: Any, kwargs: Any) -> int | None:
+        self.log.append(f"begin {unit} {args} {kwargs}")
+        return 10 + unit
+
+    def ends(self, unit: int, call: int | None, output: Any) -> None:
+        self.log.append(f"end {unit} {call} {output}")
+
+    def heard(self) -> list[str]:
+        log, self.log = self.log, []
+        return log
+
+
+def test_the_first_unit_of_an_owner_is_told_apart() -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    assert [it.guards.own(owner, 1), it.guards.own(owner, 2), it.guards.own(nn.Linear(1, 1), 1)] == [True, False, True]
+
+
+def test_a_call_from_outside_is_one_of_each_unit_and_ends_with_it() -> None:
+    it, owner, inner = Heard(), nn.Linear(1, 1), nn.Linear(1, 1)
+    for module, unit in ((owner, 1), (owner, 2), (inner, 1)):
+        it.guards.own(module, unit)
+    it.guards.call_begins(owner, "x")
+    assert it.heard() == ["begin 1 x {}", "begin 2 x {}"]
+    it.in_use = {1}
+    it.guards.call_begins(inner, "y")
+    it.guards.call_ends(inner, "z")  # was inside of the unit's call
+    assert it.heard() == []
+    it.guards.call_ends(owner, "out")
+    assert it.heard() == ["end 2 12 out", "end 1 11 out"]
+    it.guards.call_ends(owner, "out")
+    assert it.heard() == []
+
+
+def test_a_held_unit_is_read() -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    it.guards.own(owner, 1)
+    it.held_units = {1}
+    it.guards.call_begins(owner, ())
+    it.guards.call_ends(owner, ())
+    assert it.heard() == ["read 1"]
+
+
+@pytest.mark.parametrize(
+    ("computing", "heard"), [(True, ["hold 0"]), (False, ["hold 0", "use 0", "leave 0"])], ids=["in a step", "outside"]
+)
+def test_the_root_stays_and_is_in_use_outside_of_a_step(computing: bool, heard: list[str]) -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    it.computing = computing
+    it.guards.own(owner, 0)
+    it.guards.call_begins(owner, ())
+    it.guards.call_ends(owner, ())
+    assert it.heard() == heard
+
+
+def test_in_a_backward_pass_a_call_ends_with_its_unit() -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    it.guards.own(owner, 1)
+
+    def again(_: Any) -> None:
+        it.guards.call_begins(owner, "x")
+        it.guards.call_ends(owner, "out")
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(again)
+    x.sum().backward()
+    assert it.heard() == ["begin 1 x {}"]
+
+
+def test_calls_that_ended_in_an_error_are_left_or_forgotten() -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    it.guards.own(owner, 1)
+    it.guards.call_begins(owner, "x")
+    it.guards.give_up()
+    assert it.heard() == ["begin 1 x {}", "leave 1"]
+    it.guards.call_begins(owner, "x")
+    it.guards.forget()
+    it.guards.give_up()
+    assert it.heard() == ["begin 1 x {}"]
+
+
+def test_inside_of_a_derivative_the_unit_is_named() -> None:
+    it, owner = Heard(), nn.Linear(1, 1)
+    it.guards.own(owner, 2)
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        it.guards.call_begins(owner, (x,))
+        return x.sum()
+
+    with pytest.raises(UsageError, match="b is called inside of a derivative"):
+        torch.func.grad(called)(torch.ones(2))
