@@ -103,6 +103,51 @@ class ByTurns(Vectors):
         return torch.optim.Adam(of[True], lr=1e-2), torch.optim.SGD(of[False], lr=1e-2, momentum=0.9)
 
 
+class ReadsItself(Normed):
+    """A block that hands its norm's vectors to a function, so that no module tells that they are read; all are its norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.project.bias = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.layer_norm(x, (WIDTH,), self.norm.weight, self.norm.bias)
+        return x + self.project(torch.tanh(self.expand(normed)))
+
+
+class ReadThemselves(Vectors):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsItself() for _ in range(3))
+
+
+class Compiled(ReadThemselves):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+class CallsBlocks(L.Callback):
+    """A block is called by itself where nothing computes, and behind weights in the user's hands."""
+
+    def look(self, module: Any) -> None:
+        with torch.no_grad():
+            module.losses.append(float(module.blocks[1](loader(4).dataset[:]).square().mean()))
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.look(module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.look(module)
+        with trainer.strategy.gathered(module.blocks[0]):  # type: ignore[attr-defined]
+            pass
+        self.look(module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.look(module)
+
+
 class Edits(L.Callback):
     """A block's weights by hand, in the middle of the run."""
 
@@ -113,16 +158,18 @@ class Edits(L.Callback):
                 module.blocks[1].expand.weight.mul_(0.5)
 
 
-Case = tuple[type[Vectors], Mapping[str, Any], bool]
+Case = tuple[type[Vectors], Mapping[str, Any], type[L.Callback] | None]
 CASES: dict[str, Case] = {
-    "plain": (Vectors, {}, False),
-    "accumulated and clipped": (Vectors, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, False),
-    "called from outside": (CalledFromOutside, {}, False),
-    "penalised": (Penalised, {}, False),
-    "frozen": (Frozen, {}, False),
-    "left out": (LeftOut, {}, False),
-    "two optimizers by turns": (ByTurns, {}, False),
-    "edited": (Vectors, {}, True),
+    "plain": (Vectors, {}, None),
+    "accumulated and clipped": (Vectors, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, None),
+    "called from outside": (CalledFromOutside, {}, None),
+    "penalised": (Penalised, {}, None),
+    "frozen": (Frozen, {}, None),
+    "left out": (LeftOut, {}, None),
+    "two optimizers by turns": (ByTurns, {}, None),
+    "edited": (Vectors, {}, Edits),
+    "read by the block, called alone": (ReadThemselves, {}, CallsBlocks),
+    "compiled, called alone": (Compiled, {}, CallsBlocks),
 }
 
 
@@ -134,12 +181,12 @@ def train(
 ) -> Trained:
     found = []
     for name in cases:
-        kind, options, edits = CASES[name]
+        kind, options, callback = CASES[name]
         ranks = int(os.environ["WORLD_SIZE"])
         torch.manual_seed(0)
         module = kind()
-        chosen = {**settings, "units": ["Normed"], "disk_path": disk}
-        trainer = trainer_of(ranks, tensor, chosen, callbacks=[Edits()] if edits else [], **options)
+        chosen = {**settings, "units": [type(module.blocks[0]).__name__], "disk_path": disk}
+        trainer = trainer_of(ranks, tensor, chosen, callbacks=[callback()] if callback else [], **options)
         if save is not None:
             trainer.callbacks.append(Saves(Path(save) / name))  # type: ignore[attr-defined]
         trainer.fit(module, loader(12))
