@@ -58,8 +58,9 @@ class _Advanced:
     def is_of(self, group: int, scalars: ScalarState | None, like: torch.Tensor) -> bool:
         if (group, like.dtype) != (self.group, self.dtype):
             return False
-        both = scalars is not None and self.before is not None
-        return scalars is self.before or (both and scalars.same_as(self.before))
+        if scalars is None or self.before is None:
+            return scalars is self.before
+        return scalars is self.before or scalars.same_as(self.before)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
