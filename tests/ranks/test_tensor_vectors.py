@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rank_harness import run_ranks
 from safetensors.torch import load_file
 from tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
+
+from lightning_ptm.errors import CapacityError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "in RAM": {},
@@ -217,6 +220,63 @@ def test_vectors_are_those_of_one_rank(settings: str, disk: Path) -> None:
             assert weights.keys() == values.keys()
             for key, value in values.items():
                 assert (weights[key] - value).abs().max() <= 1e-9, (name, key)
+
+
+class TwoPasses(Vectors):
+    """Gradients of two losses, the second of which is computed when those of the first have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for loss in (self.loss, lambda batch: self.blocks[1](batch + self.shift).square().mean()):
+            found = loss(batch)
+            self.losses.append(float(found))
+            self.manual_backward(found)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_with_least(tensor: int, disk: str) -> tuple[list[float], dict[str, Tensor]]:
+    """With everything on disk, and the fewest pages of RAM that are enough."""
+    for pages in range(8, 64):
+        torch.manual_seed(0)
+        module = TwoPasses()
+        chosen = {**SETTINGS["on disk, recomputed"], "recompute": "none", "host_memory": f"{64 * pages}KiB"}
+        trainer = trainer_of(tensor, tensor, {**chosen, "units": ["Normed"], "disk_path": disk})
+        with suppress(CapacityError):
+            trainer.fit(module, loader(8, 4))
+            return module.losses, weights_of(module)
+    raise AssertionError("64 pages are too few")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_root_comes_back_for_a_second_pass_where_gradients_had_no_room(ranks: int, disk: Path) -> None:
+    torch.manual_seed(0)
+    plain = TwoPasses()
+    expected = plain_training(plain)
+    for losses, weights in run_ranks(train_with_least, ranks, ranks, str(disk), limit_s=240):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for key, value in weights_of(plain).items():
+            assert (weights[key] - value).abs().max() <= 1e-9, key
+
+
+def plain_training(module: TwoPasses) -> list[float]:
+    """The losses of the same in one plain loop."""
+    module.double()
+    optimizer = module.configure_optimizers()
+    losses = []
+    for batch in loader(8, 4):
+        for loss in (module.loss, lambda batch: module.blocks[1](batch + module.shift).square().mean()):
+            found = loss(batch)
+            losses.append(float(found))
+            found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.filterwarnings("ignore")
