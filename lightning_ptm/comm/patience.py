@@ -24,6 +24,8 @@ _LONG_S = 5.0
 Exchanged = tuple[int, Sequence[str]]
 """The number of a tensor group, and what a rank of it has exchanged since it has met, in words, with what it is at."""
 
+OF_A_BATCH = "batch "
+"""So begin, among these, words for what the ranks compute; the others are for exchanges."""
 
 NOTHING: Exchanged = (0, ())
 """Of a rank that exchanges nothing."""
@@ -80,11 +82,11 @@ class Patience:
             return
         rounds, exchanges, theirs = json.loads(told)
         if rounds == self._rounds + 1 and exchanges < self._exchanges:  # I1
-            difference = first_difference(dict(sorted({rank: theirs, self._rank: self.exchanged()}.items())))
-            raise RankError(
+            reason = (
                 f"rank {self._rank} waits in an exchange of its tensor group to which rank {rank} does not come, which waits "
-                f"for rank {self._rank} elsewhere{difference}"
+                f"for rank {self._rank} elsewhere"
             )
+            raise RankError(explained(reason, dict(sorted({rank: theirs, self._rank: self.exchanged()}.items()))))
 
 
 def _ends(work: Any) -> bool:
@@ -98,8 +100,9 @@ def _ends(work: Any) -> bool:
     return True
 
 
-def first_difference(told: Mapping[int, Exchanged]) -> str:
-    """What two ranks of a tensor group have exchanged differently; "" where nothing is known of that.
+def explained(reason: str, told: Mapping[int, Exchanged]) -> str:
+    """A reason why ranks cannot go on, with what two ranks of a tensor group have exchanged differently, if that is known;
+    in its place, that they compute different batches.
 
     Args:
         told: by rank.
@@ -108,12 +111,20 @@ def first_difference(told: Mapping[int, Exchanged]) -> str:
     for rank, (group, theirs) in told.items():
         first, ours = firsts.setdefault(group, (rank, theirs))
         for one, another in itertools.zip_longest(ours, theirs, fillvalue="no exchange"):
-            if one != another:
-                return (
-                    f": rank {first} has come to {one} where rank {rank} has come to {another}; layers that are cut have to "
-                    f"be computed in the same order on all ranks of a tensor group, and as often"
-                )
-    return ""
+            if one == another:
+                continue
+            came = f"rank {first} has come to {one} where rank {rank} has come to {another}"
+            if one.startswith(OF_A_BATCH) and another.startswith(OF_A_BATCH):
+                both = f"ranks {first} and {rank} share the layers of one model and compute different things"
+                return f"{both}: {came}; {_SAME}"
+            return f"{reason}: {came}; {_SAME_ORDER}"
+    return reason
 
 
-__all__ = ["NOTHING", "Exchanged", "Patience", "first_difference"]
+_SAME = (
+    "ranks of a tensor group have to get the same batches (a sampler goes by trainer.strategy.distributed_sampler_kwargs) "
+    "and to draw the same random numbers: on all of them alike, or from a generator of your own where one rank alone draws"
+)
+_SAME_ORDER = "layers that are cut have to be computed in the same order on all ranks of a tensor group, and as often"
+
+__all__ = ["NOTHING", "OF_A_BATCH", "Exchanged", "Patience", "explained"]

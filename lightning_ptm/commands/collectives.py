@@ -26,6 +26,7 @@ from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.agreement import NO_TEAMS, Decision
 from lightning_ptm.comm.work import Work
 from lightning_ptm.commands.compute_rates import Effort
+from lightning_ptm.commands.fixed_costs import PAIRS, block_s
 from lightning_ptm.errors import ConfigError, InternalError, RankError
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.parallel.exchange import RankGroup
@@ -94,7 +95,9 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class SumRate:
-    """Of sums of activations: bytes that a rank of a ring sends a second, and what one takes beside its bytes."""
+    """Of sums of activations: bytes that a rank of a ring sends a second, and what one takes beside its bytes; on a CPU, in a
+    step, with the layers around it: ranks that come from compute of their own find each other later, and with colder caches,
+    than ranks that do nothing else."""
 
     bytes_per_s: float
     least_s: float
@@ -188,27 +191,28 @@ class Ranks:
         ranks = range(self.launch.world_size)
         return [everybody.broadcast_object(found if rank == self.launch.rank else None, rank) for rank in ranks]
 
-    def measure(self, page_bytes: int, flat_bytes: int, seconds: float) -> Rates:
+    def measure(self, page_bytes: int, flat_bytes: int, seconds: float, steps: int) -> Rates:
         """On rank 0, while the others `follow`.
 
         Args:
             page_bytes: of a page, which is a rank's piece of each collective.
             flat_bytes: of the flat that is gathered and reduced, or a page of each rank if that is more.
             seconds: that each measurement takes at least.
+            steps: of training tiny models.
 
         Raises:
             RankError: another rank has failed.
         """
-        return self._measure((page_bytes, flat_bytes, seconds))
+        return self._measure((page_bytes, flat_bytes, seconds, steps))
 
     def follow(self) -> None:
         """On the other ranks, until rank 0 has measured. Raises as `measure`."""
         self._measure(None)
 
-    def _measure(self, given: tuple[int, int, float] | None) -> Rates:
+    def _measure(self, given: tuple[int, int, float, int] | None) -> Rates:
         assert self._all is not None
         launch = self.launch
-        page_bytes, flat_bytes, seconds = self._all.broadcast_object(given)
+        page_bytes, flat_bytes, seconds, steps = self._all.broadcast_object(given)
         alike = self._slowest(launch.ranks_per_node), -self._slowest(-launch.ranks_per_node)
         if alike[0] != alike[1] or launch.world_size % launch.ranks_per_node:
             raise ConfigError(
@@ -231,6 +235,8 @@ class Ranks:
             return _Done(None)
 
         round_s = self._typical_s(meet, seconds)
+        if sums is not None and launch.nodes == 1 and not self._backend.apart:
+            sums = dataclasses.replace(sums, least_s=max(sums.least_s, self._in_a_step_s(steps, round_s)))
         return Rates(in_node, of_all, sums, round_s)
 
     def _rate(self, among: ProcessGroupCommunicator, page_bytes: int, flat_bytes: int, seconds: float) -> Rate:
@@ -278,6 +284,15 @@ class Ranks:
         # Where others use the machine, one of few bytes may take as long.
         least_s = min(self._typical_s(lambda: _Done(group.sum(small)), seconds), took_s / 2)
         return SumRate(2 * large.nbytes * (group.size - 1) / group.size / (took_s - least_s), least_s)
+
+    def _in_a_step_s(self, steps: int, round_s: float) -> float:
+        """What an exchange takes in a step beside its bytes and its round: there is one for each pair of layers in each
+        direction, behind a round for all of a block."""
+        with as_if_alone():
+            whole_s = block_s(self._backend, steps)
+        whole_s = self._slowest(whole_s)  # and here all ranks meet
+        divided_s = self._slowest(block_s(self._backend, steps, self.launch.world_size))
+        return (divided_s - whole_s - 2 * round_s) / (2 * PAIRS)
 
     def _typical_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
         """Of the calls that take `seconds` together, the median as its slowest rank saw it; the first one warms up."""

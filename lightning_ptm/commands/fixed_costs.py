@@ -1,5 +1,5 @@
-"""What a step of training takes beside arithmetic and copies: hooks, tasks, Lightning's loop. Measured by training models
-of next to no size, once with few units and once with many.
+"""What a step of training takes beside arithmetic and copies: hooks, tasks, Lightning's loop, and what ranks that divide
+layers exchange. Measured by training models of next to no size, once with few units and once with many.
 
 Owns a training run in RAM, with a module of its own.
 """
@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.parallel import Columns, Rows
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _FEW, _MANY = 2, 18
 _WIDTH = 8
+PAIRS = 2
+"""Of layers that ranks divide, in a block: as attention and feed-forward are."""
 _WARM_UP = 4
 """Steps that are traced and planned, and make the optimizer's states."""
 
@@ -39,22 +42,40 @@ class FixedCosts:
 
 def fixed_costs(backend: Backend, steps: int) -> FixedCosts:
     """Trains twice, so many steps each; medians."""
-    few, many = (_step_s(backend, units, steps) for units in (_FEW, _MANY))
+    few, many = (_step_s(backend, _Tiny(units), steps) for units in (_FEW, _MANY))
     unit_s = max(many - few, 0.0) / (2 * (_MANY - _FEW))
     return FixedCosts(step_s=max(few - 2 * (_FEW + 1) * unit_s, 1e-9), unit_s=max(unit_s, 1e-9))
 
 
-def _step_s(backend: Backend, units: int, steps: int) -> float:
+def block_s(backend: Backend, steps: int, ranks: int = 1) -> float:
+    """Seconds of a forward and a backward of a block with next to no arithmetic, among many, with its share of the update.
+
+    Args:
+        ranks: that divide its layers, and all come here: the processes that were launched together.
+    """
+    few, many = (_step_s(backend, _Divisible(units, ranks), steps, ranks) for units in (_FEW, _MANY))
+    return max(many - few, 0.0) / (_MANY - _FEW)
+
+
+def _step_s(backend: Backend, module: _Tiny, steps: int, ranks: int = 1) -> float:
     watch = _Watch()
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    one = [backend.device.index or 0] if backend.apart else 1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(
                 accelerator=backend.name,
-                devices=[backend.device.index or 0] if backend.apart else 1,
-                strategy=AngelPTMStrategy(page_size="64KiB", device_memory="auto", host_memory="64MiB"),
+                devices=one if ranks == 1 else ranks,
+                strategy=AngelPTMStrategy(
+                    page_size="64KiB",
+                    device_memory="auto",
+                    host_memory="64MiB",
+                    units=sorted({type(block).__name__ for block in module.blocks}),  # too small to be found
+                    tensor_parallel_size=ranks,
+                    tensor_parallel_plan=_PLAN if ranks > 1 else "auto",
+                ),
                 precision="bf16-mixed",
                 max_steps=steps + _WARM_UP,
                 callbacks=[watch],
@@ -63,17 +84,21 @@ def _step_s(backend: Backend, units: int, steps: int) -> float:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            trainer.fit(_Tiny(units), DataLoader(_Rows(), batch_size=None))
+            trainer.fit(module, DataLoader(_Rows(), batch_size=None))
     finally:
         logging.getLogger("lightning.pytorch").setLevel(loud)
     ends = watch.ends_s[_WARM_UP - 1 :]
     return median(after - before for before, after in itertools.pairwise(ends))
 
 
+class _Unit(nn.Linear):
+    """A unit, which the head is not."""
+
+
 class _Tiny(LightningModule):
     def __init__(self, units: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(units))
+        self.blocks = nn.ModuleList(_Unit(_WIDTH, _WIDTH) for _ in range(units))
         self.head = nn.Linear(_WIDTH, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -85,6 +110,31 @@ class _Tiny(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
+
+
+_PLAN = {"blocks.*.columns.*": Columns(), "blocks.*.rows.*": Rows()}
+
+
+class _Pairs(nn.Module):
+    """A block of layers that ranks can divide."""
+
+    def __init__(self, inside: int) -> None:
+        super().__init__()
+        self.columns = nn.ModuleList(nn.Linear(_WIDTH, inside) for _ in range(PAIRS))
+        self.rows = nn.ModuleList(nn.Linear(inside, _WIDTH) for _ in range(PAIRS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for columns, rows in zip(self.columns, self.rows, strict=True):
+            x = x + rows(columns(x))
+        return x
+
+
+class _Divisible(_Tiny):
+    """Blocks of which each of so many ranks has as much."""
+
+    def __init__(self, units: int, ranks: int) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(_Pairs(_WIDTH * ranks) for _ in range(units))
 
 
 class _Rows(IterableDataset[Tensor]):

@@ -128,7 +128,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
     rates = Rates()
     if launched_ranks is not None:
         effort.begins("collectives")
-        rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds)
+        rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds, effort.steps)
         intra, between = _value(rates.in_node), _of(rates.in_node)
     else:
         peers = backend.apart and ranks > 1
@@ -180,7 +180,12 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
             "not measured",
         ),
         _rate("collective_s", _least_s(rates), "a gather of next to nothing", "one rank"),
-        _rate("tensor_exchange_s", None if rates.sums is None else rates.sums.least_s, "such a sum", "not measured"),
+        _rate(
+            "tensor_exchange_s",
+            None if rates.sums is None else rates.sums.least_s,
+            "such a sum, in a step",
+            "not measured",
+        ),
         _rate("round_s", rates.round_s, "a round in which ranks agree", "one rank"),
         "attention_flops_per_s:       # 64 heads of 256 x 64 with a causal mask, all of it counted",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.attention_flops.items()),

@@ -41,6 +41,7 @@ class Node:
         inter_node_bytes_per_s: of a node; None where there is no other.
         tensor_exchange_bytes_per_s: of one rank's part in a sum of activations within a node; None: as of other collectives.
         collective_s, tensor_exchange_s: what a collective of pages, and such a sum, takes beside its bytes; None: nothing.
+            With a sum goes what a step does for it: the layers' code, and the wait for the rank that comes last.
         round_s: a round in which all ranks agree on what they do next; None: nothing.
         attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
             likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
@@ -144,6 +145,7 @@ class Node:
             ConfigError: several ranks or nodes, and no rate of what connects them.
         """
         ranks = self.ranks_per_node
+        tensor_groups = _along(holders, Axis.TENSOR)
         between = [
             self._inside() if ranks > 1 else math.inf,
             self._between(nodes) if nodes > 1 else math.inf,
@@ -161,9 +163,7 @@ class Node:
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
             shared_cores=not self.apart,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
-            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(
-                nodes, _along(holders, Axis.TENSOR), self.tensor_exchange_bytes_per_s
-            ),
+            tensor_exchange_bytes_per_s=self._ring_bytes_per_s(nodes, tensor_groups, self.tensor_exchange_bytes_per_s),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
             disk_update_bytes_per_s=self.disk_update_bytes_per_s,
             collective_s={
@@ -173,6 +173,7 @@ class Node:
             round_s=self.round_s or 0.0,
             chunk_s=self.chunk_s or 0.0,
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
+            lockstep_ranks=max(map(len, tensor_groups), default=1),
             states_numel_per_s=self.states_numel_per_s,
             update_flops_per_s=self.update_flops_per_s or (None if self.apart else self.compute_flops_per_s),
             device_flops_per_s=self.compute_flops_per_s,

@@ -62,7 +62,9 @@ class Queues:
         return end_s
 
     def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
-        """By which seconds of compute from now on get longer: threads that read and write the disk take a core."""
+        """By which seconds of compute from now on get longer: threads that read and write the disk take a core, here or, of
+        ranks that compute in lockstep, anywhere. When they do on one rank has nothing to do with when on another, and compute
+        goes on while they do on none."""
         per_core = self._hardware.disk_bytes_per_core_s
         if not self._hardware.shared_cores or per_core is None:
             return 0.0
@@ -73,4 +75,19 @@ class Queues:
         both = self._hardware.disk_both_bytes_per_s
         if both is not None:
             size = min(size, both * min(max(self._disk_free_s - now_s, 0.0), seconds))
-        return size / per_core
+        return _longer_s(seconds, size / per_core, self._hardware.lockstep_ranks)
+
+
+def _longer_s(seconds: float, taken_s: float, ranks: int) -> float:
+    """By what compute gets longer where each of so many ranks is kept from it for `taken_s`, at times of its own: of a time
+    `t`, `t (1 - taken_s / t) ** ranks` are left for it."""
+    least_s, most_s = taken_s, ranks * taken_s
+    for _ in range(_HALVINGS if ranks > 1 else 0):
+        longer_s = (least_s + most_s) / 2
+        whole_s = seconds + longer_s
+        enough = whole_s * (1 - taken_s / whole_s) ** ranks >= seconds
+        least_s, most_s = (least_s, longer_s) if enough else (longer_s, most_s)
+    return most_s
+
+
+_HALVINGS = 30

@@ -30,6 +30,7 @@ class Hardware:
         chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
         disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
             by the time of its transfers; None: they take none.
+        lockstep_ranks: that exchange activations many times in a step, so that each waits for all of them.
         states_numel_per_s: by word of `state_dtype`, elements of states that the arithmetic decodes and encodes again; None,
             or no such word: that takes no time.
         update_flops_per_s: by dtype, of matrix products in updates on the CPU; device_flops_per_s: on a device with
@@ -52,6 +53,7 @@ class Hardware:
     disk_update_bytes_per_s: float | None = None
     chunk_s: float = 0.0
     disk_bytes_per_core_s: float | None = None
+    lockstep_ranks: int = 1
     collective_s: Mapping[Link, float] = field(default_factory=dict)
     round_s: float = 0.0
     states_numel_per_s: Mapping[str, float] | None = None

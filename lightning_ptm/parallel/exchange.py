@@ -189,6 +189,11 @@ class RankGroup(TensorGroup):
         """What is exchanged from here on is of a run; None: of none."""
         self._run = run
 
+    def computes(self, batch: str) -> None:
+        """What the ranks compute next, in words that have to be the same on all of them."""
+        if self._run is not None:
+            self._run.computes(batch)
+
     @override
     def meet_again(self) -> None:
         if self._run is not None:

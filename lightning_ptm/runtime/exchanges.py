@@ -10,7 +10,8 @@ they exchange without a word. Ranks of other groups need no part in that: they w
 theirs.
 
 I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones, or
-have exchanged something else since the one before: each tells a digest of all that it has exchanged, and of whose layers.
+have exchanged something else since the one before: each tells a digest of all that it has exchanged, of whose layers, and of
+which batches (`computes`), which so costs nothing more.
 I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
 (`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
 """
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
-from lightning_ptm.comm.patience import Exchanged
+from lightning_ptm.comm.patience import OF_A_BATCH, Exchanged
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
 
@@ -58,7 +59,7 @@ class Exchanges:
         # state
         self._issued = 0
         self._digest = 0
-        """Of all exchanges so far."""
+        """Of all exchanges and batches so far."""
         self._met: int | None = None
         """The occasions behind which the group has met."""
         self._since: list[str] = []
@@ -69,6 +70,16 @@ class Exchanges:
         """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same
         points of a module's calls on all of the group, or where it meets for the next exchange anyway."""
         self._met = None
+
+    def computes(self, batch: str) -> None:
+        """What the group computes next, in words: those of all its ranks are compared when it meets for the next exchange,
+        and if they differ, all raise there."""
+        self.meet_again()
+        what = OF_A_BATCH + batch
+        self._digest = crc32(what.encode(), self._digest)
+        if self._since and self._since[-1].startswith(OF_A_BATCH):
+            del self._since[-1]  # nothing is exchanged in any batch, maybe; the digest has them all
+        self._since.append(what)
 
     def since_met(self) -> Exchanged:
         """The group's number, and what this rank has exchanged since the group has met, and wants to exchange."""

@@ -204,9 +204,9 @@ class Executor:
         self.fetching.has_come(unit)
 
     def stay(self, unit: int, *, held: bool) -> None:
-        """Whether somebody goes on to hold `unit`, which is there."""
+        """Whether somebody goes on to hold `unit`; it comes back where it was given up since its backward ended."""
         if held:
-            self._leases.hold(unit)
+            self.hold(unit)
         else:
             self._leases.let_go(unit)
 

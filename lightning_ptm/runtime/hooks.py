@@ -179,9 +179,8 @@ class Hooks:
             self._put_around(unit.module, partial(self._call_of_unit, unit.index, unit.module))
         # Where parameters can be read at any time, nobody has to be told that a part of the unit is called by itself.
         if not self._stores[unit.index].readable:
-            for owner in unit.owners:
-                if owner is not unit.module or unit.index == 0:
-                    self._guard(owner, unit.index)
+            for owner in self._read_by_themselves(unit):
+                self._guard(owner, unit.index)
         for item in unit.parameters:
             if item.parameter.requires_grad:
                 self._handles.append(
@@ -190,6 +189,14 @@ class Hooks:
                 self._handles.append(
                     item.parameter.register_hook(partial(self._gradient_comes, unit.index, item.parameter))
                 )
+
+    def _read_by_themselves(self, unit: Unit) -> Iterable[nn.Module]:
+        """Modules whose calls read the unit's parameters and may be made from outside of its own."""
+        if unit.index:
+            return [owner for owner in unit.owners if owner is not unit.module]
+        # Units whose vectors are the root's may read these in code of their own, or compiled, which nobody hears of.
+        blocks = [each.module for each in self._units if len(each.own) > len(each.parameters)]
+        return {id(module): module for module in (*unit.owners, *blocks)}.values()
 
     def _put_around(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Calls of `module` become `call(what they were, *args, **kwargs)`, which is around all hooks, the module's own and

@@ -21,7 +21,7 @@ import torch
 
 from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.comm.patience import first_difference
+from lightning_ptm.comm.patience import explained
 from lightning_ptm.errors import RankError
 from lightning_ptm.runtime.whereabouts import whereabouts
 
@@ -200,7 +200,7 @@ class Rendezvous:
         reason = reason or next((each for each, *_ in told if each), "a rank has given up")
         places = ", ".join(f"rank {rank} {place}" for rank, (_, place, _) in enumerate(told))
         exchanged = {rank: each for rank, (*_, each) in enumerate(told)}
-        text = f"{reason}{first_difference(exchanged)} [{places}]"
+        text = f"{explained(reason, exchanged)} [{places}]"
         self.fail(text)
         return text
 

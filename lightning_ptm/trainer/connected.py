@@ -244,7 +244,7 @@ class ConnectedStrategy(ParallelStrategy):
         group = self._device_mesh["tensor_parallel"].get_group()
         self._tensor_group = RankGroup(group, self._backend)
         self._data_group = self._device_mesh["data_parallel"].get_group()
-        self._same_batches = SameBatches(group, self._backend)
+        self._same_batches = SameBatches(group, self._backend, self._tensor_group.computes)
         # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
         box = [randomness.sent(randomness.states(self._backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)

@@ -1,14 +1,19 @@
 """Whether the ranks of a tensor group compute the same batches with the same random numbers: each has parts of the same
 layers, and of different batches they would compute, in silence, what is nobody's.
 
+The first batches of each loader are compared before anything is computed of them, by a collective of their own. The digest of
+every batch goes with what the group tells when it meets for its next exchange (`runtime/exchanges.py`): no message more.
+
 Owns how many batches of each loader were compared in a run. Knows batches as nested data, and nothing of models.
+
+I1: nothing is read from a device but the first batches: whoever reads there waits for all that it has been told to compute.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +26,10 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import Backend
 
 FIRST = 3
-"""Batches of each loader that are compared, and behind them the first of each pass over it. A sampler that goes by rank shows
-in the first one, if a small set of data does not begin alike by chance. What draws in this process (an augmentation, dropout)
-comes apart after the first batch was drawn, or the first step was computed, so that the second and third show it."""
+"""Batches of each loader that are compared at once, and behind them the first of each pass over it. A sampler that goes by
+rank shows in the first one, if a small set of data does not begin alike by chance. What draws in this process (an
+augmentation, dropout) comes apart after the first batch was drawn, or the first step was computed, so that the second and
+third show it."""
 
 
 class SameBatches:
@@ -32,16 +38,27 @@ class SameBatches:
     Args:
         group: the tensor group of this rank.
         backend: of the device that computes.
+        tell: brings words to the next meeting of the group, which have to be the same on all of its ranks.
     """
 
-    def __init__(self, group: ProcessGroup, backend: Backend) -> None:
+    def __init__(self, group: ProcessGroup, backend: Backend, tell: Callable[[str], None]) -> None:
         self._group = group
         self._backend = backend
+        self._tell = tell
+        self._moved: tuple[Any, int] | None = None
+        """The batch that was moved last, as it is on the device, and its digest from before."""
         self._compared: dict[tuple[str, int], int] = {}
         """By what the batches are for, and by loader."""
 
+    def move(self, batch: Any, to_device: Callable[[], Any]) -> Any:
+        """What `to_device` makes of a batch, which is read before."""
+        known = digest(batch, in_ram=True) if self._backend.apart else None  # else there is time enough in `check`
+        moved = to_device()
+        self._moved = None if known is None else (moved, known)
+        return moved
+
     def check(self, batch: Any, stage: str, *, loader: int = 0, index: int = 0) -> None:
-        """Compares a batch, if it is one of those that are. Collective in the group, for ranks that have batches; a rank that
+        """Has a batch compared: the first ones now. That is collective in the group, for ranks that have batches; a rank that
         has none is heard of as with any collective.
 
         Args:
@@ -51,15 +68,22 @@ class SameBatches:
         Raises:
             UsageError: ranks have different ones, on all ranks of the group.
         """
-        known = self._compared.get((stage, loader), 0)
-        if known >= FIRST and index:
-            return
-        self._compared[stage, loader] = known + 1
-        ours = torch.tensor([digest(batch), self._random_digest()], device=self._backend.device)
+        known, numbers = self._compared.get((stage, loader), 0), self._random_digest()
+        if known < FIRST or not index:
+            self._compared[stage, loader] = known + 1
+            self._compare(batch, numbers, f"({stage}, loader {loader}, batch {index})")
+        self._tell(f"{index} ({stage}, loader {loader}; digest {self._digest(batch):x}, random numbers {numbers:x})")
+
+    def _digest(self, batch: Any) -> int:
+        """Of what of it is, or was, in RAM (I1)."""
+        moved, self._moved = self._moved, None
+        return moved[1] if moved is not None and moved[0] is batch else digest(batch, in_ram=True)
+
+    def _compare(self, batch: Any, random_digest: int, where: str) -> None:
+        ours = torch.tensor([digest(batch), random_digest], device=self._backend.device)
         table = ours.new_empty(self._group.size(), 2)
         dist.all_gather(list(table.unbind(0)), ours, group=self._group)
         batches, numbers = table.t().tolist()
-        where = f"({stage}, loader {loader}, batch {index})"
         self._refuse_different(batches, f"different batches {where}", _OTHER_BATCHES)
         self._refuse_different(numbers, f"different states of torch's random numbers {where}", _OTHER_NUMBERS)
 
@@ -94,21 +118,25 @@ _OTHER_NUMBERS = (
 )
 
 
-def digest(batch: Any) -> int:
+def digest(batch: Any, *, in_ram: bool = False) -> int:
     """A number, below 2**63, that tells batches apart by their tensors, arrays, numbers and texts, wherever these are in
     mappings, sequences, data classes and objects that can be moved to a device (`to`). Of other objects, by their class. One
-    pass over the bytes: 2 ms for 37 MiB, on one core."""
+    pass over the bytes: 2 ms for 37 MiB, on one core.
+
+    Args:
+        in_ram: of tensors that are elsewhere by shape and dtype alone.
+    """
     hasher = xxhash.xxh3_64()
-    _add(hasher, batch, set())
+    _add(hasher, batch, set(), in_ram)
     return int(hasher.intdigest()) >> 1
 
 
-def _add(hasher: Any, value: Any, around: set[int]) -> None:
+def _add(hasher: Any, value: Any, around: set[int], in_ram: bool) -> None:
     if id(value) in around:
         return
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
-        _add_tensor(hasher, value)
+        _add_tensor(hasher, value, in_ram)
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object:
         hasher.update(f"{value.dtype}{value.shape}".encode())
         hasher.update(value.tobytes())
@@ -118,7 +146,7 @@ def _add(hasher: Any, value: Any, around: set[int]) -> None:
         parts = _parts_of(value)
         hasher.update(f"{type(value).__qualname__}[{len(parts)}".encode())
         for part in parts:
-            _add(hasher, part, around | {id(value)})
+            _add(hasher, part, around | {id(value)}, in_ram)
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -133,12 +161,14 @@ def _parts_of(value: Any) -> list[Any]:
     return []
 
 
-def _add_tensor(hasher: Any, value: Tensor) -> None:
+def _add_tensor(hasher: Any, value: Tensor, in_ram: bool) -> None:
     hasher.update(f"{value.dtype}{tuple(value.shape) if not value.is_nested else ''}".encode())
+    if in_ram and value.device.type != "cpu":
+        return
     if value.is_nested or value.layout is torch.sparse_coo:
         whole = value.detach()
         for part in whole.unbind() if whole.is_nested else (whole.coalesce().indices(), whole.coalesce().values()):
-            _add_tensor(hasher, part)
+            _add_tensor(hasher, part, in_ram)
     elif value.layout is torch.strided and not value.is_meta and not value.is_quantized:
         flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
         hasher.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")

@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,6 +148,11 @@ class AngelPTMStrategy(RearrangingStrategy):
         stage = self._module.trainer.state.stage
         if self._same_batches is not None and self._engine is not None and stage is not None:
             self._same_batches.check(batch, stage.value, loader=loader, index=index)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        move = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return move() if self._same_batches is None else self._same_batches.move(batch, move)
 
     @override
     def model_to_device(self) -> None:

@@ -39,6 +39,16 @@ def test_transfers_take_time_from_compute_where_they_share_its_cores(shared_core
     assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_in_lockstep_wait_for_the_transfers_of_each(ranks: int) -> None:
+    """Compute that takes five seconds goes on while no rank is busy with its own, which takes each a second of all."""
+    queues = Queues(replace(SLOW, shared_cores=True, disk_bytes_per_core_s=2.0, lockstep_ranks=ranks), None)
+    queues.carry(Operation.FETCH, 1, [Load(Link.DISK_READ, 2)], 0.0)
+    whole_s = 5.0 + queues.taken_by_transfers_s(0.0, 5.0)
+    assert whole_s * (1 - 1 / whole_s) ** ranks == pytest.approx(5.0)
+    assert queues.taken_by_transfers_s(3.0, 5.0) == 0.0
+
+
 def test_a_collective_takes_time_beside_its_bytes() -> None:
     queues = Queues(replace(SLOW, collective_s={Link.COLLECTIVE: 10.0}), None)
     assert queues.carry(Operation.GATHER, 1, [Load(Link.COLLECTIVE, 3, collectives=2)], 0.0) == 23.0

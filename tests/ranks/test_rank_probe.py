@@ -55,7 +55,9 @@ def test_two_ranks_measure_what_lies_between_them(tmp_path: Path) -> None:
     for name in ("collective_s", "tensor_exchange_s", "round_s"):
         assert 1e-6 < getattr(node, name) < 1.0, name
     _, blueprint = forecast(ROOT / "configs" / "gpt.yaml", str(path), strategy={"tensor_parallel_size": 2})
-    assert node.rates(1, blueprint.holders).tensor_exchange_bytes_per_s == node.tensor_exchange_bytes_per_s
+    divided = node.rates(1, blueprint.holders)
+    assert divided.tensor_exchange_bytes_per_s == node.tensor_exchange_bytes_per_s
+    assert (divided.lockstep_ranks, node.rates(1).lockstep_ranks) == (2, 1)
 
 
 def measured_on_two_nodes() -> tuple[int, int, int, int]:
@@ -65,7 +67,7 @@ def measured_on_two_nodes() -> tuple[int, int, int, int]:
     assert launch is not None and launch.nodes == 2
     with Ranks(launch) as ranks:
         if launch.rank == 0:
-            rates = ranks.measure(1 << 16, 1 << 18, 0.0)
+            rates = ranks.measure(1 << 16, 1 << 18, 0.0, 2)
         else:
             ranks.follow()
             return 0, 0, 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -98,7 +99,7 @@ class ByRank(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         rank, self.passes = int(os.environ["RANK"]), self.passes - 1
-        for index, row in enumerate(rows(10)):
+        for index, row in enumerate(rows(20)):
             yield row + rank * (self.passes < 0 and index // 2 >= self.first)
 
 
@@ -113,6 +114,41 @@ def test_different_batches_are_refused_on_both_ranks(first: int, passes: int, ba
         assert "UsageError: ranks 0, 1 share the layers of one model (tensor_parallel_size=2)" in each.error
         assert f"different batches (train, loader 0, batch {batch}): rank 1 has not what rank 0 has" in each.error
         assert "**trainer.strategy.distributed_sampler_kwargs" in each.error
+
+
+def fit_different_later(tensor: int, first: int, settings: Any) -> None:
+    trainer_of(int(os.environ["WORLD_SIZE"]), tensor, settings).fit(module_of(), DataLoader(ByGroup(first), 2))
+
+
+class ByGroup(ByRank):
+    """As that, but ranks 0 and 2 have the same rows, and so have all before."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        odd = int(os.environ["RANK"]) == 1
+        return (row + odd * (index // 2 >= self.first) for index, row in enumerate(rows(20)))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [{}, {"recompute": "all", "parameter_home": "disk", "master_home": "disk"}])
+def test_batches_that_come_apart_later_are_refused_before_anything_is_exchanged(
+    ranks: int, settings: Any, disk: Path
+) -> None:
+    found = watch_ranks(fit_different_later, ranks, 2, 7, {**settings, "disk_path": str(disk)})
+    assert all(each.end is End.RAISED for each in found), found
+    for each in found[:2]:
+        assert "RankError: ranks 0 and 1 share the layers of one model and compute different things" in each.error
+        assert "rank 0 has come to batch 7 (train, loader 0; digest " in each.error
+        assert "trainer.strategy.distributed_sampler_kwargs" in each.error
+
+
+def evaluate_different_later() -> None:
+    trainer_of(2, 2).validate(module_of(), DataLoader(ByGroup(5), 2), verbose=False)
+
+
+def test_batches_of_an_evaluation_that_come_apart_later_are_refused() -> None:
+    for each in watch_ranks(evaluate_different_later, 2):
+        assert each.end is End.RAISED, each
+        assert "compute different things: rank 0 has come to batch 5 (validate, loader 0; digest " in each.error
 
 
 def evaluate_different(count: int) -> None:
@@ -155,16 +191,29 @@ def test_a_rank_with_more_training_batches_than_its_group_is_told_and_does_not_h
 
 
 class DrawsAlone(L.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        if int(os.environ["RANK"]) == 1:
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if int(os.environ["RANK"]) == 1 and batch_idx >= self.first:
             torch.rand(1)
 
 
-def fit_drawing_alone() -> None:
-    trainer_of(2, 2, callbacks=[DrawsAlone()]).fit(module_of(), DataLoader(rows(8), 2))  # type: ignore[arg-type]
+def fit_drawing_alone(first: int) -> None:
+    trainer_of(2, 2, callbacks=[DrawsAlone(first)]).fit(module_of(), DataLoader(rows(16), 2))  # type: ignore[arg-type]
 
 
-def test_random_numbers_that_one_rank_draws_alone_are_refused() -> None:
-    for each in watch_ranks(fit_drawing_alone, 2):
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (0, "different states of torch's random numbers (train, loader 0, batch 1)"),
+        (
+            5,
+            "ranks 0 and 1 share the layers of one model and compute different things: rank 0 has come to batch 6 (train",
+        ),
+    ],
+)
+def test_random_numbers_that_one_rank_draws_alone_are_refused(first: int, told: str) -> None:
+    for each in watch_ranks(fit_drawing_alone, 2, first):
         assert each.end is End.RAISED, each
-        assert "different states of torch's random numbers (train, loader 0, batch 1)" in each.error
+        assert told in each.error and "draw" in each.error.lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rank_harness import run_ranks
 from safetensors.torch import load_file
 from tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
+
+from lightning_ptm.errors import CapacityError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "in RAM": {},
@@ -103,6 +106,51 @@ class ByTurns(Vectors):
         return torch.optim.Adam(of[True], lr=1e-2), torch.optim.SGD(of[False], lr=1e-2, momentum=0.9)
 
 
+class ReadsItself(Normed):
+    """A block that hands its norm's vectors to a function, so that no module tells that they are read; all are its norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.project.bias = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.layer_norm(x, (WIDTH,), self.norm.weight, self.norm.bias)
+        return x + self.project(torch.tanh(self.expand(normed)))
+
+
+class ReadThemselves(Vectors):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsItself() for _ in range(3))
+
+
+class Compiled(ReadThemselves):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+class CallsBlocks(L.Callback):
+    """A block is called by itself where nothing computes, and behind weights in the user's hands."""
+
+    def look(self, module: Any) -> None:
+        with torch.no_grad():
+            module.losses.append(float(module.blocks[1](loader(4).dataset[:]).square().mean()))
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.look(module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.look(module)
+        with trainer.strategy.gathered(module.blocks[0]):  # type: ignore[attr-defined]
+            pass
+        self.look(module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.look(module)
+
+
 class Edits(L.Callback):
     """A block's weights by hand, in the middle of the run."""
 
@@ -113,16 +161,18 @@ class Edits(L.Callback):
                 module.blocks[1].expand.weight.mul_(0.5)
 
 
-Case = tuple[type[Vectors], Mapping[str, Any], bool]
+Case = tuple[type[Vectors], Mapping[str, Any], type[L.Callback] | None]
 CASES: dict[str, Case] = {
-    "plain": (Vectors, {}, False),
-    "accumulated and clipped": (Vectors, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, False),
-    "called from outside": (CalledFromOutside, {}, False),
-    "penalised": (Penalised, {}, False),
-    "frozen": (Frozen, {}, False),
-    "left out": (LeftOut, {}, False),
-    "two optimizers by turns": (ByTurns, {}, False),
-    "edited": (Vectors, {}, True),
+    "plain": (Vectors, {}, None),
+    "accumulated and clipped": (Vectors, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, None),
+    "called from outside": (CalledFromOutside, {}, None),
+    "penalised": (Penalised, {}, None),
+    "frozen": (Frozen, {}, None),
+    "left out": (LeftOut, {}, None),
+    "two optimizers by turns": (ByTurns, {}, None),
+    "edited": (Vectors, {}, Edits),
+    "read by the block, called alone": (ReadThemselves, {}, CallsBlocks),
+    "compiled, called alone": (Compiled, {}, CallsBlocks),
 }
 
 
@@ -134,12 +184,12 @@ def train(
 ) -> Trained:
     found = []
     for name in cases:
-        kind, options, edits = CASES[name]
+        kind, options, callback = CASES[name]
         ranks = int(os.environ["WORLD_SIZE"])
         torch.manual_seed(0)
         module = kind()
-        chosen = {**settings, "units": ["Normed"], "disk_path": disk}
-        trainer = trainer_of(ranks, tensor, chosen, callbacks=[Edits()] if edits else [], **options)
+        chosen = {**settings, "units": [type(module.blocks[0]).__name__], "disk_path": disk}
+        trainer = trainer_of(ranks, tensor, chosen, callbacks=[callback()] if callback else [], **options)
         if save is not None:
             trainer.callbacks.append(Saves(Path(save) / name))  # type: ignore[attr-defined]
         trainer.fit(module, loader(12))
@@ -170,6 +220,63 @@ def test_vectors_are_those_of_one_rank(settings: str, disk: Path) -> None:
             assert weights.keys() == values.keys()
             for key, value in values.items():
                 assert (weights[key] - value).abs().max() <= 1e-9, (name, key)
+
+
+class TwoPasses(Vectors):
+    """Gradients of two losses, the second of which is computed when those of the first have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for loss in (self.loss, lambda batch: self.blocks[1](batch + self.shift).square().mean()):
+            found = loss(batch)
+            self.losses.append(float(found))
+            self.manual_backward(found)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_with_least(tensor: int, disk: str) -> tuple[list[float], dict[str, Tensor]]:
+    """With everything on disk, and the fewest pages of RAM that are enough."""
+    for pages in range(8, 64):
+        torch.manual_seed(0)
+        module = TwoPasses()
+        chosen = {**SETTINGS["on disk, recomputed"], "recompute": "none", "host_memory": f"{64 * pages}KiB"}
+        trainer = trainer_of(tensor, tensor, {**chosen, "units": ["Normed"], "disk_path": disk})
+        with suppress(CapacityError):
+            trainer.fit(module, loader(8, 4))
+            return module.losses, weights_of(module)
+    raise AssertionError("64 pages are too few")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_root_comes_back_for_a_second_pass_where_gradients_had_no_room(ranks: int, disk: Path) -> None:
+    torch.manual_seed(0)
+    plain = TwoPasses()
+    expected = plain_training(plain)
+    for losses, weights in run_ranks(train_with_least, ranks, ranks, str(disk), limit_s=240):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for key, value in weights_of(plain).items():
+            assert (weights[key] - value).abs().max() <= 1e-9, key
+
+
+def plain_training(module: TwoPasses) -> list[float]:
+    """The losses of the same in one plain loop."""
+    module.double()
+    optimizer = module.configure_optimizers()
+    losses = []
+    for batch in loader(8, 4):
+        for loss in (module.loss, lambda batch: module.blocks[1](batch + module.shift).square().mean()):
+            found = loss(batch)
+            losses.append(float(found))
+            found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @pytest.mark.filterwarnings("ignore")

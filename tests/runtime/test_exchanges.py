@@ -114,6 +114,35 @@ def test_what_a_group_has_met_for_is_not_told_again(world: World, exchanges: Exc
     assert [each.split()[3] for each in told] == ["c", "d"]
 
 
+def of_batches(*batches: str) -> tuple[World, Exchanges]:
+    world: Any = World()
+    exchanges = Exchanges(world, GROUP, world, world)
+    exchange(exchanges, layer="first")
+    for batch in batches:
+        exchanges.computes(batch)
+    exchange(exchanges, layer="last")
+    return world, exchanges
+
+
+def test_a_meeting_tells_which_batches_are_computed() -> None:
+    """The group meets for the first exchange of each; of those of which nothing is exchanged, too, all are told."""
+    found = [of_batches(*batches)[0] for batches in (["0 a"], ["0 b"], ["0 a", "1 c"], ["0 b", "1 c"], [])]
+    assert [len(world.met) for world in found] == [2, 2, 2, 2, 1]
+    assert len({world.met[-1] for world in found}) == 5
+    assert of_batches("0 a")[0].met == found[0].met
+
+
+def test_where_a_group_does_not_come_its_batch_is_among_what_is_told(world: World, exchanges: Exchanges) -> None:
+    exchange(exchanges, layer="a")
+    for batch in map(str, range(3)):
+        exchanges.computes(batch)
+    world.absent = True
+    with pytest.raises(RankError):
+        exchange(exchanges, layer="b")
+    _, told = world.patience.exchanged()
+    assert [each.split(" (")[0] for each in told] == ["the sum of a", "batch 2", "the sum of b"]
+
+
 def test_nothing_is_exchanged_with_a_group_that_does_not_come(world: World, exchanges: Exchanges) -> None:
     world.absent = True
     with pytest.raises(RankError, match="not all of them come"):

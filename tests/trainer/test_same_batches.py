@@ -10,7 +10,8 @@ import numpy
 import pytest
 import torch
 
-from lightning_ptm.trainer.same_batches import digest
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.trainer.same_batches import FIRST, SameBatches, digest
 
 
 @dataclasses.dataclass
@@ -83,3 +84,53 @@ def test_different_batches_have_different_digests() -> None:
 
 def test_what_nobody_can_look_into_counts_by_its_class() -> None:
     assert digest([object(), iter([1])]) == digest([object(), iter([2])]) != digest([object(), 1])
+
+
+def test_what_is_not_in_ram_counts_by_its_shape() -> None:
+    on_device = [numbers().to("meta"), numbers()]
+    assert digest(on_device, in_ram=True) == digest([numbers(9.0).to("meta"), numbers()], in_ram=True)
+    assert digest(on_device, in_ram=True) != digest([numbers().to("meta"), numbers(9.0)], in_ram=True)
+    assert digest(on_device, in_ram=True) != digest([numbers().reshape(4).to("meta"), numbers()], in_ram=True)
+    assert digest([numbers()], in_ram=True) == digest([numbers()])
+
+
+class Apart(CpuBackend):
+    """A device with memory of its own."""
+
+    apart = True
+
+
+def told_of(batches: list[Any], *, moves: bool = True) -> list[str]:
+    """What a group is told of batches that come to such a device, behind the first."""
+    told: list[str] = []
+    same = SameBatches(None, Apart(), told.append)  # type: ignore[arg-type]
+    same._compared["train", 0] = FIRST
+    torch.manual_seed(0)
+    for index, batch in enumerate(batches, start=1):
+        on_device = same.move(batch, lambda batch=batch: [each.to("meta") for each in batch])  # type: ignore[misc]
+        same.check(on_device if moves else [each.to("meta") for each in batch], "train", index=index)
+    return told
+
+
+def test_a_batch_is_read_before_it_is_moved() -> None:
+    told = told_of([[numbers()], [numbers(5.0)]])
+    assert told == told_of([[numbers()], [numbers(5.0)]])
+    assert told[1] != told_of([[numbers()], [numbers(6.0)]])[1]
+    assert told[0].startswith("1 (train, loader 0; digest ")
+
+
+def test_another_object_than_was_moved_counts_by_its_shape() -> None:
+    """As a callback may have made it; what was moved meanwhile, by whom it may be, does not count."""
+    assert told_of([[numbers()]], moves=False) == told_of([[numbers(5.0)]], moves=False)
+
+
+def test_random_numbers_are_told_with_a_batch() -> None:
+    first, second = told_of([[numbers()]]), told_of([[numbers()]])
+    assert first == second
+    told: list[str] = []
+    same = SameBatches(None, CpuBackend(), told.append)  # type: ignore[arg-type]
+    same._compared["train", 0] = FIRST
+    for _ in range(2):
+        same.check([numbers()], "train", index=1)
+        torch.rand(1)
+    assert told[0] != told[1]

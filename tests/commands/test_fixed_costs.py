@@ -1,0 +1,38 @@
+"""What is trained to find what steps take beside arithmetic has the units, and the exchanges, that it is to tell of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ptm.commands import fixed_costs
+from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.runtime.engine import Engine
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Those of the runs, as they end."""
+    found: list[Engine] = []
+
+    class Watch(fixed_costs._Watch):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            found.append(trainer.strategy.engine)
+
+    monkeypatch.setattr(fixed_costs, "_Watch", Watch)
+    return found
+
+
+def test_units_are_units(engines: list[Engine]) -> None:
+    """As many as are counted, beside the root, though each is smaller than any that is found by itself."""
+    costs = fixed_costs.fixed_costs(CpuBackend(), 2)
+    assert [len(each.stores) - 1 for each in engines] == [fixed_costs._FEW, fixed_costs._MANY]
+    assert 0 < costs.unit_s < 1 and 0 < costs.step_s < 10
+
+
+def test_a_block_has_as_many_layers_as_ranks_would_divide(engines: list[Engine]) -> None:
+    assert 0 <= fixed_costs.block_s(CpuBackend(), 2) < 1
+    blocks = [[each for each in engine.stores if each.unit.name.startswith("blocks")] for engine in engines]
+    assert [len(each) for each in blocks] == [fixed_costs._FEW, fixed_costs._MANY]
+    assert all(len(block.unit.parameters) == 4 * fixed_costs.PAIRS for each in blocks for block in each)
