@@ -97,6 +97,7 @@ class Allocator:
         self._tensors: dict[int, PagedTensor] = {}
         self._inherited: dict[PagedTensor, PagedTensor] = {}
         """By the tensor that it was before, until somebody takes it."""
+        self._kept: set[int] = set()
         self._io_threads = 0
         self._marks: dict[int, Mark] = {}
         """By frame of a device apart, where its stream was when the frame was last given back."""
@@ -289,8 +290,8 @@ class Allocator:
         self._copier.launch(started).wait()
 
     def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
-        """A tensor's contents, or `numel` elements from `start` on, are lost, its pages stay its own: the system has their RAM
-        meanwhile. Raises as `release`."""
+        """A tensor's contents, or `numel` elements from `start` on, are lost, its pages stay its own: the system has their
+        RAM meanwhile. Raises as `release`."""
         start_bytes = start * tensor.dtype.itemsize
         stop_bytes = tensor.nbytes if numel is None else start_bytes + numel * tensor.dtype.itemsize
         with self._lock:
@@ -317,7 +318,13 @@ class Allocator:
 
     def inherited(self, before: PagedTensor) -> PagedTensor:
         """What a tensor of `heritage` is here, with its bytes; once."""
-        return self._inherited.pop(before)
+        found = self._inherited.pop(before)
+        self._kept.add(found.id)
+        return found
+
+    def was_kept(self, tensor: PagedTensor) -> bool:
+        """Whether it is one of those."""
+        return tensor.id in self._kept
 
     def _inherit(self, heritage: Heritage, owned: Sequence[range], uses: Mapping[Tier, str]) -> None:
         """The pages of what is kept are taken, and what lies between the pages that there are is left out."""

@@ -36,13 +36,17 @@ def by_parameter(stretches: list[Stretch]) -> dict[int, list[Stretch]]:
 def shards(stretches: list[Stretch]) -> dict[tuple[int, int], tuple[int, int]]:
     """By rank and place, which element of which parameter is there."""
     return {
-        (each.rank, each.place + at): (each.parameter, each.first + at) for each in stretches for at in range(each.numel)
+        (each.rank, each.place + at): (each.parameter, each.first + at)
+        for each in stretches
+        for at in range(each.numel)
     }
 
 
 @settings(deadline=None)
 @given(data=st.data(), sizes=SIZES, ranks=st.integers(1, 4), limit=st.integers(1, 30))
-def test_all_that_is_wanted_comes_to_its_place_once(data: st.DataObject, sizes: list[int], ranks: int, limit: int) -> None:
+def test_all_that_is_wanted_comes_to_its_place_once(
+    data: st.DataObject, sizes: list[int], ranks: int, limit: int
+) -> None:
     names = list(range(len(sizes)))
     old = laid(sizes, data.draw(st.permutations(names)), data.draw(st.integers(1, 50)), ranks)
     chosen = data.draw(st.permutations(names))[: data.draw(st.integers(1, len(names)))]
