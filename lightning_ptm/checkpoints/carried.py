@@ -9,6 +9,7 @@ I1: elements keep their bits; what an optimizer counts of a parameter goes with 
 from __future__ import annotations
 
 import abc
+import gc
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -92,6 +93,8 @@ class Carried(abc.ABC):
         """
         now = {id(parameter) for parameter in module.parameters()}
         gone = [known for known in self._names if known not in now]
+        if gone:
+            gc.collect()  # of the engine that has been closed
         alive = torch.tensor([int(self._kept[known]() is not None) for known in gone], dtype=torch.int64)
         if gone:
             engine.communicator.all_reduce(alive, maximum=True)

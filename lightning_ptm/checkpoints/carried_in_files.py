@@ -7,6 +7,7 @@ next run there removes (storage/folder.py, I2).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ class CarriedInFiles(Carried):
 
     @override
     def left(self) -> None:
-        return None
+        gc.collect()  # the memory of its pages
 
     @override
     def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:

@@ -6,7 +6,6 @@ new one does not write to.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,12 +30,16 @@ class Heritage:
     read: tuple[PagedTensor, ...]
 
     def frames(self, total: int) -> list[range]:
-        """Intervals of the `total` frames that the new allocator has, ascending: those of what is kept, and the lowest that
-        nobody reads."""
+        """Intervals of the `total` frames that the new allocator has, ascending: those of what is kept, and others that
+        nobody reads, side by side, so that what lies there end to end fills no more of them than of new ones."""
         kept = frames_of(self.kept)
-        taken = kept | frames_of(self.read)
-        free = (frame for frame in itertools.count() if frame not in taken)
-        return _intervals(sorted([*kept, *itertools.islice(free, max(0, total - len(kept)))]))
+        more = max(0, total - len(kept))
+        start = 0
+        for taken in sorted(kept | frames_of(self.read)):
+            if taken - start >= more:
+                break
+            start = taken + 1
+        return _intervals(sorted([*kept, *range(start, start + more)]))
 
 
 def frames_of(tensors: Iterable[PagedTensor]) -> set[int]:

@@ -243,7 +243,7 @@ class Engine:
         blueprint = self.blueprint
         self.wholes: Wholes = Wholes(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders)
         self.values: Values = Values(self.wholes, self.bars)
-        self.optimizer_values = OptimizerValues(self.wholes, self.bars)
+        self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
         self.lending: Lending = Lending(self.wholes, self.values)
         trains = bool(self._optimizers)

@@ -70,7 +70,7 @@ class HandedOn:
         self._values: dict[int, Held] = {}
         self._precise: dict[int, Held] = {}
         self._states: dict[tuple[int, str], dict[int, Held]] = {}
-        self._originals: dict[int, Tensor] = {}
+        self._originals: dict[int, Tensor] = values.give_originals()
         self._axes: dict[int, tuple[Axis, ...]] = {}
         """Along which ranks that share a parameter differ."""
         self._boxes: dict[int, Box] = {}
@@ -79,10 +79,6 @@ class HandedOn:
         scalars = engine.optimizer_values.scalars()
         for store, binding, flat in wholes.flats():
             self._remember_apart(wholes, store, binding, flat)
-            for parameter in binding.parameters:
-                original = values.original_of(parameter)
-                if original is not None:
-                    self._originals[id(parameter)] = original
             if flat is None:
                 continue
             keys = tuple(map(id, binding.parameters))

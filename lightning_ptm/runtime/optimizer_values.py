@@ -203,7 +203,9 @@ class OptimizerValues:
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             fresh = state is None or not (state or keep)
-            scalars = None if fresh or state is None else {name: v for name, v in state.items() if name not in paged_names}
+            scalars = (
+                None if fresh or state is None else {name: v for name, v in state.items() if name not in paged_names}
+            )
             ours.set_scalars(slot, scalars)
 
 

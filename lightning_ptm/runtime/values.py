@@ -216,6 +216,11 @@ class Values:
         """Its precise value, where pages do not have it; as this rank has the parameter."""
         return self._originals.get(id(parameter))
 
+    def give_originals(self) -> dict[int, Tensor]:
+        """All of these, by id of parameter; nothing is read or written here afterwards."""
+        given, self._originals = self._originals, {}
+        return given
+
     @property
     def unknown(self) -> tuple[str, ...]:
         """Names of parameters whose values ended with an earlier run, and that nobody has loaded since."""

@@ -10,7 +10,6 @@ I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameter
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -79,7 +78,6 @@ class RearrangingStrategy(EndingStrategy):
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
         with closing(self._carried(optimizers)) as carried:
             self._leave_pages(carried)
-            gc.collect()  # of the engine that has been closed
             carried.left()
             try:
                 self._build(trainer, anew=True, given=carried.given(), handed=carried.handed)
