@@ -1,7 +1,8 @@
 """Allocates, releases, copies, moves and merges paged tensors (the paper's Allocator, section 5; Page and Tensor, 4.1).
 
 Owns the page pools, the page tables, the regions and the I/O threads of one rank, all taken once at the start. Does not
-know what a tensor means, nor when it should be where: callers decide, it acts.
+know what a tensor means, nor when it should be where: callers decide, it acts. Long because whoever changes a tensor's pages
+is here (I1).
 
 I1: the only writer, with its Copier, of the page tables and of a PagedTensor's place, under one lock, which is not held
     while bytes move.
@@ -20,23 +21,25 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, Mark
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyMachine, CopyRange, copy_range
 from lightning_ptm.memory.disk import DiskRegion, FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
+from lightning_ptm.memory.heritage import Heritage, gaps
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.links import Link, LinkStats
 from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.memory.pool import setting_of
-from lightning_ptm.memory.region import HostRegion, Region
+from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.memory.route import spans_of
 from lightning_ptm.memory.streams import copy_streams
+from lightning_ptm.memory.tiers import check_settings, regions
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
-from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, TIERS, Tier, is_page_size
+from lightning_ptm.terms import TIERS, Tier
 
 POISON = 0xFF
 """Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
@@ -57,6 +60,7 @@ class Allocator:
         events: told of every copy.
         progress: of the disk tier's reservation.
         uses: by tier, what its pages are for, which an error tells when there are too few.
+        heritage: what the allocator before this one leaves on disk; of the same paths and page size.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
         CapacityError: the device has no room.
@@ -77,8 +81,9 @@ class Allocator:
         events: Events | None = None,
         progress: Progress | None = None,
         uses: Mapping[Tier, str] | None = None,
+        heritage: Heritage | None = None,
     ) -> None:
-        _check_settings(page_size, sizes, disk_paths)
+        check_settings(page_size, sizes, disk_paths)
         frames = {tier: sizes.get(tier, 0) // page_size for tier in dict.fromkeys((*TIERS, *sizes))}
         on_disk = sum(count for tier, count in frames.items() if not tier.addressable)
         self.page_size = page_size
@@ -90,6 +95,10 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
+        self._inherited: dict[PagedTensor, PagedTensor] = {}
+        """By the tensor that it was before, until somebody takes it."""
+        self._kept: set[int] = set()
+        self._io_threads = 0
         self._marks: dict[int, Mark] = {}
         """By frame of a device apart, where its stream was when the frame was last given back."""
         self._ledgers = {
@@ -97,16 +106,27 @@ class Allocator:
         }
 
         with contextlib.ExitStack() as undo:
-            regions = _regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
-            for region in regions.values() if poison else ():
+            made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
+            for region in made.values() if poison else ():
                 region.tensor.fill_(POISON)
             disk = io = poison_page = None
             if on_disk:
+                owned = [range(on_disk)] if heritage is None else heritage.frames(on_disk)
                 disk = DiskRegion(
-                    disk_paths, page_size=page_size, total_frames=on_disk, file_ops=file_ops, progress=progress
+                    disk_paths,
+                    page_size=page_size,
+                    total_frames=on_disk,
+                    file_ops=file_ops,
+                    progress=progress,
+                    elder=None if heritage is None else heritage.disk,
+                    frames=owned,
                 )
                 undo.callback(disk.close)
+                if heritage is not None:
+                    self._inherit(heritage, owned, uses or {})
+                    io_threads_per_path = heritage.io_threads
                 threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
+                self._io_threads = threads
                 io = IoQueue(
                     len(disk_paths), threads_per_lane=threads, page_size=page_size, backend=backend, pin=pin_host
                 )
@@ -114,7 +134,7 @@ class Allocator:
                 if poison:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
-            self._machine = CopyMachine(page_size, regions, disk, copy_streams(backend), backend.apart)
+            self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
             self._made = backend.mark()
@@ -269,12 +289,55 @@ class Allocator:
             started = self._begin_move(tensor, tensor.tier, contiguous=True)
         self._copier.launch(started).wait()
 
-    def discard(self, tensor: PagedTensor) -> None:
-        """A tensor's contents are lost, its pages stay its own: the system has their RAM meanwhile. Raises as `release`."""
+    def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
+        """A tensor's contents, or `numel` elements from `start` on, are lost, its pages stay its own: the system has their
+        RAM meanwhile. Raises as `release`."""
+        start_bytes = start * tensor.dtype.itemsize
+        stop_bytes = tensor.nbytes if numel is None else start_bytes + numel * tensor.dtype.itemsize
         with self._lock:
             self._check_usable(tensor)
-            self._copier.unless_busy(lambda: self._ledgers[tensor.tier].check_vacate(tensor.id, tensor.pages))
-            self._machine.discard(tensor.tier, tensor.pages)
+            spans = spans_of(tensor.pages, self.page_size, start_bytes, stop_bytes)
+            self._copier.unless_busy(lambda: self._ledgers[tensor.tier].check_vacate(tensor.id, spans))
+            self._machine.discard(tensor, start_bytes, stop_bytes)
+
+    def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
+        """As `discard`, of all pages in memory, used and free, that these have no part of; nothing is under way."""
+        with self._lock:
+            self._machine.discard_all_but(kept)
+
+    # One allocator after another.
+
+    def leave(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> Heritage | None:
+        """What the next allocator goes on with (`heritage`); None where nothing is on disk.
+
+        Args:
+            kept: tensors on disk that stay where they are. read: others there that are read before this one closes.
+        """
+        disk = self._machine.disk
+        return None if disk is None else Heritage(disk, self._io_threads, tuple(kept), tuple(read))
+
+    def inherited(self, before: PagedTensor) -> PagedTensor:
+        """What a tensor of `heritage` is here, with its bytes; once."""
+        found = self._inherited.pop(before)
+        self._kept.add(found.id)
+        return found
+
+    def was_kept(self, tensor: PagedTensor) -> bool:
+        """Whether it is one of those."""
+        return tensor.id in self._kept
+
+    def _inherit(self, heritage: Heritage, owned: Sequence[range], uses: Mapping[Tier, str]) -> None:
+        """The pages of what is kept are taken, and what lies between the pages that there are is left out."""
+        tier = next(tier for tier, ledger in self._ledgers.items() if ledger.capacity_bytes and not tier.addressable)
+        ledger = TierLedger(tier, owned[-1].stop, self.page_size, uses.get(tier, ""))
+        self._ledgers[tier] = ledger
+        for gap in gaps(owned):
+            ledger.pool.leave_out(gap.start, len(gap))
+        for before in heritage.kept:
+            tensor = PagedTensor(next(self._ids), before.name, before.numel, before.dtype, tier)
+            ledger.keep(tensor.id, before.pages)
+            tensor.place(tier, before.pages, None)
+            self._tensors[tensor.id] = self._inherited[before] = tensor
 
     def live_tensors(self) -> tuple[PagedTensor, ...]:
         """Every tensor that is not released, in order of allocation."""
@@ -364,37 +427,3 @@ class Allocator:
             raise UsageError(f"{tensor.name} is released; allocate it again")
         if tensor.moving:
             raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
-
-
-def _regions(
-    backend: Backend, sizes: Mapping[Tier, int], undo: contextlib.ExitStack, *, pin: bool
-) -> dict[Tier, Region]:
-    """Of the tiers in memory."""
-    made: dict[Tier, Region] = {}
-    for tier, size in sizes.items():
-        if tier.addressable:
-            made[tier] = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin)
-            undo.callback(made[tier].close)
-    return made
-
-
-def _check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:
-    if not is_page_size(page_size):
-        raise ConfigError(
-            f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
-        )
-    for tier, size in sizes.items():
-        if size < 0 or 0 < size < page_size:
-            raise ConfigError(
-                f"the {tier.name.lower()} tier has {size} bytes, less than a page of {page_size}; raise {setting_of(tier)}"
-            )
-    on_disk = [tier for tier, size in sizes.items() if size and not tier.addressable]
-    for tier in on_disk:
-        if not disk_paths:
-            name = tier.name.lower()
-            raise ConfigError(f"the {name} tier has {sizes[tier]} bytes but no disk_path; give one, or {name}_memory=0")
-    if len(on_disk) > 1:
-        names = " and ".join(tier.name.lower() for tier in on_disk)
-        raise ConfigError(
-            f"the {names} tiers have no addresses, and the files of disk_path are one tier; give one of them"
-        )

@@ -73,11 +73,21 @@ class CopyMachine:
         """Whether a copy between two RAM tiers goes on after it was launched."""
         return self.apart and (source.computes or target.computes)
 
-    def discard(self, tier: Tier, spans: Sequence[PageSpan]) -> None:
-        """What is on `spans` is lost; RAM behind it goes back to the system."""
-        if tier in self.regions:
-            for each in extents(spans, self.page_size, 0, sum(span.bytes for span in spans)):
-                self.regions[tier].discard(each.start_bytes, each.stop_bytes - each.start_bytes)
+    def discard(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> None:
+        """Bytes [start_bytes, stop_bytes) of a tensor are lost; RAM behind them goes back to the system."""
+        if tensor.tier in self.regions:
+            for each in extents(tensor.pages, self.page_size, start_bytes, stop_bytes):
+                self.regions[tensor.tier].discard(each.start_bytes, each.stop_bytes - each.start_bytes)
+
+    def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
+        """As `discard`, of all bytes in memory that are on no page of these."""
+        for tier, region in self.regions.items():
+            used = sorted({span.frame for tensor in kept if tensor.tier is tier for span in tensor.pages})
+            done = 0
+            for frame in (*used, region.tensor.numel() // self.page_size):
+                if done < frame:
+                    region.discard(done * self.page_size, (frame - done) * self.page_size)
+                done = frame + 1
 
     def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""

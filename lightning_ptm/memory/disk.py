@@ -5,13 +5,16 @@ Page f lives in file f mod n at page f div n, so neighbours lie on different dis
 I1: every byte is there before training starts (posix_fallocate): a full disk is an error at the start, not at step 900.
 I2: no name points at a file, so a kill leaves nothing behind and two jobs may share a path. Where the file system makes none
     without a name (O_TMPFILE), it is taken away as soon as the file is open.
-I3: every transfer is of whole blocks, and checked for its length; the kernel's partial progress is continued only from
+I3: a region may have an heir, of the same files: it has some of the pages, with their bytes, and others that are new; the
+    files' space is given back by whoever closes last, and that of pages that the heir has not when the elder closes.
+I4: every transfer is of whole blocks, and checked for its length; the kernel's partial progress is continued only from
     a block border (O_DIRECT refuses others).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -59,6 +62,16 @@ class FileOps:
                 os.posix_fadvise(fd, start, size_bytes, os.POSIX_FADV_DONTNEED)  # else it would be in RAM, too
             finally:
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+    def give_back(self, fd: int, size_bytes: int, start: int) -> None:
+        """A part of a file takes no space any more, where the file system can do so."""
+        keeping_size, punching = 1, 2
+        ctypes.CDLL(None).fallocate(
+            ctypes.c_int(fd), ctypes.c_int(keeping_size | punching), ctypes.c_int64(start), ctypes.c_int64(size_bytes)
+        )
+
+    def duplicate(self, fd: int) -> int:
+        return os.dup(fd)
 
     def empty(self, fd: int) -> None:
         """Give a file's space back now, though a forked child (a data loader's worker) may have it open for long."""
@@ -141,6 +154,8 @@ class DiskRegion:
         total_frames: pages in all, over all paths.
         file_ops: the file calls.
         progress: of the reservation, which some file systems take long for.
+        elder: whose files these are, if it has other pages; of the same paths and page size.
+        frames: the pages that there are, as intervals; None: all.
     Raises:
         ConfigError: a path is missing, no directory, or cannot be written.
         PageIOError: a path has no room for its share (errno ENOSPC, or what the system says).
@@ -154,24 +169,50 @@ class DiskRegion:
         total_frames: int,
         file_ops: FileOps | None = None,
         progress: Progress | None = None,
+        elder: DiskRegion | None = None,
+        frames: Sequence[range] | None = None,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self.page_size = page_size
         self.total_frames = total_frames
         self._ops = file_ops or FileOps()
 
+        self.frames = (range(total_frames),) if frames is None else tuple(frames)
+        self._elder = elder
+
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
+        self._heir: DiskRegion | None = None
         progress = progress or Progress(shown=False)
+        new = _without(self.frames, () if elder is None else elder.frames)
         try:
-            with progress.bar("reserving disk", total_frames * page_size) as seen:
+            with progress.bar("reserving disk", sum(map(len, new)) * page_size) as seen:
                 for index, path in enumerate(self.paths):
-                    share_frames = len(range(index, total_frames, len(self.paths)))
-                    self._files.append(self._open(path))
-                    self._reserve(path, self._files[-1], share_frames * page_size, seen)
+                    self._files.append(self._open(path) if elder is None else elder.copy_of_file(index))
+                    self._reserve(path, self._files[-1], self._places(index, new), seen)
         except BaseException:
             self.close()
             raise
+        if elder is not None:
+            elder.has_heir(self)
+
+    def copy_of_file(self, index: int) -> int:
+        """The file of a path, opened once more; the caller closes it."""
+        return self._ops.duplicate(self._files[index])
+
+    def has_heir(self, heir: DiskRegion) -> None:
+        """From now on another region has pages of these files (I3)."""
+        self._heir = heir
+
+    @property
+    def is_open(self) -> bool:
+        return any(file >= 0 for file in self._files)
+
+    def _places(self, index: int, frames: Sequence[range]) -> list[range]:
+        """Where pages lie in the file of a path, in bytes."""
+        paths, size = len(self.paths), self.page_size
+        found = (range(-((index - each.start) // paths), -((index - each.stop) // paths)) for each in frames)
+        return [range(each.start * size, each.stop * size) for each in found if each]
 
     @property
     def is_one_file(self) -> bool:
@@ -197,13 +238,20 @@ class DiskRegion:
         self._transfer(False, frame, offset_bytes, views)
 
     def close(self) -> None:
-        """Give the files' space back and close them. Idempotent; no transfer may be running."""
+        """Give the files' space back (I3) and close them. Idempotent; no transfer may be running."""
+        heir, elder = self._heir, self._elder
+        inherited = heir is not None and heir.is_open
+        ended = _without(self.frames, heir.frames) if heir is not None and inherited else ()
         for index, file in enumerate(self._files):
             self._files[index] = -1
             if file >= 0:
                 with contextlib.suppress(OSError):  # a broken disk's comes back with the last close
-                    self._ops.empty(file)
+                    for place in self._places(index, ended):
+                        self._ops.give_back(file, len(place), place.start)
+                    if not inherited and not (elder is not None and elder.is_open):
+                        self._ops.empty(file)
                 self._ops.close(file)
+        self._heir = self._elder = None
 
     def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
         call = self._ops.preadv if reading else self._ops.pwritev
@@ -253,17 +301,18 @@ class DiskRegion:
                 f"disk_path {path} cannot be written ({error.strerror}); give a folder that this user may write to"
             ) from error
 
-    def _reserve(self, path: Path, file: int, needed_bytes: int, seen: Seen) -> None:
+    def _reserve(self, path: Path, file: int, places: Sequence[range], seen: Seen) -> None:
+        needed_bytes = sum(map(len, places))
         if needed_bytes == 0:
             return
         free_bytes = self._ops.free_bytes(os.fspath(path))
         number = errno.ENOSPC
         if needed_bytes <= free_bytes:
             try:
-                for start in range(0, needed_bytes, RESERVED_AT_ONCE_BYTES):
-                    count = min(RESERVED_AT_ONCE_BYTES, needed_bytes - start)
-                    self._ops.fallocate(file, count, start)
-                    seen(count)
+                for place in places:
+                    for part in _at_once(place, RESERVED_AT_ONCE_BYTES):
+                        self._ops.fallocate(file, len(part), part.start)
+                        seen(len(part))
                 return
             except OSError as error:
                 number = error.errno or errno.EIO
@@ -277,6 +326,24 @@ class DiskRegion:
             page=None,
             errno=number,
         )
+
+
+def _at_once(place: range, most: int) -> list[range]:
+    """A range in parts of no more than `most`."""
+    return [place[start : start + most] for start in range(0, len(place), most)]
+
+
+def _without(frames: Sequence[range], others: Sequence[range]) -> list[range]:
+    """Intervals of those frames that are in none of the others; both ascend."""
+    found = []
+    for each in frames:
+        start = each.start
+        for other in others:
+            if other.start < each.stop and start < other.stop:
+                found.append(range(start, other.start))
+                start = other.stop
+        found.append(range(start, each.stop))
+    return [each for each in found if each]
 
 
 def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:

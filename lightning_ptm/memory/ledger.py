@@ -76,6 +76,14 @@ class TierLedger:
         self._peak_frames = max(self._peak_frames, self.pool.used_frames)
         return spans
 
+    def keep(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
+        """A tensor has pages that hold its bytes already; InternalError when somebody else has them."""
+        for span in spans:
+            if not self.table.parts(span.frame):
+                self.pool.take_at(span.frame, 1)
+            self.table.take(span.frame, tensor_id, span.offset_bytes, span.offset_bytes + span.bytes)
+        self._peak_frames = max(self._peak_frames, self.pool.used_frames)
+
     def check_vacate(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
         """InternalError when a page of the tensor is in a transfer."""
         for span in spans:

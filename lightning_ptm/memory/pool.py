@@ -6,6 +6,7 @@ I1: every frame is either free or used: free + used == total.
 I2: free frames are kept as intervals, sorted, disjoint, and never touching (touching ones are joined), so that cost
     depends on how scattered the pool is and not on how many frames it has.
 I3: the lowest frames go first. Runs stay long at the top, and the bytes of frames never used are never committed.
+I4: frames that the tier has not (`leave_out`) are between those that it has; nobody gets or returns them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class PagePool:
         self._starts: list[int] = [0] if total_frames else []
         self._stops: list[int] = [total_frames] if total_frames else []
         self._free_frames = total_frames
+        self._stop = total_frames
+
+    def leave_out(self, first: int, count: int) -> None:
+        """The tier has not the free frames `first` to `first + count - 1` (I4)."""
+        self.take_at(first, count)
+        self.total_frames -= count
 
     @property
     def free_frames(self) -> int:
@@ -114,10 +121,8 @@ class PagePool:
                 raise InternalError(f"{self.tier.name} frame {frame} was given back twice in one call")
         runs = _runs(ordered)
         for first, stop in runs:
-            if first < 0 or stop > self.total_frames:
-                raise InternalError(
-                    f"{self.tier.name} frames {first} to {stop - 1} are not in a pool of {self.total_frames}"
-                )
+            if first < 0 or stop > self._stop:
+                raise InternalError(f"{self.tier.name} frames {first} to {stop - 1} are not in a pool of {self._stop}")
             index = bisect.bisect_left(self._stops, first + 1)
             if index < len(self._starts) and self._starts[index] < stop:
                 raise InternalError(f"a frame from {first} to {stop - 1} of {self.tier.name} was given back while free")

@@ -83,6 +83,14 @@ def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_byt
     return found
 
 
+def spans_of(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> Sequence[PageSpan]:
+    """Those of a tensor's spans in which the bytes [start_bytes, stop_bytes) lie."""
+    if start_bytes >= stop_bytes:
+        return ()
+    shift_bytes = spans[0].offset_bytes
+    return spans[(start_bytes + shift_bytes) // page_size : -(-(stop_bytes + shift_bytes) // page_size)]
+
+
 def join(found: Sequence[PagePiece], page_size: int) -> list[PagePiece]:
     """The same bytes in fewer pieces, none longer than a page, where each page lies right behind the one before."""
     joined: list[PagePiece] = []

@@ -54,11 +54,14 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update import OptimizerTraits
 
 
-def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Blueprint:
+def draw(
+    request: Request, communicator: Communicator, ranks_on_host: int, *, in_memory: int = 0, on_disk: int = 0
+) -> Blueprint:
     """Decides everything for a run here; a collective.
 
     Args:
         ranks_on_host: ranks that share this machine's RAM and disks.
+        in_memory, on_disk: bytes of this rank that pages before these will have given back when these are there.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting that cannot work.
@@ -66,6 +69,11 @@ def draw(request: Request, communicator: Communicator, ranks_on_host: int) -> Bl
     """
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
+    machine = dataclasses.replace(
+        machine,
+        free_host_bytes=machine.free_host_bytes + in_memory * machine.ranks,
+        free_disk_bytes=machine.free_disk_bytes + on_disk * machine.ranks,
+    )
     agree = partial(agreed, communicator=communicator)
     return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
 

@@ -40,7 +40,9 @@ from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.gradient_pages import GradientPages
+from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.heap import Heap
+from lightning_ptm.runtime.heirlooms import Heirlooms, heirlooms
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lending import Lending
@@ -92,6 +94,7 @@ class Engine:
         events: where the parts tell what happens when.
         progress: where long work tells how far it has come.
         ranks_here: ranks that share this machine's RAM.
+        handed: model states of the engine before this one, instead of first values.
     """
 
     def __init__(
@@ -110,8 +113,11 @@ class Engine:
         events: Events | None = None,
         progress: Progress | None = None,
         ranks_here: int = 1,
+        handed: HandedOn | None = None,
     ) -> None:
         self.module = module
+        self._handed = handed
+        self._pages_stay = False
         self._ranks_here = ranks_here
         self.blueprint = blueprint
         self._communicators = communicators
@@ -200,10 +206,15 @@ class Engine:
     def _take_pages(self, poison: bool, file_ops: FileOps | None) -> Pages:
         blueprint = self.blueprint
         check_layout(blueprint.layout, self.communicator)
+        kept = Heirlooms()
+        if self._handed is not None:
+            kept = heirlooms(blueprint, self._handed, self._optimizers, self.disk_paths)
+        more = {tier: pages * blueprint.layout.page_size for tier, pages in kept.more_pages.items()}
+        self._pages_between = kept.more_pages_at_once
         self.allocator = Allocator(
             page_size=blueprint.layout.page_size,
             backend=self.backend,
-            sizes=blueprint.pool_bytes,
+            sizes={tier: size + more.get(tier, 0) for tier, size in blueprint.pool_bytes.items()},
             disk_paths=self.disk_paths,
             pin_host=True,
             poison=poison,
@@ -211,9 +222,10 @@ class Engine:
             events=self.events,
             progress=self.bars,
             uses={tier: blueprint.inventory.in_words(tier) for tier in blueprint.budget},
+            heritage=kept.heritage,
         )
-        self._undo.callback(self.allocator.close)
-        pages = Pages(blueprint, self.allocator, self._communicators, self.device)
+        self._undo.callback(self._close_pages)
+        pages = Pages(blueprint, self.allocator, self._communicators, self.device, kept)
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -231,7 +243,7 @@ class Engine:
         blueprint = self.blueprint
         self.wholes: Wholes = Wholes(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders)
         self.values: Values = Values(self.wholes, self.bars)
-        self.optimizer_values = OptimizerValues(self.wholes, self.bars)
+        self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
         self.lending: Lending = Lending(self.wholes, self.values)
         trains = bool(self._optimizers)
@@ -244,7 +256,9 @@ class Engine:
             self.bars,
             trains=trains,
             precise_bytes=self.precise_bytes(),
+            handed=self._handed,
         )
+        self._handed = None
         move_beside_parameters(self.module, self.device)
         self._module_buffers = None
         if not self.communicator.alone:
@@ -267,7 +281,7 @@ class Engine:
             blueprint, self.backend, pages, self.stores, self.flats, self._optimizers, self.updater
         )
         self._undo.callback(self.updates.close)
-        check_taken(blueprint, self.allocator)
+        check_taken(blueprint, self.allocator, self._pages_between)
         if blueprint.lock_free is None:
             for unit, flats in enumerate(self.flats):
                 for flat in flats:
@@ -463,6 +477,11 @@ class Engine:
                 flat.await_reads()
         self.rendezvous.come_together(Together.BY_HAND, deed)
 
+    @property
+    def communicators(self) -> Communicators:
+        """Of ranks that differ in some way."""
+        return self._communicators
+
     def _settle(self, deed: str) -> None:
         """I1, on all ranks."""
         self.drain(deed)
@@ -520,6 +539,17 @@ class Engine:
             return
         self._closed = True
         self._undo.close()
+
+    def hand_on(self) -> HandedOn:
+        """Model states in their pages, which `close` leaves to the caller from now on. The engine has drained all updates,
+        and only `close` follows. Collective where ranks own parameters."""
+        handed = HandedOn(self)
+        self._pages_stay = True
+        return handed
+
+    def _close_pages(self) -> None:
+        if not self._pages_stay:
+            self.allocator.close()
 
     def _check_open(self) -> None:
         if self._closed:

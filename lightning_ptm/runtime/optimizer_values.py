@@ -23,6 +23,7 @@ from lightning_ptm.runtime.store import UnitStore
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.binding import FlatBinding
+    from lightning_ptm.runtime.handed_on import HandedOn
     from lightning_ptm.runtime.updates import FlatUpdate
     from lightning_ptm.runtime.wholes import Wholes
 
@@ -152,7 +153,29 @@ class OptimizerValues:
             for flat in flats:
                 self._load_flat(flat, states, seen)
 
-    def _load_flat(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen) -> None:
+    @torch.no_grad()
+    def take_over(self, optimizer: int, handed: HandedOn, before: int, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """As `load`, of states in pages of the engine before this one. Collective.
+
+        Args:
+            before: the number that the optimizer had there.
+            states: by id of parameter, what is in no pages; empty of those that have been updated all the same.
+        """
+        flats = [flat for flat in self._wholes.updates.values() if flat.optimizer == optimizer]
+        total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
+        with self._progress.bar("optimizer states into pages", total_bytes) as seen:
+            for flat in flats:
+                for name in flat.states.everywhere:
+                    handed.lay_states(flat, name, before, self._wholes.allocator, seen)
+                self._load_flat(flat, states, seen, keep=True)
+
+    def _load_flat(
+        self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool = False
+    ) -> None:
+        """
+        Args:
+            keep: parameters without a state of some name keep the elements that they have.
+        """
         binding = flat.store.binding
         per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
         ours = flat.states
@@ -176,12 +199,15 @@ class OptimizerValues:
                 boxes = None
             else:
                 given, boxes = binding.arrangement.as_laid(given), binding.arrangement.boxes
-            if name in ours.slots:
+            if name in ours.slots and not (keep and all(value is None for value in given)):
                 segments = ours.state_segments(name)
-                pieces.fill(self._wholes.allocator, ours.elements(name), segments, given, boxes, keep=False, seen=seen)
+                pieces.fill(self._wholes.allocator, ours.elements(name), segments, given, boxes, keep=keep, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
-            scalars = None if not state else {name: v for name, v in state.items() if name not in paged_names}
+            fresh = state is None or not (state or keep)
+            scalars = (
+                None if fresh or state is None else {name: v for name, v in state.items() if name not in paged_names}
+            )
             ours.set_scalars(slot, scalars)
 
 

@@ -19,6 +19,7 @@ from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.gradient_pages import GradientPages, PageSupply
 from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.runtime.heirlooms import Heirlooms
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
@@ -41,12 +42,14 @@ class Pages:
         allocator: Allocator,
         communicators: Communicators,
         device: torch.device,
+        heirlooms: Heirlooms | None = None,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
         self._communicators = communicators
         self._device = device
 
+        self._heirlooms = heirlooms or Heirlooms()
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
         self.gradient_pages: GradientPages | None = None
@@ -137,7 +140,13 @@ class Pages:
         return taken
 
     def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:
-        return [tensor for row in self._of_flats[what].get(flat.index, ()) for tensor in self._take(row)]
+        rows = self._of_flats[what].get(flat.index, ())
+        before = self._heirlooms.of(what, flat.index, len(rows))
+        return [
+            tensor
+            for row, old in zip(rows, before, strict=True)
+            for tensor in (self._take(row) if old is None else [self._allocator.inherited(old)])
+        ]
 
     def _taken(self, what: What) -> tuple[PagedTensor, ...]:
         return tuple(tensor for row in self._blueprint.inventory.of(what) for tensor in self._take(row))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.codes import CodedTensor
 from lightning_ptm.planning.layout import round_up
@@ -59,7 +60,7 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
     if isinstance(paged, PagedTensor) and paged.tier.addressable:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
-    step, stored = _step(allocator, paged), in_pages(paged)
+    step, stored = step_of(allocator, paged), in_pages(paged)
     # The plan has room for these only where something is on disk.
     through = [] if stored.tier.addressable else [(stored.dtype, stored.numel)]
     with contextlib.closing(Buffers.for_now(allocator, through)) as buffers:
@@ -159,6 +160,51 @@ def fill(
         if not keep:
             target[done - start :].zero_()
 
+    _put_all(allocator, paged, put, keep=keep)
+
+
+def lay(
+    allocator: Allocator,
+    paged: Elements,
+    arrivals: Iterable[tuple[int, Tensor]],
+    *,
+    through: torch.dtype | None = None,
+    keep: bool = False,
+    seen: Seen = unseen,
+) -> None:
+    """Write elements as they come.
+
+    Args:
+        arrivals: (first element, elements on the CPU), in ascending order; each is asked for when the one before is written.
+        through, seen: as for `fill`.
+        keep: elements that do not come stay as they are; otherwise they become 0.
+    """
+    coming = iter(arrivals)
+    left: tuple[int, Tensor] | None = None
+
+    def put(target: Tensor, start: int) -> None:
+        nonlocal left
+        done, stop = start, start + target.numel()
+        while (left := left or next(coming, None)) is not None and left[0] < stop:
+            first, part = left
+            here = part[: stop - first]
+            if not keep:
+                target[done - start : first - start].zero_()
+            place = target.narrow(0, first - start, here.numel())
+            place.copy_(here if through is None else here.to(through))
+            seen(place.nbytes)
+            done = first + here.numel()
+            left = (done, part[here.numel() :]) if here.numel() < part.numel() else None
+        if not keep:
+            target[done - start :].zero_()
+
+    _put_all(allocator, paged, put, keep=keep)
+    if left is not None:
+        raise InternalError(f"elements from {left[0]} on came for {in_pages(paged).name}, which has {paged.numel}")
+
+
+def _put_all(allocator: Allocator, paged: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """Args: as `_change`."""
     if isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
     elif isinstance(paged, CodedTensor) and not paged.tier.addressable:
@@ -174,7 +220,7 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
         put: changes the elements that it is given, which begin at that one.
         keep: it is given what they are.
     """
-    step, stored = _step(allocator, tensor), in_pages(tensor)
+    step, stored = step_of(allocator, tensor), in_pages(tensor)
 
     def change(part: Tensor, start: int) -> None:
         values = elements_of(tensor, part, min(step, tensor.numel - start))
@@ -209,7 +255,7 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
 
 def _change_codes(allocator: Allocator, coded: CodedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
     """As `_change`, on disk: the codes of a page of values seldom begin with a disk block, so all are written at once."""
-    step = _step(allocator, coded)
+    step = step_of(allocator, coded)
     codes = read(allocator, coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
     for start in range(0, coded.numel, step):
         part, numel = codes.narrow(0, *_stretch(coded, start, step)), min(step, coded.numel - start)
@@ -276,8 +322,8 @@ def _end(transfers: Iterable[Transfer]) -> None:
             transfer.wait()
 
 
-def _step(allocator: Allocator, paged: Elements) -> int:
-    """Elements that are read, or written, at once."""
+def step_of(allocator: Allocator, paged: Elements) -> int:
+    """Elements that are read, or written, at once: a page of them, or a chunk of what is encoded."""
     if isinstance(paged, EncodedTensor):
         return paged.encoding.chunk_numel
     return allocator.page_size // paged.dtype.itemsize

@@ -5,7 +5,7 @@ Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_ptm.progress import Progress
 from lightning_ptm.runtime import offload
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.materialize import FirstValues, Given
@@ -29,6 +30,7 @@ from lightning_ptm.runtime.pages import Pages
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
+from lightning_ptm.terms import Tier
 from lightning_ptm.update import Updater
 
 
@@ -42,12 +44,14 @@ def lay_first_values(
     *,
     trains: bool,
     precise_bytes: int,
+    handed: HandedOn | None = None,
 ) -> None:
     """The parameters into pages, unit by unit, and buffers their values.
 
     Args:
         given: values that files provide.
         precise_bytes: that all weights take outside of pages.
+        handed: values that pages of an engine before this one provide.
     """
     bindings = [binding for store in stores for binding in store.bindings]
     parts = [pair for each in bindings for pair in zip(each.parameters, each.arrangement.boxes, strict=True)]
@@ -69,6 +73,7 @@ def lay_first_values(
                 only=complete,
                 keep_originals=not trains and any(blueprint.copies) and (was_built or room),
                 keep_frozen=was_built,
+                handed=handed,
                 seen=seen,
             )
     first.check()
@@ -139,10 +144,14 @@ def activations_offload(
     return offload.Offload(mover, backend, stream, modules, in_pages, least_bytes=least)
 
 
-def check_taken(blueprint: Blueprint, allocator: Allocator) -> None:
-    """What is taken without a row would be missing where the plan counts on it."""
+def check_taken(blueprint: Blueprint, allocator: Allocator, beside: Mapping[Tier, int]) -> None:
+    """What is taken without a row would be missing where the plan counts on it.
+
+    Args:
+        beside: pages that rows take more than they would fill, by tier.
+    """
     for tier in blueprint.budget:
-        taken = allocator.capacity_bytes(tier) - allocator.free_bytes(tier)
+        taken = allocator.capacity_bytes(tier) - allocator.free_bytes(tier) - beside.get(tier, 0) * allocator.page_size
         rows = blueprint.inventory.held_bytes(tier, Lifetime.RUN)
         if taken != rows:
             raise InternalError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.closed import ClosedParameter
@@ -28,6 +28,7 @@ from lightning_ptm.runtime.wholes import flats_of
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import ParameterSpec
     from lightning_ptm.runtime.binding import FlatBinding
+    from lightning_ptm.runtime.handed_on import HandedOn
     from lightning_ptm.runtime.materialize import Read
     from lightning_ptm.runtime.wholes import Wholes
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
     """Whether `dtype` is less precise than the value."""
     return torch.promote_types(value.dtype, dtype) is not dtype
+
+
+def _in_old_pages() -> Tensor:
+    raise InternalError("what is in pages of another engine is moved from page to page, and not read whole")
 
 
 class Values:
@@ -66,6 +71,7 @@ class Values:
         only: Collection[FlatBinding] | None = None,
         keep_originals: bool = False,
         keep_frozen: bool = False,
+        handed: HandedOn | None = None,
         seen: Seen = unseen,
     ) -> None:
         """Lays a unit's parameters into pages; from then on they are views of pages, or released.
@@ -77,12 +83,15 @@ class Values:
             keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
             keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
                 else remembers what the user had, and training must not round what it does not train.
+            handed: what pages of an engine before this one provide; it takes the place of all others.
             seen: is told how many more bytes lie in pages.
         """
         for binding, flat in flats_of(store):
             if only is not None and binding not in only:
                 continue
             reads = [given.get(id(parameter)) for parameter in binding.parameters]
+            if handed is not None:
+                reads = [_in_old_pages if each in handed else None for each in binding.parameters]
             if flat is None:
                 if not all(reads):
                     self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
@@ -94,7 +103,9 @@ class Values:
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._wholes.source(store) is not None
                 self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
-            if any(reads):
+            if any(reads) and handed is not None:
+                self._hand_on(flat, handed, keep=keep, seen=seen)
+            elif any(reads):
                 values = [None if read is None else read() for read in reads]
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
                     if keep and value is not None and _rounds(value, binding.dtype):
@@ -106,6 +117,22 @@ class Values:
                 flat.bind_resident()
             else:
                 binding.unbind()
+
+    def _hand_on(self, flat: FlatStore, handed: HandedOn, *, keep: bool, seen: Seen) -> None:
+        """The values of those parameters that old pages have. Args: as `take_over`."""
+        known = [each for each in flat.binding.parameters if each in handed]
+        for parameter in known if keep else ():
+            dtype, original = handed.dtype(id(parameter)), handed.original(id(parameter))
+            assert dtype is not None
+            if torch.promote_types(dtype, flat.binding.dtype) is not flat.binding.dtype:
+                self._originals[id(parameter)] = (
+                    handed.precise(id(parameter), flat.communicator) if original is None else original
+                )
+        master = self._wholes.master(flat)
+        if master is not None:
+            handed.lay_precise(master, flat, self._wholes.allocator, seen)
+        handed.lay_values(flat, self._wholes.allocator, seen)
+        handed.let_go_of_originals([id(each) for each in known])
 
     def _built(
         self,
@@ -190,6 +217,11 @@ class Values:
     def original_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Its precise value, where pages do not have it; as this rank has the parameter."""
         return self._originals.get(id(parameter))
+
+    def give_originals(self) -> dict[int, Tensor]:
+        """All of these, by id of parameter; nothing is read or written here afterwards."""
+        given, self._originals = self._originals, {}
+        return given
 
     @property
     def unknown(self) -> tuple[str, ...]:

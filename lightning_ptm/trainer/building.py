@@ -35,6 +35,7 @@ from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import draw
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.exchanges import Exchanges
+from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.inspection import states_in_words
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.parts import split_of
@@ -71,12 +72,15 @@ class BuildingStrategy(CheckpointingStrategy):
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
-    def _build(self, trainer: Trainer, *, anew: bool = False, given: Given | None = None) -> None:
+    def _build(
+        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: HandedOn | None = None
+    ) -> None:
         """The engine and its pages, and what watches over them.
 
         Args:
             anew: in mid-run: parameters have been rearranged.
             given: their values, where the module has none.
+            handed: the same, where they are in pages.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         backend = self._backend
@@ -104,7 +108,9 @@ class BuildingStrategy(CheckpointingStrategy):
         if anew:
             request = dataclasses.replace(request, rearranges=True)
         make_folders(settings.disk_paths)
-        blueprint = draw(request, self._communicator, ranks_on_host=max(1, self.num_processes))
+        in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
+        ranks_here = max(1, self.num_processes)
+        blueprint = draw(request, self._communicator, ranks_here, in_memory=in_memory, on_disk=on_disk)
         if fitting and not anew and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         self._engine = Engine(
@@ -120,7 +126,8 @@ class BuildingStrategy(CheckpointingStrategy):
             given=given,
             events=events,
             progress=progress,
-            ranks_here=max(1, self.num_processes),
+            ranks_here=ranks_here,
+            handed=handed,
         )
         # A run that goes on from a checkpoint rounds as it would have done.
         self._engine.updates.number_of_step = lambda: trainer.global_step

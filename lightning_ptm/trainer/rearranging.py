@@ -10,7 +10,7 @@ I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameter
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.carried import Carried, warn_of_resized
+from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
+from lightning_ptm.checkpoints.carried_in_pages import CarriedInPages
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding import check_parameters
 from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.trainer.ending import EndingStrategy
@@ -73,16 +76,25 @@ class RearrangingStrategy(EndingStrategy):
         self._saves.finish()
         self._check_parameters(self._module.trainer)
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
-        room = self._room(trainer)
-        ranks_here = max(1, self.num_processes)
-        with closing(
-            Carried(self.engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
-        ) as carried:
+        with closing(self._carried(optimizers)) as carried:
             self._leave_pages(carried)
-            carried.give_back(self._module, optimizers)
-            self._build(trainer, anew=True, given=carried.given())
+            carried.left()
+            try:
+                self._build(trainer, anew=True, given=carried.given(), handed=carried.handed)
+            except BaseException:
+                if self.settings.restore_weights and carried.rescue(self._module):
+                    self._ended = dataclasses.replace(self._ended, weights=True)
+                raise
+            carried.give_back(self.engine, self._module, optimizers)
             carried.fill(self.engine, optimizers)
             self.barrier()  # all have read
+
+    def _carried(self, optimizers: Sequence[Optimizer]) -> Carried:
+        """From page to page; a device has no room for old pages and new ones."""
+        if not self._backend.apart:
+            return CarriedInPages(self.engine, self._module, optimizers)
+        room, ranks_here = self._room(self._module.trainer), max(1, self.num_processes)
+        return CarriedInFiles(self.engine, self._module, optimizers, room, ranks_here=ranks_here, ops=self.save_ops)
 
     def _check_parameters(self, trainer: Trainer) -> None:
         """What pages cannot have is refused while the old ones are there, so that the module gets its weights back."""
@@ -120,9 +132,11 @@ class RearrangingStrategy(EndingStrategy):
         return disks[0] if disks and self.num_nodes == 1 else Path(trainer.default_root_dir)
 
     @override
-    def _build(self, trainer: Trainer, *, anew: bool = False, given: Given | None = None) -> None:
+    def _build(
+        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: HandedOn | None = None
+    ) -> None:
         remove_stale(self._room(trainer))  # what a run that was killed meanwhile has left
-        super()._build(trainer, anew=anew, given=given)
+        super()._build(trainer, anew=anew, given=given, handed=handed)
 
     def _leave_pages(self, carried: Carried) -> None:
         """The engine ends, and nothing is given back: the run goes on with another one."""

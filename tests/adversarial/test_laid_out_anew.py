@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,9 +17,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import CapacityError, CheckpointError, UsageError
+from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
+from lightning_ptm.errors import CapacityError, PageIOError, UsageError
+from lightning_ptm.memory import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO
-from lightning_ptm.storage.writer import SaveOps
 
 PAGED = ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
 ON_DISK = ["masters_on_disk", "all_on_disk"]
@@ -309,16 +312,173 @@ def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> Non
     assert told.startswith("head.weight, head.bias are") and "begins with none" in told
 
 
-def test_a_disk_without_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:
-    class Full(SaveOps):
-        def pwritev(self, *_: Any) -> int:
-            raise OSError(28, "No space left on device")
+class Failing(FileOps):
+    """A disk on which something fails once a run is laid out anew."""
 
-    strategy = strategy_at("masters_on_disk")
-    strategy.save_ops = Full()
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        run(Adding, strategy, max_epochs=2)
-    assert not [*disk.iterdir()]
+    def __init__(self, **numbers: int) -> None:
+        self.numbers = numbers
+        self.anew = False
+
+    def duplicate(self, fd: int) -> int:
+        self.anew = True
+        return super().duplicate(fd)
+
+    def fail(self, call: str) -> None:
+        if self.anew and call in self.numbers:
+            raise OSError(self.numbers[call], os.strerror(self.numbers[call]))
+
+    def fallocate(self, *args: Any, **options: Any) -> None:
+        self.fail("fallocate")
+        super().fallocate(*args, **options)
+
+    def preadv(self, *args: Any) -> int:
+        self.fail("preadv")
+        return super().preadv(*args)
+
+    def pwritev(self, *args: Any) -> int:
+        self.fail("pwritev")
+        return super().pwritev(*args)
+
+
+@pytest.mark.parametrize("home", ON_DISK)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_disk_without_room_is_said_and_the_weights_are_there(
+    strategy_at: MakeStrategy, home: str, precision: str
+) -> None:
+    def of_one_epoch(strategy: AngelPTMStrategy) -> Judged:
+        return run(Adding, strategy, max_epochs=1, precision=precision)
+
+    strategy, module = strategy_at(home), Adding()
+    strategy.file_ops = Failing(fallocate=errno.ENOSPC)
+    torch.manual_seed(0)
+    module = Adding()
+    with pytest.raises(PageIOError, match="No space left on device"):
+        trainer(strategy, max_epochs=2, precision=precision).fit(module, batches())
+    expected = of_one_epoch(strategy_at(home)).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, call: str) -> None:
+    strategy = strategy_at("all_on_disk")
+    strategy.file_ops = Failing(**{call: errno.EIO})
+    with pytest.raises(PageIOError, match="Input/output error"):
+        run(Cut, strategy, max_epochs=2)
+
+
+class Cut(Adding):
+    """A part of a flat is unfrozen, so that what was trained of it lies elsewhere from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+        self.wide = nn.Linear(64, 256)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.wide(self.blocks[0].inner[0].bias.detach()).square().mean()
+
+    def unfreeze(self) -> None:
+        for parameter in (self.first.weight, *self.blocks[1].parameters()):
+            parameter.requires_grad_(True)
+            self.optimizers().add_param_group({"params": [parameter]})
+
+
+class Counting(FileOps):
+    """Counts bytes that are read and written."""
+
+    def __init__(self) -> None:
+        self.read_bytes = self.written_bytes = 0
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        self.read_bytes += sum(map(len, buffers))
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        self.written_bytes += sum(map(len, buffers))
+        return super().pwritev(fd, buffers, offset)
+
+
+def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tuple[int, int, int]:
+    """Bytes that are read and written on disk when a run is laid out anew, and those that are read of old pages."""
+    files = strategy.file_ops = Counting()
+    found: list[int] = []
+
+    class Watched(type(strategy)):  # type: ignore[misc]
+        def _carried(self, optimizers: Any) -> Any:
+            self.carried = super()._carried(optimizers)  # when all updates have ended
+            found.extend((-files.read_bytes, -files.written_bytes))
+            return self.carried
+
+        def _lay_out_anew(self) -> None:
+            super()._lay_out_anew()
+            found[0] += files.read_bytes
+            found[1] += files.written_bytes
+            found.append(self.carried.handed.relay.moved_bytes)
+
+    strategy.__class__ = Watched
+    run(build, strategy, max_epochs=2, **options)
+    read, written, of_pages = found
+    return read, written, of_pages
+
+
+def blocks_of(*parameters: Tensor) -> int:
+    """Bytes of a flat of these in fp32, in whole disk blocks."""
+    return -(-sum(-(-each.numel() // 64) * 64 for each in parameters) * 4 // 4096) * 4096
+
+
+def test_what_stays_on_disk_is_neither_read_nor_written(strategy_at: MakeStrategy) -> None:
+    module = Adding()
+    read, written, of_pages = moved(Adding, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    assert read == 0
+    assert written == blocks_of(*module.blocks[1].parameters()), "masters of what is unfrozen"
+    assert of_pages == 2 * sum(each.numel() for each in module.parameters()), "compute parameters, from RAM to RAM"
+
+
+def test_what_lies_elsewhere_is_moved_once(strategy_at: MakeStrategy) -> None:
+    module = Cut()
+    read, written, of_pages = moved(Cut, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    was = [module.first.bias, *module.head.parameters(), *module.wide.parameters()]
+    assert read == 3 * blocks_of(*was), "masters and two moments"
+    root, block = blocks_of(module.first.weight, *was), blocks_of(*module.blocks[1].parameters())
+    assert written == 3 * root + block
+    in_ram = 2 * sum(each.numel() for each in module.parameters())
+    assert of_pages == in_ram + 3 * 4 * sum(each.numel() for each in was)
+
+
+@pytest.mark.parametrize("home", PAGED)
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=["true", "mixed"])
+def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, options: dict[str, Any]) -> None:
+    if options:  # against ours, laid out so from the start: a plain Trainer rounds elsewhere
+        assert_alike(
+            run(Cut, strategy_at(home), max_epochs=3, **options), run(Cut, strategy_at("ram"), max_epochs=3, **options)
+        )
+    else:
+        judge(Cut, strategy_at(home), max_epochs=3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("build", [Adding, Cut, Refreezing])
+def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(
+    strategy_at: MakeStrategy, dtype: str, build: type[Judged]
+) -> None:
+    ours = run(build, strategy_at("masters_on_disk", state_dtype=dtype), max_epochs=3)
+    assert_alike(ours, run(build, strategy_at("ram", state_dtype=dtype), max_epochs=3))
+
+
+def through_files(strategy: AngelPTMStrategy) -> AngelPTMStrategy:
+    """As on devices, where old pages cannot stay while there are new ones."""
+
+    class Files(type(strategy)):  # type: ignore[misc]
+        def _carried(self, optimizers: Any) -> Any:
+            return CarriedInFiles(self.engine, self._module, optimizers, self._room(self._module.trainer))
+
+    strategy.__class__ = Files
+    return strategy
+
+
+@pytest.mark.parametrize("build", [Momentum, Factored, Two, Running, Refreezing, Cut])
+def test_through_files_it_is_the_same(strategy_at: MakeStrategy, build: type[Judged]) -> None:
+    judge(build, through_files(strategy_at("masters_on_disk")), max_epochs=4)
 
 
 def test_what_is_unfrozen_and_has_no_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:

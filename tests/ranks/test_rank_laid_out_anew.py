@@ -18,6 +18,9 @@ from tensor_blocks import Blocks, trainer_of, weights_of
 from tensor_blocks import loader as rows_of_blocks
 from torch import Tensor, nn
 
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
+from lightning_ptm.memory import FileOps
 from lightning_ptm.storage.writer import SaveOps
 
 WIDTH = 64
@@ -29,43 +32,67 @@ class Net(L.LightningModule):
     Args:
         alone: on rank 0 only.
         whole: by an optimizer that updates whole parameters.
+        cut: its head's bias later than the weight, which trains no more in the third epoch.
+        rate: of learning.
     """
 
-    def __init__(self, *, alone: bool = False, whole: bool = False) -> None:
+    def __init__(self, *, alone: bool = False, whole: bool = False, cut: bool = False, rate: float = 1e-2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.whole = whole
+        self.whole, self.cut, self.rate = whole, cut, rate
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.blocks.requires_grad_(False)
         self.head = nn.Linear(WIDTH, 8)
+        self.wide = nn.Linear(WIDTH, 500)
+        self.head.bias.requires_grad_(not cut)
         self.alone = alone
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         for block in self.blocks:
             batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
+        return self.head(batch).square().mean() + self.wide(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        chosen = [*self.head.parameters(), *self.wide.parameters()]
+        chosen = [each for each in chosen if each.requires_grad]
         if self.whole:
-            return torch.optim.Adafactor(self.head.parameters(), lr=1e-2)
-        return torch.optim.AdamW(self.head.parameters(), lr=1e-2, fused=True)
+            return torch.optim.Adafactor(chosen, lr=self.rate)
+        return torch.optim.AdamW(chosen, lr=self.rate, weight_decay=0.0, fused=True)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1 and (self.trainer.is_global_zero or not self.alone):
             self.blocks.requires_grad_(True)
-            self.optimizers().add_param_group({"params": list(self.blocks.parameters())})
+            more = [*self.blocks.parameters(), *([self.head.bias] if self.cut else [])]
+            self.head.bias.requires_grad_(True)
+            self.optimizers().add_param_group({"params": more})
+        if self.current_epoch == 2 and self.cut:
+            self.head.weight.requires_grad_(False)
+            self.blocks[0].weight.requires_grad_(False)
+            # What unfreezes nothing lays nothing out anew.
+            self.further = nn.Parameter(torch.zeros(3, dtype=self.wide.bias.dtype))
 
 
 def weights(
-    home: str | None, folder: Path, ranks: int = 1, ops: SaveOps | None = None, epochs: int = 3, **options: Any
+    home: str | None,
+    folder: Path,
+    ranks: int = 1,
+    *,
+    ops: SaveOps | None = None,
+    files: FileOps | None = None,
+    kind: type[AngelPTMStrategy] = AngelPTMStrategy,
+    module: Net | None = None,
+    epochs: int = 3,
+    precision: Any = "64-true",
+    **options: Any,
 ) -> dict[str, Tensor]:
-    rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    module = Net(**options)
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    rows = torch.randn(32, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    module = Net(**options) if module is None else module
     trainer = L.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy="auto" if home is None else make_strategy(folder, home),
-        precision="64-true",
+        precision=precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -74,8 +101,9 @@ def weights(
         gradient_clip_val=0.1,
         use_distributed_sampler=False,
     )
-    if ops is not None:
-        trainer.strategy.save_ops = ops
+    if home is not None:
+        trainer.strategy.__class__ = kind
+        trainer.strategy.save_ops, trainer.strategy.file_ops = ops, files
     trainer.fit(module, loader(rows, ranks, 8 // ranks))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -110,22 +138,156 @@ def test_a_rank_that_unfreezes_alone_ends_the_run_on_both(disk: Path) -> None:
     assert not [*disk.iterdir()]
 
 
-class Killed(SaveOps):
+class Killed(FileOps):
+    """When the next pages are written."""
+
+    anew = False
+
+    def duplicate(self, fd: int) -> int:
+        self.anew = True
+        return super().duplicate(fd)
+
+    def pwritev(self, *args: Any) -> int:
+        if self.anew:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().pwritev(*args)
+
+
+def is_killed(folder: Path) -> None:
+    weights("masters_on_disk", folder, files=Killed(), cut=True)
+
+
+def test_of_a_killed_run_nothing_is_left(disk: Path) -> None:
+    (outcome,) = watch_ranks(is_killed, 1, disk, limit_s=60)
+    assert outcome.exit_code == -signal.SIGKILL
+    assert not [*disk.iterdir()]
+
+
+class KilledInFiles(SaveOps):
     def pwritev(self, *_: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
 
-def is_killed(folder: Path) -> None:
-    weights("masters_on_disk", folder, ops=Killed())
+class InFiles(AngelPTMStrategy):
+    """As on devices."""
+
+    def _carried(self, optimizers: Any) -> Any:
+        room = self._room(self._module.trainer)
+        return CarriedInFiles(self.engine, self._module, optimizers, room, ranks_here=2, ops=self.save_ops)
+
+
+def is_killed_in_files(folder: Path) -> None:
+    weights("masters_on_disk", folder, ops=KilledInFiles(), kind=InFiles)
 
 
 def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
-    (outcome,) = watch_ranks(is_killed, 1, disk, limit_s=60)
+    (outcome,) = watch_ranks(is_killed_in_files, 1, disk, limit_s=60)
     assert outcome.exit_code == -signal.SIGKILL
     assert [*disk.iterdir()]
     weights("masters_on_disk", disk, epochs=1)  # unfreezes nothing
     assert not [*disk.iterdir()]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_through_files_it_is_the_same(disk: Path, whole: bool) -> None:
+    expected = weights(None, disk, whole=whole)
+    for found in run_ranks(partial(weights_here, whole=whole, kind=InFiles), 2, "masters_on_disk", disk):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+class Counted(AngelPTMStrategy):
+    """Tells how much has gone from rank to rank."""
+
+    sent_bytes = 0
+
+    def _lay_out_anew(self) -> None:
+        made: list[Any] = []
+        build, self._carried = self._carried, lambda *args: made.append(build(*args)) or made[0]  # type: ignore[assignment]
+        super()._lay_out_anew()
+        del self._carried
+        Counted.sent_bytes += made[0].handed.relay.sent_bytes
+
+
+def weights_and_bytes(home: str, folder: Path, **options: Any) -> tuple[dict[str, Tensor], int]:
+    return weights(home, folder, 2, kind=Counted, cut=True, **options), Counted.sent_bytes
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
+def test_what_another_rank_is_to_have_goes_to_it(home: str, whole: bool, disk: Path) -> None:
+    """Parts of a flat are unfrozen, and frozen again: the rest of it lies elsewhere on both ranks."""
+    expected = weights(None, disk, whole=whole, cut=True)
+    for found, sent_bytes in run_ranks(partial(weights_and_bytes, whole=whole), 2, home, disk):
+        assert sent_bytes > 0
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def mixed(home: str, folder: Path, ranks: int) -> tuple[dict[str, Tensor], int]:
+    """A rank of two has what one has: masters of what trains by turns keep all their bits."""
+    found = weights(home, folder, ranks, kind=Counted, cut=True, precision="bf16-mixed", rate=0.0)
+    return found, Counted.sent_bytes
+
+
+@pytest.mark.parametrize("home", ["ram", "all_on_disk"])
+def test_under_mixed_precision_all_bits_go_along(home: str, disk: Path) -> None:
+    began = {name: value.detach().clone() for name, value in Net(cut=True).state_dict().items()}
+    for found, sent_bytes in run_ranks(mixed, 2, home, disk, 2):
+        assert sent_bytes > 0
+        assert all(torch.equal(found[name], value) for name, value in began.items())
+
+
+class Breaks(FileOps):
+    """On rank 1, once a run is laid out anew."""
+
+    anew = False
+
+    def duplicate(self, fd: int) -> int:
+        self.anew = True
+        return super().duplicate(fd)
+
+    def preadv(self, *args: Any) -> int:
+        if self.anew and os.environ.get("RANK") == "1":
+            raise OSError(5, "Input/output error")
+        return super().preadv(*args)
+
+
+def breaks(folder: Path) -> None:
+    weights("masters_on_disk", folder, 2, files=Breaks(), cut=True)
+
+
+def test_a_disk_that_fails_on_one_rank_ends_the_run_on_both(disk: Path) -> None:
+    first, second = watch_ranks(breaks, 2, disk, limit_s=60)
+    assert "PageIOError" in second.error and "RankError" in first.error, (str(first), str(second))
+    assert not [*disk.iterdir()]
+
+
+class Taken(Net):
+    """Its head is replaced, and the old one is somebody else's then."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.old = [self.head.weight]
+            head = nn.Linear(WIDTH, 8).to(self.head.weight.dtype)
+            with torch.no_grad():
+                head.weight.fill_(0.25)
+                head.bias.fill_(0.5)
+            self.head = head
+            self.optimizers().add_param_group({"params": list(head.parameters())})
+
+
+def old_head(home: str | None, folder: Path, ranks: int) -> Tensor:
+    module = Taken()
+    weights(home, folder, ranks, module=module)
+    return module.old[0].detach().clone()
+
+
+def test_what_no_module_has_any_more_is_whole_on_all_ranks(disk: Path) -> None:
+    expected = old_head(None, disk, 1)
+    for found in run_ranks(old_head, 2, "masters_on_disk", disk, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 class Later(Blocks):

@@ -1,0 +1,82 @@
+"""Model states of a run that is laid out anew, from its old pages to its new ones.
+
+Owns the old pages until `close`. I1: nothing is written beside the new pages, so nothing is left of a process that was
+killed.
+I2: as long as nothing of the old pages has gone, the module can have its weights back (`rescue`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ptm.checkpoints.carried import Carried, kept_outside
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.comm import SoloCommunicator
+from lightning_ptm.runtime.closed import reopen
+from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.handed_on import HandedOn
+from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.runtime.parameter_data import set_data
+
+
+class CarriedInPages(Carried):
+    """See the file's contract. Collective."""
+
+    def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(engine, module, optimizers)
+        self._alone = engine.communicator.alone
+        self._handed = engine.hand_on()
+
+    @property
+    @override
+    def handed(self) -> HandedOn:
+        return self._handed
+
+    @override
+    def dtypes(self) -> dict[int, torch.dtype]:
+        return {known: self._handed.dtype(known) for known in self._names}
+
+    @override
+    def given(self) -> Given | None:
+        return None
+
+    @override
+    def left(self) -> None:
+        self._handed.settle()
+
+    @override
+    def rescue(self, module: nn.Module) -> bool:
+        known = [each for each in module.parameters() if each in self._handed]
+        needed = sum(each.numel() * self._handed.dtype(id(each)).itemsize for each in known)
+        if not self._alone or self._handed.relay.given_up or needed > free_host_bytes():
+            return False
+        for parameter in known:
+            value = self._handed.precise(id(parameter), SoloCommunicator())
+            reopen(parameter)
+            set_data(parameter, value)
+        return True
+
+    @override
+    def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:
+        return {known: self._handed.told(known, engine.communicators) for known in wanted}
+
+    @override
+    def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+        before = {id(known): number for number, known in enumerate(self._handed.optimizers)}
+        for optimizer, scalars in zip(optimizers, self._scalars, strict=True):
+            plain = plain_optimizer(optimizer)
+            index = engine.updates.groups.index_of(plain)
+            outside = {known: state for known, state in kept_outside(engine, optimizer, scalars).items() if state}
+            states = outside | scalars
+            engine.optimizer_values.take_over(index, self._handed, before[id(plain)], states)
+
+    @override
+    def close(self) -> None:
+        self._handed.close()

@@ -1,0 +1,48 @@
+"""What an allocator is made of: whether its settings can work, and the bytes of the tiers that have addresses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.pool import setting_of
+from lightning_ptm.memory.region import Region
+from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
+
+
+def regions(
+    backend: Backend, sizes: Mapping[Tier, int], undo: contextlib.ExitStack, *, pin: bool
+) -> dict[Tier, Region]:
+    """Of the tiers in memory; `undo` gets what closes them."""
+    made: dict[Tier, Region] = {}
+    for tier, size in sizes.items():
+        if tier.addressable:
+            made[tier] = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin)
+            undo.callback(made[tier].close)
+    return made
+
+
+def check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:
+    """Raises ConfigError: see Allocator."""
+    if not is_page_size(page_size):
+        raise ConfigError(
+            f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
+        )
+    for tier, size in sizes.items():
+        if size < 0 or 0 < size < page_size:
+            raise ConfigError(
+                f"the {tier.name.lower()} tier has {size} bytes, less than a page of {page_size}; raise {setting_of(tier)}"
+            )
+    on_disk = [tier for tier, size in sizes.items() if size and not tier.addressable]
+    for tier in on_disk:
+        if not disk_paths:
+            name = tier.name.lower()
+            raise ConfigError(f"the {name} tier has {sizes[tier]} bytes but no disk_path; give one, or {name}_memory=0")
+    if len(on_disk) > 1:
+        names = " and ".join(tier.name.lower() for tier in on_disk)
+        raise ConfigError(
+            f"the {names} tiers have no addresses, and the files of disk_path are one tier; give one of them"
+        )
