@@ -80,7 +80,7 @@ _HOMES = {
     "events": ("Event", "EventKind"),
     "planning.trace": ("TensorUse", "Tick", "Trace"),
     "runtime.inspection": ("PageUse", "PlannedBytes", "StateBytes", "TierRoom"),
-    "runtime.lockfree": ("UpdateAudit",),
+    "runtime.audits": ("UpdateAudit",),
     "runtime.statistics": ("Statistics",),
     "trainer.precision": ("AngelPTMPrecision",),
     "trainer.strategy": ("AngelPTMStrategy",),

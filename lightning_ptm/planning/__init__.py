@@ -16,7 +16,7 @@ from lightning_ptm.planning.layout import (
     UnitSpec,
     build_layout,
 )
-from lightning_ptm.planning.lifetime import LifeTime, Span, UnitUse, Uses, uses_of
+from lightning_ptm.planning.lifetime import Span, UnitUse, Uses, uses_of
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.render import render
@@ -30,7 +30,6 @@ __all__ = [
     "Budget",
     "FlatLayout",
     "Homes",
-    "LifeTime",
     "Link",
     "ModelLayout",
     "ParameterSlot",

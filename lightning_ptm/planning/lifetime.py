@@ -1,4 +1,4 @@
-"""When each unit's states are used: spans, life times, next uses (section 4.2 of the paper, "Tensor Life-Time").
+"""When each unit's states are used: spans, next uses (section 4.2 of the paper, "Tensor Life-Time").
 
 Owns the translation of a trace into questions that the planner asks. Knows no bytes and no tiers. Built once per trace;
 every question afterwards costs at most a binary search.
@@ -13,23 +13,13 @@ from dataclasses import dataclass
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.terms import Kind, Phase
+from lightning_ptm.terms import Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Ticks first..end (both included) without a break."""
 
-    first: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class LifeTime:
-    """First and last tick at which a unit's states of one kind are used."""
-
-    unit: int
-    kind: Kind
     first: int
     end: int
 
@@ -64,16 +54,6 @@ class Uses:
         ticks = self.units[unit].ticks
         position = bisect_right(ticks, tick)
         return ticks[position] if position < len(ticks) else self.tick_count
-
-    def life_times(self) -> tuple[LifeTime, ...]:
-        """Per unit that is used: its gathered flats, and its gradients when it is live in a backward tick."""
-        found: list[LifeTime] = []
-        for unit, use in enumerate(self.units):
-            if use.ticks:
-                found.append(LifeTime(unit, Kind.FULL, use.ticks[0], use.ticks[-1]))
-            if use.backward:
-                found.append(LifeTime(unit, Kind.GRADIENT, use.backward[0].first, use.backward[-1].end))
-        return tuple(found)
 
 
 def uses_of(trace: Trace, unit_count: int) -> Uses:

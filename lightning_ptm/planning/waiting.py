@@ -3,7 +3,7 @@ the paper, mended; see ARCHITECTURE.md).
 
 Owns the counts of all that: contributions that wait, are taken by a job, or are in a version; pages for new versions, by
 kind; the order of service. Holds no gradients and no pages: each event returns what is to be done with these. A run does it
-(update/buffers.py, runtime/lockfree.py), a forecast counts its seconds (beside.py). One thread at a time.
+(update/buffers.py, runtime/flat_clock.py), a forecast counts its seconds (beside.py). One thread at a time.
 I1: exactly once. A contribution is counted in one place: waiting, taken by one job, or applied. Nothing is ever cleared, so
     what comes while a job runs waits for the next.
 I2: one job at a time for a flat, so its updates follow each other.

@@ -25,7 +25,7 @@ class FlatClock(Reading):
     exact: bool = True
     """Whether nothing is forecast in the version that compute reads."""
     held: Contribution | None = None
-    """Gradients that were not handed over yet (lockfree.py, I4)."""
+    """Gradients that were not handed over yet (lockfree.py, I3)."""
 
     offers: int = 0
     """Contributions that were handed over, each as one, whatever it was added up from."""
@@ -34,7 +34,7 @@ class FlatClock(Reading):
     which: tuple[bool, ...] | None = None
     """The parameters that the last was for."""
     needed: int = 0
-    """Contributions that the version that is read next must include, whatever the bound (lockfree.py, I5)."""
+    """Contributions that the version that is read next must include, whatever the bound (versions.py, I3)."""
     hurried: int = 0
     """Those that the buffering thread was last asked for."""
 

@@ -65,7 +65,7 @@ class PaperGradients:
         """Of units, those that leave behind the tick."""
 
     def end_backward(self, unit: int) -> None:
-        """All gradients of a unit are there, to be laid out (I2)."""
+        """All gradients of a unit are there, to be laid out (I1)."""
         if not self._layout.trainable_pages(unit):
             return
         shared, own = self._laid_out(unit, shared=True), self._laid_out(unit, shared=False)

@@ -1,4 +1,4 @@
-"""Traces and life times: the orders assumed before the first iteration, exchange, spans, next uses."""
+"""Traces and uses: the orders assumed before the first iteration, exchange, spans, next uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning import LifeTime, Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
+from lightning_ptm.planning import Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
 from lightning_ptm.planning.trace import one_pass
-from lightning_ptm.terms import Kind, Phase
+from lightning_ptm.terms import Phase
 
 from .models import even_layout, traces
 
@@ -48,15 +48,9 @@ def test_a_unit_that_the_model_does_not_have_is_refused() -> None:
         uses_of(Trace((Tick(1, Phase.FORWARD, (1,)),)), 1)
 
 
-def test_spans_and_life_times_of_the_assumed_order() -> None:
+def test_spans_of_the_assumed_order() -> None:
     uses = uses_of(sequential_trace(even_layout([1, 1, 1])), 3)
     assert [use.spans() for use in uses.units] == [(Span(0, 5),), (Span(1, 1), Span(4, 4)), (Span(2, 3),)]
-    assert uses.life_times()[:4] == (
-        LifeTime(0, Kind.FULL, 0, 5),
-        LifeTime(0, Kind.GRADIENT, 3, 5),
-        LifeTime(1, Kind.FULL, 1, 4),
-        LifeTime(1, Kind.GRADIENT, 4, 4),
-    )
 
 
 @settings(max_examples=60, deadline=None)

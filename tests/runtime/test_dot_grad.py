@@ -154,3 +154,11 @@ def test_of_a_shared_flat_all_gradients_are_forgotten_or_none(disk: Path) -> Non
         it.bias.grad = None
         it.gradient.follow()
         assert not it.gradient.any
+
+
+def test_a_gradient_that_was_put_there_before_any_was_shown_takes_its_place(disk: Path) -> None:
+    with one("kept in RAM", disk) as it:
+        it.backward(1.0, 2.0)
+        it.weight.grad = torch.full(it.weight.shape, 9.0)
+        it.gradient.follow()
+        assert it.values() == [9.0, 2.0]

@@ -207,10 +207,10 @@ def test_every_set_of_gradient_pages_comes_back(strategy_at, clip) -> None:
         if step >= 12:
             engine.drain()
             gradients = [flat.gradient for flats in engine.flats for flat in flats]
-            (sets,) = {gradient._supply.give_back.__self__ for gradient in gradients}
+            (sets,) = {gradient.shard._supply.give_back.__self__ for gradient in gradients}
             free = [tensor for tensors in sets._free.values() for tensor in tensors]
             assert all(tensor.is_contiguous for tensor in free)
-            kept = [gradient.pages for gradient in gradients if gradient.pages is not None]
+            kept = [gradient.shard.pages for gradient in gradients if gradient.shard.pages is not None]
             assert {id(tensor) for tensor in free}.isdisjoint(map(id, kept))
             counts.append((len(free), len(kept), owners(engine, Tier.HOST)["gradient"]))
 
