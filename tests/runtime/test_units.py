@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 def test_vectors_of_divided_units_are_the_roots() -> None:
-    """The whole ones: a bias of which each rank has a part stays, and so does what is in no divided unit, or not on all ranks."""
+    """The whole ones: a bias of which each rank has a part stays, as does what is in no divided unit, or not on all ranks."""
     root = Model(Block(), Block(), Block())
     first, _, third = root.parts
     parts = {id(each): 2 for block in (first, third) for each in (block.layer.weight, block.layer.bias)}
