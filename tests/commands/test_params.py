@@ -52,6 +52,7 @@ TABLE_4 = {
 counted = functools.cache(lambda name: count(CONFIGS / f"{name}.yaml"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_row_of_table_4_has_the_parameters_that_it_names(name: str) -> None:
     millions = counted(name).numel / 1e6
