@@ -39,8 +39,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 QUICK = (
     "all on disk",
-    "lock-free, clipped",
-    "three tiers, narrow",
     "three tiers, lock-free",
     "three tiers, accumulated",
     "checkpoints behind training",

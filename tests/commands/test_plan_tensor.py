@@ -115,7 +115,7 @@ def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
         planned(tmp_path, settings, model=SIZES | {"layers": layers + 1}, **dense)
 
 
-@pytest.mark.parametrize("memory", ["48MiB", "1MiB"])
+@pytest.mark.parametrize("memory", ["48MiB", pytest.param("1MiB", marks=pytest.mark.in_turn)])
 def test_sizes_that_ranks_cannot_cut_are_stepped_over(tmp_path: Path, memory: str) -> None:
     """Where not even the smallest fits, that one is told of."""
     machine = {"host_memory": memory, "device_memory": "4MiB"}
