@@ -40,7 +40,8 @@ def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str], turn: Turn
 
     A test that goes through `all_tiers` takes every third one, from the first, the second or the third on as its name has
     it: quick tests of a subject have all of them in turn; with the mark `quick_tiers`, those that it names. Of a test with
-    the mark `one_in(n)`, one case in n is quick; with the mark `covering(n)`, few of those that would be quick without it.
+    the mark `one_in(n)`, one case in n is quick; with the mark `covering(n)`, few of those that would be quick without it; a
+    case or a test with the mark `in_turn` is quick in its turn alone.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -57,7 +58,7 @@ def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str], turn: Turn
 
 def _is_quick(case: pytest.Item, left_out: Set[str]) -> bool:
     chosen, named = case.get_closest_marker("one_in"), case.get_closest_marker("quick_tiers")
-    if case.get_closest_marker("slow") is not None:
+    if case.get_closest_marker("slow") is not None or case.get_closest_marker("in_turn") is not None:
         return False
     if chosen is not None and zlib.crc32(case.nodeid.encode()) % chosen.args[0] > 0:
         return False

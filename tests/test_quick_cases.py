@@ -64,12 +64,18 @@ def test_a_test_that_goes_through_the_tiers_has_some_and_tests_of_a_subject_have
     assert {tier for cases in of_tests for tier, _ in cases} == set(TIERS)
 
 
-@pytest.mark.parametrize("marks", [[pytest.mark.covering(1)], [pytest.mark.one_in(3)]])
+@pytest.mark.parametrize("marks", [[pytest.mark.covering(1)], [pytest.mark.one_in(3)], [pytest.mark.in_turn]])
 def test_every_case_has_its_turn_once(marks: list[Any]) -> None:
     always = set(quick_cases("abcd", "xyz", "12", marks=marks))
     turns = [set(quick_cases("abcd", "xyz", "12", marks=marks, turn=Turn(part, 5))) - always for part in range(5)]
     assert always.union(*turns) == set(itertools.product("abcd", "xyz", "12"))
     assert sum(map(len, turns)) == 24 - len(always)
+
+
+def test_what_others_test_too_is_quick_in_its_turn_alone() -> None:
+    assert quick_cases("abcd", marks=[pytest.mark.in_turn]) == []
+    assert quick_cases("abcd", marks=[pytest.mark.in_turn], turn=Turn(0, 1)) == [(each,) for each in "abcd"]
+    assert quick_cases("abcd", marks=[pytest.mark.in_turn, pytest.mark.slow], turn=Turn(0, 1)) == []
 
 
 def test_what_is_slow_by_itself_has_no_turn() -> None:

@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ptm.forecasting.meta_calls import Call, Calls
 from lightning_ptm.forecasting.sending import NOTHING_SENT, Sending
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup, Sent
@@ -178,7 +177,11 @@ class Counter:
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
             # Before the hooks of units, to which an expert's rows are its own, and no part of all that came.
             handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, _given), _Attention(self.attends), _Calls(self):
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._keep, _given),
+                _Attention(self.attends),
+                Calls(self._called),
+            ):
                 yield
                 self.tell_sent()
         finally:
@@ -187,19 +190,17 @@ class Counter:
             while restore:
                 restore.pop()()
 
-    def computes(self, flops: int) -> None:
-        """Operations of the unit that computes."""
-        self._flops[self._inside[-1]] += flops
-
     def attends(self, flops: int) -> None:
         """Operations of attention."""
         self._flops[self._inside[-1]] += flops
         self._attention[self._inside[-1]] += flops
 
-    def moves(self, size: int, curved: int) -> None:
-        """Bytes that a call reads and writes, and elements of exponential functions."""
-        self._moved[self._inside[-1]] += size
-        self._curved[self._inside[-1]] += curved
+    def _called(self, call: Call) -> None:
+        """By the unit that computes."""
+        unit = self._inside[-1]
+        self._flops[unit] += call.flops
+        self._moved[unit] += call.moved_bytes
+        self._curved[unit] += call.curved_numel
 
     def _sent_so_far(self) -> Sent:
         return Sent() if self._group is None else self._group.sent
@@ -304,35 +305,6 @@ def _apart(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
 
 def _given(tensor: Tensor) -> Tensor:
     return tensor
-
-
-_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", "_softmax", "_log_softmax", "elu", "mish", "softplus")
-"""Names of calls that take an exponential function of each element."""
-_NO_WORK = ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "_reshape_alias")
-
-
-class _Calls(TorchDispatchMode):
-    """Tells what each call computes, by torch's formulas, and moves."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._counter.computes(int(formula(*args, **(kwargs or {}), out_val=out)))
-        name = func._overloadpacket.__name__
-        returns = func._schema.returns
-        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if is_view or name in _NO_WORK:
-            return out
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        size = sum(leaf.numel() * leaf.itemsize for leaf in (*results, *inputs))
-        self._counter.moves(size, results[0].numel() if results and name.rstrip("_") in _CURVED else 0)
-        return out
 
 
 class _Attention(TorchFunctionMode):

@@ -25,6 +25,7 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", few(ALL), ids=", ".join)
 def test_few(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)

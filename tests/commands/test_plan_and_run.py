@@ -37,6 +37,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "three tiers, accumulated": THREE | {"accumulate_grad_batches": 2},
     "checkpoints behind training": {"master_home": "disk", "state_dict_type": "sharded", "async_save": True},
 }
+QUICK = (
+    "all on disk",
+    "three tiers, lock-free",
+    "three tiers, accumulated",
+    "checkpoints behind training",
+)
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 
 
@@ -96,7 +102,9 @@ def warm() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.in_turn) for name in RUNS]
+)
 def test_bytes_are_those_of_the_run(tmp_path: Path, name: str) -> None:
     found, measured = planned_and_trained(tmp_path, RUNS[name])
     assert {tier: plan.page_bytes for tier, plan in found.tiers.items()} == pytest.approx(measured.pages, rel=NEAR)

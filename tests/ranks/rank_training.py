@@ -43,10 +43,20 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 """Where model states live, as settings of the strategy."""
 
-TIERS_TOGETHER = pytest.mark.parametrize(
-    "tiers", [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]], ids="+".join
-)
-"""Each tier once, some in one start of ranks. With `covering`, each of them meets few values of a test's other parameters."""
+
+def tiers_together(*quick: str) -> pytest.MarkDecorator:
+    """Each tier once, some in one start of ranks; those that are not named are quick in their turn alone.
+
+    With `covering`, each of them meets few values of a test's other parameters.
+    """
+    together = [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]]
+    marks = [() if "+".join(tiers) in quick else pytest.mark.in_turn for tiers in together]
+    cases = [pytest.param(tiers, marks=mark) for tiers, mark in zip(together, marks, strict=True)]
+    return pytest.mark.parametrize("tiers", cases, ids=lambda tiers: "+".join(tiers))
+
+
+TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", "three_tiers")
+"""All of them are quick."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,9 +61,10 @@ EXPERTS = {"units": ["MixtureOfExperts", "Expert"]}
     [
         (2, 2, {}, ["three_tiers"]),
         pytest.param(2, 2, {}, ["ram", "all_on_disk"], marks=pytest.mark.slow),
-        (2, 2, {"recompute": "all"}, ["masters_on_disk"]),
+        pytest.param(2, 2, {"recompute": "all"}, ["masters_on_disk"], marks=pytest.mark.in_turn),
         pytest.param(2, 2, {"recompute": "all"}, ["lock_free"], marks=pytest.mark.slow),
-        (3, 3, {"units": "auto"}, ["ram"]),  # 4, 3 and 3 of the ten experts
+        # 4, 3 and 3 of the ten experts.
+        pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.in_turn),
         pytest.param(3, 3, {"units": "auto"}, ["three_tiers"], marks=pytest.mark.slow),
         (4, 2, {"recompute": "every 2nd"}, ["lock_free"]),
         pytest.param(4, 2, {"recompute": "every 2nd"}, ["all_on_disk"], marks=pytest.mark.slow),
@@ -91,8 +92,13 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
     [
         (2, Training(MomentumMoE, "64-true", batches=3), {}),  # updated behind the backward pass
         pytest.param(4, Training(MomentumMoE, "64-true", batches=3), {}, marks=pytest.mark.slow),
-        (2, ACCUMULATING, {}),
-        (2, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
+        pytest.param(2, ACCUMULATING, {}, marks=pytest.mark.in_turn),
+        pytest.param(
+            2,
+            dataclasses.replace(ACCUMULATING, reduce_once=True),
+            {"reduce_gradients": "each_step"},
+            marks=pytest.mark.in_turn,
+        ),
         (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
     ],
     ids=["in_backward", "in_backward_two_groups", "accumulated", "each_step", "each_step_two_groups"],

@@ -108,9 +108,9 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("world_size", "size", "tier", "kind"),
     [
-        (1, 1, "ram", "sharded"),
+        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.in_turn),
         pytest.param(2, 1, "ram", "full", marks=pytest.mark.slow),
-        (2, 2, "all_on_disk", "full"),
+        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.in_turn),
         (3, 3, "lock_free", "full"),
         (4, 2, "masters_on_disk", "sharded"),
         pytest.param(4, 4, "all_on_disk", "full", marks=pytest.mark.slow),

@@ -62,6 +62,7 @@ RUNS: dict[int, dict[str, Run]] = {
     4: {"three tiers": Run(DIVIDED | THREE, {})},
 }
 """By number of ranks."""
+QUICK = ("three tiers, recomputed", "undivided, clipped")
 
 
 class Watch(L.Callback):
@@ -112,7 +113,7 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
 
 
 def case(ranks: int, name: str) -> object:
-    marks = [pytest.mark.slow] if name in ("in RAM", "reduced once") else []
+    marks = () if name in QUICK else pytest.mark.in_turn
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

@@ -48,6 +48,11 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.planning import Plan
 from lightning_ptm.terms import Mode, Phase
 
+
+def in_its_turn(build: Any) -> Any:
+    return pytest.param(build, marks=pytest.mark.in_turn)
+
+
 DIFFERENT = [
     SkipsABlock,
     UsesOneBlockEach,
@@ -57,6 +62,9 @@ DIFFERENT = [
     NothingOnOneRank,
     NothingOnAnyRank,
 ]
+
+
+SOME = [each if each in (SkipsABlock, Reversed, NothingOnOneRank) else in_its_turn(each) for each in DIFFERENT]
 
 
 def assert_plain(training: Training, settings: dict[str, Any], tiers: Sequence[str], folder: Path) -> None:
@@ -80,7 +88,7 @@ def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> 
 @pytest.mark.parametrize(
     "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
 )
-@pytest.mark.parametrize("build", DIFFERENT)
+@pytest.mark.parametrize("build", SOME)
 def test_two_ranks_with_other_settings(build: Any, settings: dict[str, Any], tier: str, disk: Path) -> None:
     assert_plain(Training(build, batches=5), settings, [tier], disk)
 
@@ -107,7 +115,9 @@ class MomentumNothing(NothingOnOneRank, MomentumTower):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("reduced", ["each_backward", "each_step"])
-@pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumBonus])
+@pytest.mark.parametrize(
+    "build", [in_its_turn(MomentumSkips), MomentumEach, in_its_turn(MomentumReversed), MomentumBonus]
+)
 def test_two_ranks_with_accumulation(build: Any, reduced: str, disk: Path) -> None:
     """Gradients are reduced after each micro-batch, or once a step."""
     training = Training(build, batches=6, accumulate=2, reduce_once=reduced == "each_step")
@@ -120,7 +130,9 @@ def test_two_ranks_with_accumulation(build: Any, reduced: str, disk: Path) -> No
             ours.assert_same_weights(per_rank[0]["ram"])
 
 
-@pytest.mark.parametrize("build", [MomentumSkips, MomentumEach, MomentumReversed, MomentumNothing])
+@pytest.mark.parametrize(
+    "build", [MomentumSkips, in_its_turn(MomentumEach), in_its_turn(MomentumReversed), MomentumNothing]
+)
 def test_three_ranks(build: Any, disk: Path) -> None:
     training = Training(build, batches=5)
     theirs = plain(training, 3)

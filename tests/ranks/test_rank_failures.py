@@ -132,7 +132,7 @@ class Clock(L.Callback):
 @pytest.mark.parametrize(
     ("build", "culprit", "error"),
     [
-        (RaisesInForward, 1, "ValueError: this rank has had enough"),
+        pytest.param(RaisesInForward, 1, "ValueError: this rank has had enough", marks=pytest.mark.in_turn),
         (RaisesInBackward, 1, "ValueError: this rank has had enough"),
         (RankZeroRaises, 0, "ValueError: this rank has had enough"),
         (RaisesInValidation, 1, "ValueError: this rank has had enough"),
@@ -159,7 +159,13 @@ def test_a_rank_raises(build: Any, culprit: int, error: str, world_size: int, ti
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    ("build", "code"), [(DiesInForward, -9), (DiesInBackward, -9), (RankZeroDies, -9), (ExitsInBackward, 5)]
+    ("build", "code"),
+    [
+        pytest.param(DiesInForward, -9, marks=pytest.mark.in_turn),
+        pytest.param(DiesInBackward, -9, marks=pytest.mark.in_turn),
+        (RankZeroDies, -9),
+        (ExitsInBackward, 5),
+    ],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_dies(build: Any, code: int, world_size: int, disk: Path) -> None:

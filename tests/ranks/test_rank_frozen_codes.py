@@ -75,7 +75,9 @@ class FrozenExperts(MoETower):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("tier", ["ram", pytest.param("all_on_disk", marks=pytest.mark.slow), "three_tiers"])
+@pytest.mark.parametrize(
+    "tier", [*(pytest.param(tier, marks=pytest.mark.in_turn) for tier in ("ram", "all_on_disk")), "three_tiers"]
+)
 def test_divided_experts_compute_with_the_same_codes(tier: str, disk: Path) -> None:
     training = Training(FrozenExperts, "64-true", batches=3)
     settings = {"units": ["MixtureOfExperts", "Expert"], "frozen_dtype": CODE.name}

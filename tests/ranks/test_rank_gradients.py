@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from rank_harness import run_ranks
@@ -16,8 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.errors import UsageError
-
-TIERS_TRIED = ("ram", "masters_on_disk", "three_tiers", "lock_free")
 
 
 class Block(nn.Module):
@@ -109,21 +108,29 @@ def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Ten
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def alike(betweens: Sequence[str], folder: Path) -> list[str]:
+def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[str]:
     """Those that train otherwise than DDP."""
     differing = []
     for between in betweens:
         judge = trained(between, DDPStrategy())
-        for tier in TIERS_TRIED:
+        for tier in tiers:
             ours = trained(between, make_strategy(folder, tier))
             if not all(map(torch.equal, ours, judge)):
                 differing.append(f"{between} {tier}")
     return differing
 
 
-def test_two_ranks_do_by_hand_what_ddp_does(disk: Path) -> None:
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        ("masters_on_disk",),
+        *(pytest.param(tiers, marks=pytest.mark.in_turn) for tiers in (("ram", "lock_free"), ("three_tiers",))),
+    ],
+    ids="+".join,
+)
+def test_two_ranks_do_by_hand_what_ddp_does(tiers: tuple[str, ...], disk: Path) -> None:
     betweens = ("nothing", "forgets_a_block", "zeroes", "forgets_by_hand", "clips", "changes_the_rate")
-    assert run_ranks(alike, 2, betweens, disk) == [[], []]
+    assert run_ranks(alike, 2, betweens, tiers, disk) == [[], []]
 
 
 def refused(betweens: Sequence[str], folder: Path) -> list[str]:

@@ -141,9 +141,22 @@ def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize(("build", "more"), [(OneFrozen, {}), (MoETower, DIVIDED)], ids=["whole", "divided"])
-def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], disk: Path) -> None:
-    named = cases(build, more)
+def every_second(named: dict[str, Case], first: int) -> dict[str, Case]:
+    """From the first (0) or the second (1) on."""
+    return dict(list(named.items())[first::2])
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "half"),
+    [
+        pytest.param(OneFrozen, {}, 0, id="whole"),
+        pytest.param(OneFrozen, {}, 1, id="whole, others", marks=pytest.mark.in_turn),
+        pytest.param(MoETower, DIVIDED, 1, id="divided"),
+        pytest.param(MoETower, DIVIDED, 0, id="divided, others", marks=pytest.mark.in_turn),
+    ],
+)
+def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], half: int, disk: Path) -> None:
+    named = every_second(cases(build, more), half)
     wrong = []
     for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
         for name, weighed in zip(named, found, strict=True):

@@ -115,9 +115,10 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
-        *((home, False) for home in ("ram", "masters_on_disk", "all_on_disk", "lock_free")),
         ("masters_on_disk", True),
-        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
+        ("lock_free", False),
+        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_what_is_unfrozen(home: str, whole: bool, disk: Path) -> None:
@@ -313,7 +314,13 @@ def weights_of_parts(ranks: int, tensor: int, settings: dict[str, Any]) -> dict[
     return weights_of(module)
 
 
-@pytest.mark.parametrize("home", [{"master_home": "disk"}, {"master_home": "disk", "parameter_home": "disk"}])
+@pytest.mark.parametrize(
+    "home",
+    [
+        pytest.param({"master_home": "disk"}, marks=pytest.mark.in_turn),
+        {"master_home": "disk", "parameter_home": "disk"},
+    ],
+)
 def test_ranks_of_a_tensor_group_train_their_parts(home: dict[str, Any], disk: Path) -> None:
     expected = run_ranks(weights_of_parts, 1, 1, 1, {})[0]
     for found in run_ranks(weights_of_parts, 2, 2, 2, {**home, "disk_path": str(disk)}):

@@ -101,9 +101,10 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
-        *((home, False) for home in ("ram", "masters_on_disk", "all_on_disk", "lock_free")),
         ("masters_on_disk", True),
-        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
+        ("lock_free", False),
+        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_the_parameters_that_there_are(home: str, whole: bool, disk: Path) -> None:

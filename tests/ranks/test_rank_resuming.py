@@ -97,10 +97,9 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
     return go_on(world_size, folder, kept, kind, 3, save_top_k=-1)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("how", ["refused", "missing"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
+@pytest.mark.parametrize("how", ["refused", pytest.param("missing", marks=pytest.mark.in_turn)])
 def test_what_one_rank_cannot_read_all_pass_over(how: str, kind: str, disk: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run_ranks(with_one_rank_that_cannot_read, 2, 2, disk, kept, kind, how) == [2, 2]

@@ -145,7 +145,11 @@ def requeued(
 
 @pytest.mark.parametrize(
     ("world_size", "tier", "batches"),
-    [(1, "ram", BATCHES), (1, "three_tiers", 3), (2, "ram", 3), (2, "three_tiers", BATCHES)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.in_turn) for case in ((1, "ram", BATCHES), (2, "ram", 3))),
+        (1, "three_tiers", 3),
+        (2, "three_tiers", BATCHES),
+    ],
 )
 def test_slurms_signal_saves_between_batches(
     world_size: int, tier: str, batches: int, disk: Path, tmp_path: Path

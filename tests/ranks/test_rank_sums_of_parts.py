@@ -157,8 +157,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
     ("ranks", "parts", "settings"),
     [
         (2, 2, {"recompute": "all"}),
-        (2, 2, TIERS["all_on_disk"]),
-        (4, 2, {}),
+        pytest.param(2, 2, TIERS["all_on_disk"], marks=pytest.mark.in_turn),
+        pytest.param(4, 2, {}, marks=pytest.mark.in_turn),
         (4, 4, TIERS["lock_free"]),
     ],
     ids=["recomputed", "on disk", "four ranks", "lock-free in four parts"],

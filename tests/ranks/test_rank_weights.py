@@ -160,7 +160,7 @@ def _load(world_size: int, folder: Path, path: Path) -> tuple[int, int]:
     return strategy.seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.in_turn), 2])
 def test_loading_takes_less_memory_than_a_unit(world_size: int, disk: Path, tmp_path: Path) -> None:
     model = Wide("cpu")
     unit = 4 * sum(parameter.numel() for parameter in model.blocks[0].parameters())

@@ -12,7 +12,6 @@ from rank_harness import run_ranks
 from rank_models import NobodyUsesABlock, SkipsABlock
 from rank_training import (
     TIERS,
-    TIERS_TOGETHER,
     Training,
     expected,
     fit,
@@ -21,10 +20,11 @@ from rank_training import (
     loader,
     make_strategy,
     make_trainer,
+    tiers_together,
     tokens,
 )
 from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
-from test_rank_inventory import Weighed, cases, weigh_all
+from test_rank_inventory import Weighed, cases, every_second, weigh_all
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
@@ -66,7 +66,7 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
 
 
 @pytest.mark.covering(1)
-@TIERS_TOGETHER
+@tiers_together("masters_on_disk+lock_free", "three_tiers")
 @pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_accumulation(precision: str, build: Any, tiers: list[str], disk: Path) -> None:
@@ -121,8 +121,9 @@ def test_of_two_ranks_each_has_half_of_the_states(disk: Path) -> None:
         assert ours < 0.8 * all_of_them, "the largest parameter is small here"
 
 
-def test_pages_are_taken_as_planned(disk: Path) -> None:
-    named = cases(WithHybrid, {})
+@pytest.mark.parametrize("half", [pytest.param(0, marks=pytest.mark.in_turn), 1])
+def test_pages_are_taken_as_planned(half: int, disk: Path) -> None:
+    named = every_second(cases(WithHybrid, {}), half)
     wrong: list[tuple[int, str, Weighed]] = []
     for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
         for name, weighed in zip(named, found, strict=True):

@@ -11,8 +11,6 @@ from rank_compositions import PROGRAMS, Place, run
 from rank_harness import run_ranks
 
 QUICK = (
-    "two optimizers by hand",
-    "rates by shapes",
     "parameters in several optimizers",
     "weights gathered and written",
     "texts written",
@@ -32,7 +30,7 @@ def assert_close(name: str, ours: Any, theirs: Any) -> None:
 
 
 def named(program: str) -> object:
-    return pytest.param(program, id=program, marks=() if program in QUICK else pytest.mark.slow)
+    return pytest.param(program, id=program, marks=() if program in QUICK else pytest.mark.in_turn)
 
 
 @pytest.mark.covering(1)

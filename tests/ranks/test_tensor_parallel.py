@@ -18,10 +18,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize(
     ("ranks", "tensor", "tier"),
     [
-        (2, 2, "ram"),
+        pytest.param(2, 2, "ram", marks=pytest.mark.in_turn),
         (4, 2, "masters_on_disk"),
-        pytest.param(4, 4, "ram", marks=pytest.mark.slow),
-        (2, 2, "all_on_disk"),
+        pytest.param(4, 4, "ram", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "all_on_disk", marks=pytest.mark.in_turn),
         (2, 2, "lock_free"),
     ],
 )

@@ -21,7 +21,7 @@ RUNS = {
     "a tied head": Run("gpt", 2, 2, sizes={"tie_head": True}),
     "a vocabulary that does not divide": Run("gpt", 2, 2, sizes={"vocab_size": 65, "tie_head": True}),
     "clipped": Run("t5", 2, 2, trainer={"gradient_clip_val": 0.5}),
-    "accumulated": Run("t5", 4, 2, trainer={"accumulate_grad_batches": 2, "max_steps": 6}),
+    "accumulated": Run("t5", 4, 2, trainer={"accumulate_grad_batches": 2, "max_steps": 3}),
     "built without memory": Run("t5", 2, 2, sizes={"meta": True}),
 }
 HELD = {
@@ -32,11 +32,12 @@ HELD = {
     "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel_plan": GPT2_PLAN}),
     "llama with LoRA": Run("llama", 2, 2, "masters_on_disk", sizes={"lora": True}),
 }
-QUICK = ("t5", "experts")
+QUICK = ("experts",)
 
 
 def named(name: str) -> object:
-    return pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow)
+    marks = () if name in QUICK else pytest.mark.in_turn if name == "t5" else pytest.mark.slow
+    return pytest.param(name, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("name", [named(each) for each in (*RUNS, *HELD)])

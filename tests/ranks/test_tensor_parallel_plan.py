@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "parts of the sequence": {"sequence_parallel": True},
     "parts of the sequence, recomputed": {"sequence_parallel": True, "recompute": "all"},
 }
+QUICK = [(2, "three tiers, recomputed")]
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
 
 
 def case(ranks: int, name: str) -> object:
-    marks = [pytest.mark.slow] if ranks > 2 or name == "in RAM" else []
+    marks = () if (ranks, name) in QUICK else pytest.mark.in_turn
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

@@ -24,6 +24,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lock-free": {"lock_free": True, "max_staleness": 0, "master_home": "disk"},
     "beside compute": {"device_memory": "2MiB"},
 }
+QUICK = ("in RAM",)
+"""On disk they are in files of checkpoints, below."""
+
+
+def later(settings: str) -> Any:
+    return pytest.param(settings, marks=pytest.mark.in_turn)
 
 
 class Normed(nn.Module):
@@ -209,7 +215,7 @@ class Saves(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [each if each in QUICK else later(each) for each in SETTINGS])
 def test_vectors_are_those_of_one_rank(settings: str, disk: Path) -> None:
     # Elsewhere one rank may not read a block's parameters while nothing computes with it.
     names = [name for name in CASES if name != "penalised" or settings == "in RAM"]
@@ -280,7 +286,7 @@ def plain_training(module: TwoPasses) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", ["in RAM", "on disk, recomputed"])
+@pytest.mark.parametrize("settings", [later("in RAM"), "on disk, recomputed"])
 def test_files_of_sharded_checkpoints_are_those_of_one_rank(settings: str, disk: Path, tmp_path: Path) -> None:
     """The same names, in the same files at the same places; values but for rounding."""
     names = ["plain", "frozen", "left out", "two optimizers by turns"]

@@ -593,7 +593,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+OFTEN = ("Adagrad", "NAdam", "RMSprop", "plain SGD")
+"""AdamW is what others train with."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.in_turn) for name in OPTIMIZERS]
+)
 def test_every_optimizer(strategy_at, name) -> None:
     class WithIt(Stack):
         def make_optimizer(self) -> torch.optim.Optimizer:

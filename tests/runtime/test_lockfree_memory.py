@@ -376,11 +376,11 @@ class Alternating(Stack):
     ("bound", "settings", "options"),
     [
         (4, {}, {}),
-        (16, {}, {}),
+        pytest.param(16, {}, {}, marks=pytest.mark.in_turn),
         (16, {"device_memory": "auto"}, {}),  # gradients in `.grad`
         (16, {"hold_updates": True}, {}),
-        (4, {}, {"gradient_clip_val": 1.0}),
-        (4, {}, {"accumulate_grad_batches": 2}),
+        pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.in_turn),
+        pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.in_turn),
     ],
 )
 def test_gradients_that_cannot_be_added_never_take_all_pages(

@@ -98,6 +98,7 @@ def expected(tmp_path: Path) -> Path:
     return tmp_path / "expected"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("kind", ["full", "sharded", "async", "lock-free"])
 def test_a_save_finds_the_disk_full_that_has_the_pages(

@@ -12,7 +12,7 @@ from covering import Case, few
 from rank_harness import run_ranks
 
 FEW = few(ALL, seed=1)
-QUICK = 10
+QUICK = 5
 """The first of these have the most pairs of choices."""
 
 
@@ -31,13 +31,14 @@ def on_two_ranks(cases: Sequence[Case], folder: Path, limit_s: float) -> None:
     assert run_ranks(check_all, 2, list(cases), str(folder), limit_s=limit_s) == [len(cases)] * 2
 
 
-def test_few(tmp_path: Path) -> None:
-    on_two_ranks(FEW[:QUICK], tmp_path, 240)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+def test_few(half: int, tmp_path: Path) -> None:
+    on_two_ranks(FEW[half * QUICK : (half + 1) * QUICK], tmp_path, 240)
 
 
 @pytest.mark.slow
 def test_every_two_choices(tmp_path: Path) -> None:
-    on_two_ranks(FEW[QUICK:], tmp_path, 280)
+    on_two_ranks(FEW[2 * QUICK :], tmp_path, 280)
 
 
 @pytest.mark.slow

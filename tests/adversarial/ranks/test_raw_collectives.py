@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce as reduced_by_name
 from torchmetrics import MeanMetric
 
-FEW_TIERS = ("ram", "all_on_disk")
-
 
 class Talks(Sees):
     """Rank 1 leaves block 1 out at every second step; ranks talk between the blocks, where one is ahead of the other."""
@@ -200,14 +198,16 @@ class InHooks(Talks):
 
 
 @pytest.mark.parametrize(
-    "builds",
+    ("builds", "tier"),
     [
-        [Talks, Contrasts, Normalizes],
-        [Everything, OwnGroups, Metric, InHooks],
+        ([Talks, Contrasts, Normalizes], "all_on_disk"),
+        pytest.param([Talks, Contrasts, Normalizes], "ram", marks=pytest.mark.in_turn),
+        ([Everything, OwnGroups, Metric, InHooks], "ram"),
+        pytest.param([Everything, OwnGroups, Metric, InHooks], "all_on_disk", marks=pytest.mark.in_turn),
     ],
 )
-def test_two_ranks(builds: list[Callable[[], Sees]], disk: Path) -> None:
-    run_cases([Case(build, FEW_TIERS) for build in builds], 2, disk)
+def test_two_ranks(builds: list[Callable[[], Sees]], tier: str, disk: Path) -> None:
+    run_cases([Case(build, (tier,)) for build in builds], 2, disk)
 
 
 class SomeGather(Talks):

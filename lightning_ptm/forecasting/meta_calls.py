@@ -1,0 +1,133 @@
+"""What each call of a forward on the meta device computes and moves; a call like an earlier one is not made again.
+
+A model of many layers makes the same calls in each of them, and torch works out the shapes of results on the meta device in
+Python: for some functions that takes milliseconds.
+
+I1: what is told and returned is the same as if every call were made. Remembered are calls on the meta device alone that
+    return new tensors, whose shapes and dtypes follow from those of their arguments, and from their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", "_softmax", "_log_softmax", "elu", "mish", "softplus")
+"""Names of calls that take an exponential function of each element."""
+_NO_WORK = ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "_reshape_alias")
+_NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TENSORS = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call did.
+
+    Attributes:
+        flops: by torch's formula; 0 for what has none.
+        moved_bytes: that it read and wrote.
+        curved_numel: elements that it took an exponential function of.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    curved_numel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """How a new tensor is laid out."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _NotComparedError(Exception):
+    """An argument of which equality does not tell that results are alike."""
+
+
+class Calls(TorchDispatchMode):
+    """Tells of each call, one after the other."""
+
+    def __init__(self, tell: Callable[[Call], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._known: dict[Hashable, tuple[Call, list[_Result], type | None]] = {}
+        """By function and arguments: what it does, and what it returns, in a tuple or a list or alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = _key(func, args, kwargs)
+        if key in self._known:
+            call, results, container = self._known[key]
+            self._tell(call)
+            made = [result.make() for result in results]
+            return made[0] if container is None else container(made)
+        out = func(*args, **kwargs)
+        call = _call(func, args, kwargs, out)
+        self._tell(call)
+        results = _results(out, args, kwargs)
+        if key is not None and results:
+            self._known[key] = call, results, None if isinstance(out, Tensor) else type(out)
+        return out
+
+
+def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
+    formula = flop_registry.get(func._overloadpacket)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    name = func._overloadpacket.__name__
+    returns = func._schema.returns
+    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    if is_view or name in _NO_WORK:
+        return Call(flops)
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    size = sum(leaf.numel() * leaf.itemsize for leaf in (*results, *inputs))
+    return Call(flops, size, results[0].numel() if results and name.rstrip("_") in _CURVED else 0)
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
+    """Equal for calls with like results; None where nothing says so."""
+    if func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
+        return None
+    try:
+        return func, tuple(map(_compared, args)), tuple((name, _compared(value)) for name, value in kwargs.items())
+    except _NotComparedError:
+        return None
+
+
+def _compared(value: Any) -> Hashable:
+    kind = type(value)
+    if kind in _TENSORS and value.is_meta:
+        return kind, tuple(value.shape), value.stride(), value.dtype
+    if kind in (list, tuple):
+        return tuple(map(_compared, value))
+    if kind in _NUMBERS:
+        return kind, value  # 1, 1.0 and True are equal
+    raise _NotComparedError
+
+
+def _results(out: Any, args: Any, kwargs: Any) -> list[_Result]:
+    """None where these are not new tensors, or hold more memory than their elements take."""
+    made = [out] if isinstance(out, Tensor) else list(out) if type(out) in (list, tuple) else []
+    if not all(type(each) is Tensor and each.is_meta for each in made):
+        return []
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    own = [each.untyped_storage() for each in made]
+    results = [_Result(tuple(each.shape), each.stride(), each.dtype) for each in made]
+    alike = (
+        result.make().untyped_storage().nbytes() == held.nbytes() for result, held in zip(results, own, strict=True)
+    )
+    apart = len({held._cdata for held in own} - given) == len(own)
+    return results if apart and all(alike) else []
