@@ -26,7 +26,7 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, Mark
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copies import CopyMachine, CopyRange, copy_range
-from lightning_ptm.memory.disk import DiskRegion, FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.heritage import Heritage, gaps
 from lightning_ptm.memory.io import IoQueue
@@ -36,7 +36,7 @@ from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.route import spans_of
 from lightning_ptm.memory.streams import copy_streams
-from lightning_ptm.memory.tiers import check_settings, regions
+from lightning_ptm.memory.tiers import check_settings, disk_region, regions
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
@@ -46,7 +46,7 @@ POISON = 0xFF
 
 
 class Allocator:
-    """Paged tensors over the tiers of one rank. Safe for threads.
+    """Paged tensors over the tiers of one rank. Safe for threads. Long because whoever changes a tensor's pages is here.
 
     Args:
         page_size: bytes of a page: a multiple of 4096, at least 64 KiB.
@@ -101,32 +101,20 @@ class Allocator:
         self._io_threads = 0
         self._marks: dict[int, Mark] = {}
         """By frame of a device apart, where its stream was when the frame was last given back."""
+        self._uses = uses or {}
         self._ledgers = {
-            tier: TierLedger(tier, count, page_size, (uses or {}).get(tier, "")) for tier, count in frames.items()
+            tier: TierLedger(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
         }
-
         with contextlib.ExitStack() as undo:
             made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
             for region in made.values() if poison else ():
                 region.tensor.fill_(POISON)
             disk = io = poison_page = None
             if on_disk:
-                owned = [range(on_disk)] if heritage is None else heritage.frames(on_disk)
-                disk = DiskRegion(
-                    disk_paths,
-                    page_size=page_size,
-                    total_frames=on_disk,
-                    file_ops=file_ops,
-                    progress=progress,
-                    elder=None if heritage is None else heritage.disk,
-                    frames=owned,
-                )
+                disk = disk_region(disk_paths, page_size, on_disk, heritage, file_ops, progress)
                 undo.callback(disk.close)
-                if heritage is not None:
-                    self._inherit(heritage, owned, uses or {})
-                    io_threads_per_path = heritage.io_threads
-                threads = threads_per_path(disk) if io_threads_per_path is None else io_threads_per_path
-                self._io_threads = threads
+                threads = self._inherit(heritage, disk.frames) if heritage is not None else io_threads_per_path
+                self._io_threads = threads = threads_per_path(disk) if threads is None else threads
                 io = IoQueue(
                     len(disk_paths), threads_per_lane=threads, page_size=page_size, backend=backend, pin=pin_host
                 )
@@ -326,10 +314,11 @@ class Allocator:
         """Whether it is one of those."""
         return tensor.id in self._kept
 
-    def _inherit(self, heritage: Heritage, owned: Sequence[range], uses: Mapping[Tier, str]) -> None:
-        """The pages of what is kept are taken, and what lies between the pages that there are is left out."""
+    def _inherit(self, heritage: Heritage, owned: Sequence[range]) -> int:
+        """The pages of what is kept are taken, and what lies between the pages that there are is left out; returns the
+        transfers of a disk path that run at once, since they cannot be tried any more."""
         tier = next(tier for tier, ledger in self._ledgers.items() if ledger.capacity_bytes and not tier.addressable)
-        ledger = TierLedger(tier, owned[-1].stop, self.page_size, uses.get(tier, ""))
+        ledger = TierLedger(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
         self._ledgers[tier] = ledger
         for gap in gaps(owned):
             ledger.pool.leave_out(gap.start, len(gap))
@@ -338,6 +327,7 @@ class Allocator:
             ledger.keep(tensor.id, before.pages)
             tensor.place(tier, before.pages, None)
             self._tensors[tensor.id] = self._inherited[before] = tensor
+        return heritage.io_threads
 
     def live_tensors(self) -> tuple[PagedTensor, ...]:
         """Every tensor that is not released, in order of allocation."""

@@ -1,4 +1,4 @@
-"""What an allocator is made of: whether its settings can work, and the bytes of the tiers that have addresses."""
+"""What an allocator is made of: whether its settings can work, and the bytes of its tiers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import DiskRegion, FileOps
+from lightning_ptm.memory.heritage import Heritage
 from lightning_ptm.memory.pool import setting_of
 from lightning_ptm.memory.region import Region
+from lightning_ptm.progress import Progress
 from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
 
 
@@ -23,6 +26,26 @@ def regions(
             made[tier] = backend.device_region(size) if tier.computes else backend.host_region(size, pin=pin)
             undo.callback(made[tier].close)
     return made
+
+
+def disk_region(
+    paths: Sequence[Path],
+    page_size: int,
+    total_frames: int,
+    heritage: Heritage | None,
+    file_ops: FileOps | None,
+    progress: Progress | None,
+) -> DiskRegion:
+    """Of the tier that has none. Args, raises: see Allocator."""
+    return DiskRegion(
+        paths,
+        page_size=page_size,
+        total_frames=total_frames,
+        file_ops=file_ops,
+        progress=progress,
+        elder=None if heritage is None else heritage.disk,
+        frames=None if heritage is None else heritage.frames(total_frames),
+    )
 
 
 def check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:

@@ -69,12 +69,8 @@ def draw(
     """
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
-    machine = dataclasses.replace(
-        machine,
-        free_host_bytes=machine.free_host_bytes + in_memory * machine.ranks,
-        free_disk_bytes=machine.free_disk_bytes + on_disk * machine.ranks,
-    )
     agree = partial(agreed, communicator=communicator)
+    machine = machine.with_more(in_memory, on_disk)
     return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
 
 

@@ -81,7 +81,7 @@ _REASON_CHARACTERS = 500
 
 
 class Engine:
-    """The runtime of one rank.
+    """The runtime of one rank. Long because all parts begin and end here.
 
     Args:
         module: the LightningModule; its parameters become views of pages.

@@ -127,8 +127,8 @@ class HandedOn:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether it has values here; asked alike on all ranks that share it."""
-        return id(parameter) in self._precise
+        """Whether pages have its values, here or of other ranks; the same on all of them."""
+        return id(parameter) in self._precise or id(parameter) in self._apart
 
     def dtype(self, key: int) -> torch.dtype:
         """Of the precise values of a parameter."""

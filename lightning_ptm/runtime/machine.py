@@ -35,6 +35,14 @@ class Machine:
     cores: int
     ranks: int
 
+    def with_more(self, in_memory: int, on_disk: int) -> Machine:
+        """So many bytes more of RAM and disk for each rank."""
+        return dataclasses.replace(
+            self,
+            free_host_bytes=self.free_host_bytes + in_memory * self.ranks,
+            free_disk_bytes=self.free_disk_bytes + on_disk * self.ranks,
+        )
+
 
 def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
     """The machine that this process runs on."""

@@ -97,20 +97,12 @@ class BuildingStrategy(CheckpointingStrategy):
         behind = (Axis.TENSOR,) if self.settings.async_save and fitting else ()
         communicators = Communicators(mesh, self._communicator, ALONG, behind)
         given = given or self._files_values(self._communicator, progress)
-        settings = self._settings_for(trainer)
-        if settings.page_size == "auto":  # once for all runs of this strategy
-            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, self._communicator, backend)
-            settings = dataclasses.replace(settings, page_size=self._page_bytes)
-        if self._wide_products is None:
-            compute = self.precision_plugin.plan.compute
-            self._wide_products = chosen_wide_products(settings, compute, self._communicator, backend)
+        settings = self._chosen(self._settings_for(trainer), self._communicator)
         request = self.request(trainer, settings)
         if anew:
             request = dataclasses.replace(request, rearranges=True)
         make_folders(settings.disk_paths)
-        in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
-        ranks_here = max(1, self.num_processes)
-        blueprint = draw(request, self._communicator, ranks_here, in_memory=in_memory, on_disk=on_disk)
+        blueprint = self._drawn(request, handed)
         if fitting and not anew and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         self._engine = Engine(
@@ -126,7 +118,7 @@ class BuildingStrategy(CheckpointingStrategy):
             given=given,
             events=events,
             progress=progress,
-            ranks_here=ranks_here,
+            ranks_here=max(1, self.num_processes),
             handed=handed,
         )
         # A run that goes on from a checkpoint rounds as it would have done.
@@ -138,6 +130,23 @@ class BuildingStrategy(CheckpointingStrategy):
         self._began_with = weakref.ref(self._module)
         self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
+
+    def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
+        """What "auto" comes to, once for all runs of this strategy."""
+        backend = self._backend
+        if settings.page_size == "auto":
+            self._page_bytes = self._page_bytes or chosen_page_bytes(settings, communicator, backend)
+            settings = dataclasses.replace(settings, page_size=self._page_bytes)
+        if self._wide_products is None:
+            compute = self.precision_plugin.plan.compute
+            self._wide_products = chosen_wide_products(settings, compute, communicator, backend)
+        return settings
+
+    def _drawn(self, request: Request, handed: HandedOn | None) -> Blueprint:
+        assert self._communicator is not None
+        in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
+        ranks_here = max(1, self.num_processes)
+        return draw(request, self._communicator, ranks_here, in_memory=in_memory, on_disk=on_disk)
 
     def _communicator_of_tensor_group(self) -> ProcessGroupCommunicator | None:
         """For its exchanges alone; None without one. Collective."""

@@ -13,9 +13,10 @@ import lightning as L
 import pytest
 import torch
 from rank_harness import run_ranks, watch_ranks
-from rank_training import loader, make_strategy
+from rank_training import Outcome, Training, fit_in_all_tiers, loader, make_strategy
 from tensor_blocks import Blocks, trainer_of, weights_of
 from tensor_blocks import loader as rows_of_blocks
+from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -327,3 +328,44 @@ def test_ranks_of_a_tensor_group_train_their_parts(home: dict[str, Any], disk: P
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
     assert not [*disk.iterdir()]
+
+
+class LateExperts(MomentumMoE):
+    """Trains half of its experts, and a part of the root, from the second batch on, and rests with others from the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = [self.head.weight, *list(self.blocks[0].parameters())[::2], *self.blocks[1].parameters()]
+        for each in self.late:
+            each.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        chosen = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(chosen, lr=0.1, momentum=0.9, fused=True)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 1:
+            for each in self.late:
+                each.requires_grad_(True)
+            self.optimizers().add_param_group({"params": self.late})
+        if index == 2:
+            self.head.bias.requires_grad_(False)
+            for each in list(self.blocks[1].parameters())[1::2]:
+                each.requires_grad_(False)
+            self.embedding.weight.requires_grad_(False)
+        if index == 3:
+            self.embedding.weight.requires_grad_(True)
+
+
+def of_experts(folder: Path, size: int, tiers: list[str]) -> dict[str, Outcome]:
+    settings = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": size}
+    return fit_in_all_tiers(Training(LateExperts, "64-true", batches=5), 2, folder, settings, tiers)
+
+
+def test_ranks_that_divide_experts_train_those_that_they_have(disk: Path) -> None:
+    tiers = ["ram", "masters_on_disk", "all_on_disk"]
+    whole = run_ranks(of_experts, 2, disk, 1, ["ram"])
+    for rank, found in enumerate(run_ranks(of_experts, 2, disk, 2, tiers)):
+        for ours in found.values():
+            torch.testing.assert_close(ours.losses, whole[rank]["ram"].losses, rtol=0, atol=1e-9)
+            torch.testing.assert_close(ours.weights, whole[rank]["ram"].weights, rtol=0, atol=1e-9)
