@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from handed_by_hand import new_pages, old_pages
 from values_by_hand import MIXED, Odd
 
@@ -49,7 +48,7 @@ def test_what_is_to_lie_in_another_tier_moves(disk: Path) -> None:
 
 def test_a_budget_without_room_for_what_lies_between_has_all_copied(disk: Path) -> None:
     module = Odd()
-    with old_pages(module, disk, "masters on disk", **MIXED) as (old, handed, optimizer, _):
+    with old_pages(module, disk, "masters on disk", **MIXED) as (_, handed, optimizer, _):
         module.frozen.requires_grad_(True)
         optimizer.add_param_group({"params": [module.frozen]})
         with new_pages(module, disk, "masters on disk", handed, optimizer, **MIXED) as (made, kept):
@@ -60,8 +59,4 @@ def test_a_budget_without_room_for_what_lies_between_has_all_copied(disk: Path) 
             options = {**MIXED, "disk_memory": size}
             with new_pages(module, disk, "masters on disk", handed, optimizer, **options) as (_, kept):
                 assert bool(kept.more_pages) is stays
-        assert (
-            torch.equal(old.wholes.read(old.flats[1][0].states.tensors()[0]), module.blocks[0].weight.new_empty(0))
-            is False
-        )
         handed.close()
