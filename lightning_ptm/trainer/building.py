@@ -128,7 +128,7 @@ class BuildingStrategy(CheckpointingStrategy):
             self._tensor_group.connect(Exchanges(exchanging, group, rendezvous, self._engine.executor))
         self._interruption = Interruption(self._engine, self._module, self._saves)
         self._began_with = weakref.ref(self._module)
-        self.precision_plugin.attach(self._engine, backend.name, wide_products=self._wide_products)
+        self.precision_plugin.attach(self._engine, backend.name, wide_products=bool(self._wide_products))
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -486,3 +488,52 @@ def test_what_is_unfrozen_and_has_no_room_is_said(strategy_at: MakeStrategy, dis
     with pytest.raises(CapacityError):
         run(Adding, strategy_at("masters_on_disk", disk_memory="64KiB"), max_epochs=2)
     assert not [*disk.iterdir()]
+
+
+class Large(Unfreezing):
+    """In RAM, a quarter of a gigabyte of states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Sequential(nn.Linear(4, 4096), nn.Linear(4096, 4096))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.large(batch[0][:1, :4]).square().mean()
+
+
+class Peak(threading.Thread):
+    """The most memory of this process that is no file's."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most_bytes = self.now()
+        self.ends = False
+
+    def run(self) -> None:
+        while not self.ends:
+            self.most_bytes = max(self.most_bytes, self.now())
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+@pytest.mark.slow
+def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
+    strategy, more_bytes = strategy_at("ram", page_size="1MiB", poison=False), []
+
+    class Watched(type(strategy)):  # type: ignore[misc]
+        def _lay_out_anew(self) -> None:
+            gc.collect()
+            began_bytes, peak = Peak.now(), Peak()
+            peak.start()
+            super()._lay_out_anew()
+            peak.ends = True
+            peak.join()
+            more_bytes.append(peak.most_bytes - began_bytes)
+
+    strategy.__class__ = Watched
+    module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
+    assert 14 * sum(each.numel() for each in module.large.parameters()) > 200 << 20
+    assert max(more_bytes) < 64 << 20

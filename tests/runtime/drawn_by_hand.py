@@ -17,6 +17,7 @@ from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import decide
+from lightning_ptm.runtime.heirlooms import Heirlooms
 from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.runtime.optimizer_values import OptimizerValues
@@ -121,19 +122,22 @@ class LaidOut:
 
 
 @contextmanager
-def laid_out(found: Blueprint, disk_paths: Sequence[Any] = ()) -> Iterator[LaidOut]:
+def laid_out(found: Blueprint, disk_paths: Sequence[Any] = (), heirlooms: Heirlooms | None = None) -> Iterator[LaidOut]:
     """On one rank, as the engine does it."""
-    sizes = found.pool_bytes
+    kept = heirlooms or Heirlooms()
+    page = found.layout.page_size
+    sizes = {tier: size + kept.more_pages.get(tier, 0) * page for tier, size in found.pool_bytes.items()}
     with Allocator(
         page_size=found.layout.page_size,
         backend=CpuBackend(),
         sizes=sizes,
         disk_paths=list(disk_paths) if sizes[Tier.DISK] else [],
         poison=True,
+        heritage=kept.heritage,
     ) as allocator:
         communicator = SoloCommunicator()
         communicators = Communicators(found.holders.mesh, communicator)
-        pages = Pages(found, allocator, communicators, torch.device("cpu"))
+        pages = Pages(found, allocator, communicators, torch.device("cpu"), kept)
         stores = tuple(pages.store(unit) for unit in range(len(found.units)))
         pages.take_gradient_pages()
         flats = tuple(pages.flats(store) for store in stores)

@@ -1,0 +1,70 @@
+"""Pages that are handed on without engines: those of one layout to another one of the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from drawn_by_hand import LaidOut, adam, drawn, laid_out
+from torch import nn
+from torch.optim import Optimizer
+from values_by_hand import PLACES, states_for
+
+from lightning_ptm.runtime.handed_on import HandedOn
+from lightning_ptm.runtime.heirlooms import Heirlooms, heirlooms
+
+UPDATED = ("head", "turned", "blocks.1.weight")
+"""Parameters of which there are states."""
+
+
+def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> HandedOn:
+    """What is in the pages of a run without an engine."""
+    engine: Any = SimpleNamespace(
+        wholes=made.wholes,
+        values=made.values,
+        optimizer_values=made.optimizer_values,
+        allocator=made.allocator,
+        disk_paths=(disk,),
+        updates=SimpleNamespace(groups=SimpleNamespace(optimizers=[optimizer])),
+        blueprint=made.blueprint,
+    )
+    return HandedOn(engine)
+
+
+@contextmanager
+def old_pages(
+    module: nn.Module, disk: Path, place: str, **options: Any
+) -> Iterator[tuple[LaidOut, HandedOn, Optimizer, dict[int, Any]]]:
+    """(pages, what is handed on of them, the optimizer of what trains, states of it) of a module."""
+    optimizer = adam([each for each in module.parameters() if each.requires_grad])
+    with laid_out(drawn(module, [optimizer], **PLACES[place], **options), [disk]) as made:
+        made.take_over(keep_frozen=True)
+        states = states_for(module, *UPDATED)
+        made.optimizer_values.load(0, states)
+        yield made, handed_by(made, disk, optimizer), optimizer, states
+
+
+@contextmanager
+def new_pages(
+    module: nn.Module, disk: Path, place: str, handed: HandedOn, optimizer: Optimizer, **options: Any
+) -> Iterator[tuple[LaidOut, Heirlooms]]:
+    """Pages for what the module's parameters are now, not laid yet."""
+    blueprint = drawn(module, [optimizer], **PLACES[place], **options)
+    kept = heirlooms(blueprint, handed, [optimizer], [disk])
+    with laid_out(blueprint, [disk], kept) as made:
+        yield made, kept
+
+
+def scalars_of(states: dict[int, Any]) -> dict[int, Any]:
+    return {key: {"step": state["step"]} for key, state in states.items()}
+
+
+def assert_states(made: LaidOut, states: dict[int, Any]) -> None:
+    found = {id(parameter): state for parameter, state in made.optimizer_values.states(0)}
+    assert found.keys() == states.keys()
+    for key, state in states.items():
+        assert all(torch.equal(found[key][name], value) for name, value in state.items())
