@@ -29,6 +29,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
 from lightning_ptm.runtime.forwards import Around, AroundRecomputed, Forward
 from lightning_ptm.runtime.graphs import others_hear_of
+from lightning_ptm.runtime.recompute import in_backward
 
 
 class Parts:
@@ -91,6 +92,21 @@ class Parts:
                 self.group.end_divided()
 
         return AroundRecomputed(around, of_part)
+
+    def within(self, module: nn.Module, name: str) -> Forward:
+        """Of what is between regions: of what is whole, outside of its block, its gradients would be whole on every rank, and
+        these are added up."""
+        own = module.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code is a block's; in a backward pass it is computed again.
+            counts = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward()
+            if counts and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self.length(name)
+            return own(*args, **kwargs)
+
+        return forward
 
     def divided_region(self, module: nn.Module, name: str) -> Forward:
         """Of a region whose input is gathered and whose last layers leave parts."""

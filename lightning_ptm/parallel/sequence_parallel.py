@@ -103,6 +103,12 @@ class SequenceParallel:
                     make = self.parts.divided_region if region.divided else self.parts.whole_region
                     yield module, make(module, name)
             yield each.block.module, self.parts.block(each.block.module, each.block.name)
+        with_forwards = {id(each.block.module) for each in self._blocks} | {
+            id(each.block.module.get_submodule(region.name)) for each in self._blocks for region in each.regions
+        }
+        for place in self.uncut:
+            if id(place.module) not in with_forwards:
+                yield place.module, self.parts.within(place.module, place.name)
 
 
 def _refuse_statistics(each: SequenceBlock) -> None:

@@ -158,6 +158,11 @@ CALLS: dict[str, tuple[Callable[[], Model], Callable[[Model, Tensor], Tensor], l
         lambda model, x: model.blocks[0].feed_forward.project(torch.cat([x, x], -1)[..., :WIDTH]),
         ["blocks.0.feed_forward.project is called", "sequence_parallel=False"],
     ),
+    "a norm without its block": (
+        lambda: Model(Normed(Tokens())),
+        lambda model, x: model.blocks[0].norm(x.transpose(1, 2)),
+        ["blocks.0.norm is called, and the block around it is not", "sequence_parallel=False"],
+    ),
     "one vector": (
         lambda: Model(Normed(nn.Identity())),
         lambda model, x: model(x[0, 0]),
@@ -179,6 +184,17 @@ def test_a_call_is_refused(case: str) -> None:
     with pytest.raises(ConfigError) as refused:
         call(model, torch.randn(2, 6, WIDTH))
     assert [word for word in words if word not in str(refused.value)] == [], refused.value
+
+
+def test_a_norm_may_be_called_without_its_block_where_it_is_not_trained() -> None:
+    model = Model(Normed(Tokens()))
+    cut(model, REGIONS)
+    x, norm = torch.randn(2, WIDTH, 6, requires_grad=True), model.blocks[0].norm
+    with torch.no_grad():
+        expected = nn.functional.layer_norm(x.transpose(1, 2), (WIDTH,)).transpose(1, 2)
+        torch.testing.assert_close(norm(x), expected)
+    norm.requires_grad_(False)
+    torch.testing.assert_close(norm(x), expected)
 
 
 @pytest.mark.parametrize("ask", [Tensor.retain_grad, lambda out: out.register_hook(torch.neg)])
