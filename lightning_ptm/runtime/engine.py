@@ -134,9 +134,9 @@ class Engine:
         self._taken_over = False
         self._undo = ExitStack()
         """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
-        self._heap = None if backend.apart else Heap(blueprint.keep_freed_memory)
+        self._heap = None if backend.apart else Heap(blueprint.freed_memory)
         if self._heap is not None:
-            self._undo.callback(self._heap.close)
+            self._undo.callback(self._heap.steps_end)
         try:
             self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:
@@ -513,6 +513,11 @@ class Engine:
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
+
+    def steps_end(self) -> None:
+        """Before states are given back, which takes RAM of its own."""
+        if self._heap is not None:
+            self._heap.steps_end()
 
     def close(self) -> None:
         """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `Lending.restore`."""

@@ -115,6 +115,7 @@ class EndingStrategy(BuildingStrategy):
                 self._saves.finish()
             except CheckpointError as error:  # the weights are the user's all the same
                 told_later.append(error)
+        engine.steps_end()
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
         cut_here = self._cut is not None
         if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
