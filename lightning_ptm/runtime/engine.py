@@ -134,9 +134,9 @@ class Engine:
         self._taken_over = False
         self._undo = ExitStack()
         """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
-        self._heap = None if backend.apart else Heap(blueprint.freed_memory)
-        if self._heap is not None:
-            self._undo.callback(self._heap.steps_end)
+        self.heap = None if backend.apart else Heap(blueprint.freed_memory)
+        if self.heap is not None:
+            self._undo.callback(self.heap.steps_end)
         try:
             self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:
@@ -360,8 +360,8 @@ class Engine:
         self.values.check_known()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
-        if self._heap is not None:
-            self._heap.between_steps()
+        if self.heap is not None:
+            self.heap.between_steps()
         self.updates.begin_iteration(training=mode is Mode.TRAIN)
         if mode is Mode.TRAIN and self._read_ahead:
             # Behind the forward: what the first updates of the backward will need.
@@ -513,11 +513,6 @@ class Engine:
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
-
-    def steps_end(self) -> None:
-        """Before states are given back, which takes RAM of its own."""
-        if self._heap is not None:
-            self._heap.steps_end()
 
     def close(self) -> None:
         """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `Lending.restore`."""

@@ -31,6 +31,7 @@ from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.runtime.route import GradientRoute, Waits
 from lightning_ptm.runtime.shown import ShownGradient
 from lightning_ptm.runtime.store import FlatStore
+from lightning_ptm.runtime.sums import Addition
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
     from lightning_ptm.planning.holders import Sharing
     from lightning_ptm.runtime.gradient_pages import PageSupply
+    from lightning_ptm.runtime.sums import SumsInRam
 
 
 _EARLIER = "when it was of an earlier step"
@@ -63,6 +65,7 @@ class FlatGradient:
         route: where the gradient waits.
         sharing: with which ranks.
         supply: where its pages come from; never asked where it waits in `.grad`.
+        in_ram: adds what a device has to sums there; None: there is no device apart.
     """
 
     def __init__(
@@ -72,12 +75,14 @@ class FlatGradient:
         allocator: Allocator,
         sharing: Sharing,
         supply: PageSupply,
+        in_ram: SumsInRam | None = None,
     ) -> None:
         self.route = route
         self._supply = supply
         self.store = store
         self._allocator = allocator
         self._sharing = sharing
+        self._in_ram = in_ram
         layout = store.layout
         self._sums = route.dtype != store.binding.dtype
         self.in_place = route.waits is Waits.IN_GRAD
@@ -98,7 +103,7 @@ class FlatGradient:
         """Whether the update will clip what is here."""
         self._filled = False
         self._arriving: _Arriving | None = None
-        self._leaving: list[tuple[Transfer, PagedTensor]] = []
+        self._leaving: list[tuple[Transfer | Addition, PagedTensor]] = []
         self.before_change: Callable[[], None] = _nothing
         """Called before the pages are written to otherwise than by a backward pass: an update may still read them."""
         self._pages: PagedTensor | None = None
@@ -326,6 +331,9 @@ class FlatGradient:
         """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, with its parameter's device and
         dtype, and None where it was in pages. What was in `.grad` itself goes where its parameter has gone, as with
         `module.cpu()`."""
+        for transfer, _ in self._leaving:
+            if isinstance(transfer, Addition):  # nobody else knows of these
+                transfer.wait()
         for parameter in self.store.binding.parameters:
             left = parameter.grad
             if isinstance(left, ShownGradient):
@@ -495,7 +503,7 @@ class FlatGradient:
         """The gradient pages, if this flat has any."""
         return self._pages
 
-    def leaving(self) -> Sequence[Transfer]:
+    def leaving(self) -> Sequence[Transfer | Addition]:
         """What is still on its way into the pages; whoever reads them waits for it."""
         return [transfer for transfer, _ in self._leaving]
 
@@ -503,6 +511,11 @@ class FlatGradient:
     def on_its_way(self) -> bool:
         """Whether device pages are to be given back when a reduction or a copy ends."""
         return self._arriving is not None or bool(self._leaving)
+
+    @property
+    def is_added(self) -> bool:
+        """Whether something is on its way to a sum in RAM, or was when somebody looked last."""
+        return any(isinstance(transfer, Addition) for transfer, _ in self._leaving)
 
     def settle(self) -> None:
         """Waits until the gradient pages may be read."""
@@ -558,7 +571,7 @@ class FlatGradient:
         gradients = self.store.binding.gradients()
         return [grad if here else None for grad, here in zip(gradients, self.here(), strict=True)]
 
-    def detach(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+    def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """Gives the gradient away: nothing of it is left here.
 
         Returns:
@@ -574,7 +587,7 @@ class FlatGradient:
         self._present = [False] * len(self._present)
         return source, self.leaving(), partial(self._supply.give_back, source.paged)
 
-    def duplicate(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+    def duplicate(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """As `detach`, with a copy: the gradient stays here until it is cleared."""
         self.settle()
         source = self.source()
@@ -711,13 +724,16 @@ class FlatGradient:
         """Adds `part` (shard_numel,) to the pages and gives it back; in `so_far`, where there are any."""
         pages = self._pages
         assert pages is not None
-        if pages.tier.computes or (pages.tier.addressable and (self._filled or self._sums)):
-            value = part.tensor() if pages.tier.computes else self._allocator.backend.in_host(part.tensor())
-            if self._filled:
-                pages.tensor().add_(value)
+        if pages.tier.addressable and (pages.tier.computes or self._filled or self._sums):
+            if self._in_ram is not None and not pages.tier.computes:
+                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=self._filled)
+                self._leaving.append((addition, part))
             else:
-                pages.tensor().copy_(value)
-            self._allocator.release(part)
+                if self._filled:
+                    pages.tensor().add_(part.tensor())
+                else:
+                    pages.tensor().copy_(part.tensor())
+                self._allocator.release(part)
         elif so_far:
             self._add_through(so_far, part.tensor(), pages)
             self._allocator.release(part)
