@@ -68,6 +68,34 @@ def test_units_on_streams_of_their_users_compute_the_same(
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
 
 
+class Moves(Model):
+    """Every other batch is computed on another stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home, self.side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self._go_to(self.side if batch_idx % 2 else self.home)
+        batch.record_stream(torch.cuda.current_stream())
+
+    def on_train_end(self) -> None:
+        self._go_to(self.home)
+
+    @staticmethod
+    def _go_to(stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+
+
+@pytest.mark.parametrize("homes", [{}, HOST], ids=["device", "host"])
+def test_batches_on_streams_of_their_own_compute_the_same(homes: dict[str, Any]) -> None:
+    losses, weights = train(**homes)
+    moved, after = train(model=Moves, **homes)
+    assert torch.equal(losses, moved)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
 fake: Any = sys.modules.get("fake_device")
 on_fake_alone = pytest.mark.skipif(fake is None, reason="asks the fake device what the host has waited for")
 
