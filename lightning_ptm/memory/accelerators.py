@@ -136,10 +136,8 @@ class AcceleratorBackend:
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return TorchLockedRegion(size_bytes) if pin else HostRegion(size_bytes)
 
-    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.holds(tensor):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def device_region(self, size_bytes: int) -> Region:
         return DeviceRegion(size_bytes, self.device)

@@ -106,9 +106,9 @@ class Backend(Protocol):
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         """RAM; page-locked, if `pin`, where the device copies from and to it by itself. Raises as HostRegion does."""
 
-    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's elements in RAM, contiguous where they are copied; the host waits for them, and for what the current
-        stream has queued before. What they are copied through is page-locked, and PyTorch's, which uses it again."""
+    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """RAM for a tensor's elements, where the device copies to it by itself: page-locked, and PyTorch's, which uses it
+        again behind copies that are under way."""
 
     def device_region(self, size_bytes: int) -> Region:
         """Memory of the device.
@@ -205,8 +205,8 @@ class CpuBackend:
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
 
-    def in_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def device_region(self, size_bytes: int) -> Region:
         return HostRegion(size_bytes)

@@ -40,11 +40,12 @@ class ComputeStream:
         self._stream = backend.current_stream()
 
     def begin(self) -> None:
-        """An iteration starts: from now on it is this thread's current stream."""
-        now = self._backend.current_stream()
-        if now != self._stream:
-            self._stream.join()
-            self._stream = now
+        """An iteration starts: from now on it is this thread's current stream.
+
+        Whoever changes that has to order the two, as anywhere. All that the run has queued on the one before, it has with
+        that one current, or the one current then goes on behind it (`entered`).
+        """
+        self._stream = self._backend.current_stream()
 
     @property
     def here(self) -> bool:

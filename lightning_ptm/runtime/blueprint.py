@@ -23,6 +23,7 @@ from lightning_ptm.planning.inventory import NOTHING, Inventory, Row
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.divided_experts import DividedExperts
+from lightning_ptm.runtime.heap import Freed
 from lightning_ptm.runtime.parts import Boxes
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.units import Unit
@@ -106,7 +107,7 @@ class Blueprint:
         outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
         may_be_outside: the run could do so.
         inventory: all that a run takes of each tier.
-        keep_freed_memory: on a CPU, freed memory stays for the next step.
+        freed_memory: on a CPU.
         gradient_room_bytes: gradients that may wait for updates behind the backward pass; on a CPU, in `.grad`.
     """
 
@@ -133,7 +134,7 @@ class Blueprint:
     outside: bool
     may_be_outside: bool
     inventory: Inventory = NOTHING
-    keep_freed_memory: bool = True
+    freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 
     @property

@@ -140,9 +140,9 @@ class Engine:
         self._taken_over = False
         self._undo = ExitStack()
         """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
-        self._heap = None if backend.apart else Heap(blueprint.keep_freed_memory)
-        if self._heap is not None:
-            self._undo.callback(self._heap.close)
+        self.heap = None if backend.apart else Heap(blueprint.freed_memory)
+        if self.heap is not None:
+            self._undo.callback(self.heap.steps_end)
         try:
             self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:
@@ -331,6 +331,7 @@ class Engine:
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
             self._undo.callback(flat.gradient.dot_grad.let_go)
+            self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: Backwards = Backwards(
             blueprint.units,
             self.stores,
@@ -374,8 +375,8 @@ class Engine:
         self.values.check_known()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
-        if self._heap is not None:
-            self._heap.between_steps()
+        if self.heap is not None:
+            self.heap.between_steps()
         self.updates.begin_iteration(training=mode is Mode.TRAIN)
         if mode is Mode.TRAIN and self._read_ahead:
             # Behind the forward: what the first updates of the backward will need.

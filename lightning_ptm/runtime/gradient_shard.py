@@ -26,12 +26,14 @@ from lightning_ptm.runtime.gradient_content import GradientContent
 from lightning_ptm.runtime.in_a_row import device_pages_in_a_row
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.store import FlatStore
+from lightning_ptm.runtime.sums import Addition
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
     from lightning_ptm.runtime.gradient_pages import PageSupply
+    from lightning_ptm.runtime.sums import SumsInRam
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,15 +52,24 @@ class GradientShard:
         store: the flat's compute parameters.
         route: where the gradient waits.
         supply: where its pages come from; never asked where it waits in `.grad`.
+        in_ram: adds what a device has to sums there; None: there is no device apart.
     """
 
-    def __init__(self, store: FlatStore, route: GradientRoute, allocator: Allocator, supply: PageSupply) -> None:
+    def __init__(
+        self,
+        store: FlatStore,
+        route: GradientRoute,
+        allocator: Allocator,
+        supply: PageSupply,
+        in_ram: SumsInRam | None = None,
+    ) -> None:
         self._layout = store.layout
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
         self._dtype = route.dtype
         self._allocator = allocator
         self._supply = supply
+        self._in_ram = in_ram
         self.sums = route.dtype != store.binding.dtype
         """Whether what is added up has a wider dtype than what comes."""
         self.before_change: Callable[[], None] = _nothing
@@ -66,7 +77,7 @@ class GradientShard:
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
-        self._leaving: list[tuple[Transfer, PagedTensor]] = []
+        self._leaving: list[tuple[Transfer | Addition, PagedTensor]] = []
         self.content = GradientContent(len(self._layout.slots))
 
     @property
@@ -107,9 +118,20 @@ class GradientShard:
 
     # -- what is on its way -------------------------------------------------------------------------------------------
 
-    def leaving(self) -> Sequence[Transfer]:
+    def leaving(self) -> Sequence[Transfer | Addition]:
         """What is still on its way into the pages; whoever reads them waits for it."""
         return [transfer for transfer, _ in self._leaving]
+
+    @property
+    def is_added(self) -> bool:
+        """Whether something is on its way to a sum in RAM, or was when somebody looked last."""
+        return any(isinstance(transfer, Addition) for transfer, _ in self._leaving)
+
+    def end_additions(self) -> None:
+        """The run is over: nobody else knows of these."""
+        for transfer, _ in self._leaving:
+            if isinstance(transfer, Addition):
+                transfer.wait()
 
     @property
     def on_its_way(self) -> bool:
@@ -273,13 +295,16 @@ class GradientShard:
         """Adds `part` (shard_numel,) to the pages, which may be read (I2), and gives it back; by way of `so_far`, if any."""
         pages = self._pages
         assert pages is not None
-        if pages.tier.computes or (pages.tier.addressable and (self.content.filled or self.sums)):
-            value = part.tensor() if pages.tier.computes else self._allocator.backend.in_host(part.tensor())
-            if self.content.filled:
-                pages.tensor().add_(value)
+        if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.sums):
+            if self._in_ram is not None and not pages.tier.computes:
+                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=self.content.filled)
+                self._leaving.append((addition, part))
             else:
-                pages.tensor().copy_(value)
-            self._allocator.release(part)
+                if self.content.filled:
+                    pages.tensor().add_(part.tensor())
+                else:
+                    pages.tensor().copy_(part.tensor())
+                self._allocator.release(part)
         elif so_far:
             self._add_through(so_far, part.tensor(), pages)
             self._allocator.release(part)

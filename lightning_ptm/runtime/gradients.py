@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
     from lightning_ptm.planning.holders import Sharing
     from lightning_ptm.runtime.gradient_pages import PageSupply
+    from lightning_ptm.runtime.sums import Addition, SumsInRam
 
 
 class FlatGradient:
@@ -41,6 +42,7 @@ class FlatGradient:
         route: where the gradient waits.
         sharing: with which ranks.
         supply: where its pages come from; never asked where it waits in `.grad`.
+        in_ram: adds what a device has to sums there; None: there is no device apart.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class FlatGradient:
         allocator: Allocator,
         sharing: Sharing,
         supply: PageSupply,
+        in_ram: SumsInRam | None = None,
     ) -> None:
         self.route = route
         self.store = store
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
-        self.shard = GradientShard(store, route, allocator, supply)
+        self.shard = GradientShard(store, route, allocator, supply, in_ram)
         self._content = self.shard.content
         self.dot_grad = DotGrad(store, route, self.shard, sharing, allocator.backend)
 
@@ -184,7 +187,7 @@ class FlatGradient:
         gradients = self.store.binding.gradients()
         return [grad if here else None for grad, here in zip(gradients, self.dot_grad.here(), strict=True)]
 
-    def detach(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+    def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """Gives the gradient away: nothing of it is left here.
 
         Returns:
@@ -196,7 +199,7 @@ class FlatGradient:
             return source, (), _nothing
         return source, self.shard.leaving(), partial(self.shard.supply_back, self.shard.give_away())
 
-    def duplicate(self) -> tuple[GradientSource, Sequence[Transfer], Callable[[], None]]:
+    def duplicate(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """As `detach`, with a copy: the gradient stays here until it is cleared."""
         self.shard.settle()
         source = self.source()

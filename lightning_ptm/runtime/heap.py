@@ -5,6 +5,7 @@ Knows no pages: this is about activations and gradients, which PyTorch takes fro
 
 from __future__ import annotations
 
+import enum
 import math
 from time import monotonic
 
@@ -18,17 +19,24 @@ _LOOK_S = 0.5
 """Free RAM is looked for in a dozen of the system's files, which takes 2 ms."""
 
 
+class Freed(enum.Enum):
+    """What becomes of it."""
+
+    STAYS = "stays for the next step"
+    SMALL_STAYS = "stays for the next step, but for large blocks, into whose holes nothing as large may fit"
+    LEAVES = "goes back to the system"
+
+
 class Heap:
-    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides.
+    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides."""
 
-    Args:
-        keep: freed memory stays for the next step; otherwise it goes back.
-    """
-
-    def __init__(self, keep: bool) -> None:
-        self._keep = keep
+    def __init__(self, freed: Freed) -> None:
+        self._keep = freed is not Freed.LEAVES
         self._looked_s = -math.inf
-        (keep_freed_memory if keep else give_freed_memory_back)()
+        if self._keep:
+            keep_freed_memory(but_large=freed is Freed.SMALL_STAYS)
+        else:
+            give_freed_memory_back()
 
     def between_steps(self) -> None:
         """Freed activations of the last step leave the process, unless they may stay."""
@@ -40,6 +48,6 @@ class Heap:
         if not self._keep:
             trim()
 
-    def close(self) -> None:
-        """The run has ended: nothing comes back for what it has freed."""
+    def steps_end(self) -> None:
+        """No step follows: nothing comes back for what they have freed."""
         trim()

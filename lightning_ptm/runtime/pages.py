@@ -24,6 +24,7 @@ from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.sums import SumsInRam
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.update import FlatStates, OptimizerTraits, lay_out_states, layout_groups
 
@@ -48,6 +49,7 @@ class Pages:
         self._allocator = allocator
         self._communicators = communicators
         self._device = device
+        self._sums = SumsInRam(allocator.backend) if allocator.backend.apart else None
 
         self._heirlooms = heirlooms or Heirlooms()
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
@@ -97,7 +99,7 @@ class Pages:
             if not traits:
                 continue
             route, sharing = blueprint.route(flat.layout), blueprint.holders.of_flat(flat.layout)
-            gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout))
+            gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout), self._sums)
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))
         return tuple(updates)

@@ -22,6 +22,7 @@ import torch
 from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
+from lightning_ptm.runtime.sums import UNITS_AHEAD
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.terms import Operation
 
@@ -83,6 +84,7 @@ class Reduction:
             return
         if all(flat.gradient.in_place for flat in flats):
             return
+        self._let_sums_come()
         if not any(flat.store.layout.shared for flat in flats):
             self._no_longer_postponed(unit)
             for flat in flats:
@@ -125,6 +127,7 @@ class Reduction:
 
     def take_part(self, decision: Decision) -> None:
         """Another rank reduces a unit whose backward has not ended here, or will not."""
+        self._let_sums_come()
         if not self._left_to_the_step(decision):
             self._reduce(decision)
 
@@ -182,6 +185,14 @@ class Reduction:
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
         self._left += flats
+
+    def _let_sums_come(self) -> None:
+        """The host may be ahead of the device by a few units whose gradients are to be added to sums in RAM."""
+        adding = [flat for flat in self._left if flat.gradient.shard.is_added]
+        ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
+        for flat in adding:
+            if flat.store.layout.unit not in ahead:
+                flat.gradient.shard.settle()
 
     def _no_longer_postponed(self, unit: int) -> None:
         if unit in self._postponed:

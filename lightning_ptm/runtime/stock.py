@@ -19,6 +19,7 @@ from lightning_ptm.planning.homes import arithmetic_tier
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.runtime.columns import buffer_numel, buffer_numels, columns, row_of, scratch, staging_row
+from lightning_ptm.runtime.heap import Freed
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
@@ -74,7 +75,7 @@ def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Bluep
     return dataclasses.replace(
         blueprint,
         inventory=inventory,
-        keep_freed_memory=_keep_freed_memory(settings, machine, inventory),
+        freed_memory=_freed_memory(settings, machine, inventory),
         # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
         gradient_room_bytes=max(2 * max(per_unit), left),
     )
@@ -96,15 +97,17 @@ def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
     return blueprint
 
 
-def _keep_freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> bool:
-    """On a CPU. Not where RAM is what is short: something is on disk, and pages take a good part of the RAM there is."""
+def _freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> Freed:
+    """On a CPU. It leaves where RAM is what is short: something is on disk, and pages take a good part of the RAM there is.
+    With all in RAM a run takes no more than it does without pages."""
     if settings.freed_memory != "auto":
-        return settings.freed_memory == "keep"
+        return Freed.STAYS if settings.freed_memory == "keep" else Freed.LEAVES
     pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
     if not any(size for tier, size in pools.items() if not tier.addressable):
-        return True
+        return Freed.SMALL_STAYS
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
-    return in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
+    roomy = in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
+    return Freed.STAYS if roomy else Freed.LEAVES
 
 
 def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:

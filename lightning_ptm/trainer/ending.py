@@ -115,6 +115,8 @@ class EndingStrategy(BuildingStrategy):
                 self._saves.finish()
             except CheckpointError as error:  # the weights are the user's all the same
                 told_later.append(error)
+        if engine.heap is not None:
+            engine.heap.steps_end()  # what follows takes RAM of its own
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
         cut_here = self._cut is not None
         if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):

@@ -68,6 +68,34 @@ def test_units_on_streams_of_their_users_compute_the_same(
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
 
 
+class Moves(Model):
+    """Every other batch is computed on another stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home, self.side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self._go_to(self.side if batch_idx % 2 else self.home)
+        batch.record_stream(torch.cuda.current_stream())
+
+    def on_train_end(self) -> None:
+        self._go_to(self.home)
+
+    @staticmethod
+    def _go_to(stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+
+
+@pytest.mark.parametrize("homes", [{}, HOST], ids=["device", "host"])
+def test_batches_on_streams_of_their_own_compute_the_same(homes: dict[str, Any]) -> None:
+    losses, weights = train(**homes)
+    moved, after = train(model=Moves, **homes)
+    assert torch.equal(losses, moved)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
 fake: Any = sys.modules.get("fake_device")
 on_fake_alone = pytest.mark.skipif(fake is None, reason="asks the fake device what the host has waited for")
 
@@ -157,10 +185,13 @@ def test_updates_on_the_device_have_a_stream_of_their_own(monkeypatch: pytest.Mo
 @on_fake_alone
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_gradients_that_are_added_up_in_ram_come_through_page_locked_memory(precision: str) -> None:
-    """The one copy for which the thread of compute waits: the CPU adds it to the sum."""
+    """The CPU adds them: the thread of compute waits for those of two units before, and the device goes on meanwhile."""
     Counted.found = ()
     losses, weights = train(precision, model=Counted, accumulate=2, **HOST)
-    assert {wait.what for wait in Counted.found} == {"copy D2H"}
+    assert {wait.what for wait in Counted.found} == {"event"}
+    waits = [wait.where for wait in Counted.found if "(done)" not in wait.where]  # those that have come already
+    assert waits
+    assert [where for where in waits if "_let_sums_come" not in where] == []
     plain, after = train(precision, accumulate=2, parameter_home="device", master_home="host")
     assert torch.equal(losses, plain)
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))

@@ -33,10 +33,15 @@ import ctypes, importlib.util, sys
 spec = importlib.util.spec_from_file_location("malloc", sys.argv[2])
 malloc = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(malloc)
+settings = {
+    "give_freed_memory_back": malloc.give_freed_memory_back,
+    "keep_freed_memory": malloc.keep_freed_memory,
+    "keep_all_but_large": lambda: malloc.keep_freed_memory(but_large=True),
+}
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 for setting in sys.argv[1].split("+"):
-    assert setting == "default" or getattr(malloc, setting)()
+    assert setting == "default" or settings[setting]()
 def take(size):
     address = libc.malloc(ctypes.c_size_t(size))
     ctypes.memset(address, 1, size)
@@ -94,6 +99,14 @@ def test_freed_activations_are_there_for_the_next_step() -> None:
     assert in_a_process(FAULTS, "default") > 100_000
     assert in_a_process(FAULTS, "keep_freed_memory") < 1_000
     assert in_a_process(FAULTS, "give_freed_memory_back+keep_freed_memory") < 1_000
+
+
+@needs_glibc
+def test_all_but_large_blocks_are_there_for_the_next_step() -> None:
+    """Those of 20 MiB stay, those of 64 MiB go, whatever was set before."""
+    for before in ("", "keep_freed_memory+", "give_freed_memory_back+"):
+        assert in_a_process(FAULTS.replace("64 << 20", "20 << 20"), before + "keep_all_but_large") < 1_000
+        assert in_a_process(FAULTS, before + "keep_all_but_large") > 100_000
 
 
 def test_calls_do_no_harm_where_they_have_no_effect() -> None:

@@ -17,6 +17,7 @@ from lightning_ptm.planning.homes import Budget, Homes
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.deciding import draw
+from lightning_ptm.runtime.heap import Freed
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.terms import Tier
 
@@ -170,15 +171,16 @@ def test_gradients_in_pages_of_their_own_beside_a_device_wait_as_long_as_they_li
 
 
 @pytest.mark.parametrize(
-    ("freed", "free", "settings", "keeps"),
+    ("freed", "free", "settings", "becomes"),
     [
-        ("auto", GIB, {}, True),
-        ("auto", 24 * GIB, {"disk_path": "/d", "master_home": "disk"}, True),
-        ("auto", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, False),
-        ("keep", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, True),
-        ("return", 24 * GIB, {}, False),
+        ("auto", GIB, {}, Freed.SMALL_STAYS),
+        ("auto", 24 * GIB, {"disk_path": "/d", "master_home": "disk"}, Freed.STAYS),
+        ("auto", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, Freed.LEAVES),
+        ("keep", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, Freed.STAYS),
+        ("keep", GIB, {}, Freed.STAYS),
+        ("return", 24 * GIB, {}, Freed.LEAVES),
     ],
 )
-def test_freed_memory(freed: str, free: int, settings: dict[str, Any], keeps: bool) -> None:
+def test_freed_memory(freed: str, free: int, settings: dict[str, Any], becomes: Freed) -> None:
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
-    assert drawn(machine=machine, freed_memory=freed, **settings).keep_freed_memory is keeps
+    assert drawn(machine=machine, freed_memory=freed, **settings).freed_memory is becomes

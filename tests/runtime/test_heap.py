@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lightning_ptm.runtime import heap
-from lightning_ptm.runtime.heap import Heap
+from lightning_ptm.runtime.heap import Freed, Heap
 
 GIB = 1 << 30
 
@@ -18,10 +21,14 @@ class Library:
         self.free_bytes = 8 * GIB
         self.looks = 0
         self.now_s = 0.0
-        for name in ("keep_freed_memory", "give_freed_memory_back", "trim"):
+        for name in ("give_freed_memory_back", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
+        monkeypatch.setattr(heap, "keep_freed_memory", self.keep)
         monkeypatch.setattr(heap, "free_host_bytes", self.free)
         monkeypatch.setattr(heap, "monotonic", lambda: self.now_s)
+
+    def keep(self, *, but_large: bool) -> None:
+        self.done.append("keep_all_but_large" if but_large else "keep_freed_memory")
 
     def free(self) -> int:
         self.looks += 1
@@ -38,7 +45,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_kept_while_there_is_room(library: Library) -> None:
-    kept = Heap(keep=True)
+    kept = Heap(Freed.STAYS)
     assert library.since() == ["keep_freed_memory"]
     for free_bytes in (8 * GIB, GIB):
         library.free_bytes = free_bytes
@@ -49,7 +56,7 @@ def test_kept_while_there_is_room(library: Library) -> None:
 
 
 def test_looked_for_twice_a_second(library: Library) -> None:
-    kept = Heap(keep=True)
+    kept = Heap(Freed.STAYS)
     for _ in range(40):
         kept.between_steps()
         library.now_s += 0.1
@@ -57,7 +64,7 @@ def test_looked_for_twice_a_second(library: Library) -> None:
 
 
 def test_given_back_from_the_first_step_on_that_finds_little(library: Library) -> None:
-    kept = Heap(keep=True)
+    kept = Heap(Freed.STAYS)
     library.since()
     library.free_bytes = GIB - 1
     kept.between_steps()
@@ -68,15 +75,73 @@ def test_given_back_from_the_first_step_on_that_finds_little(library: Library) -
 
 
 def test_never_kept(library: Library) -> None:
-    returned = Heap(keep=False)
+    returned = Heap(Freed.LEAVES)
     returned.between_steps()
     returned.between_steps()
     assert library.since() == ["give_freed_memory_back", "trim", "trim"]
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_at_the_end_it_leaves_in_any_case(library: Library, keep: bool) -> None:
-    ended = Heap(keep=keep)
+def test_kept_but_for_large_blocks_until_there_is_no_room(library: Library) -> None:
+    kept = Heap(Freed.SMALL_STAYS)
+    kept.between_steps()
+    assert library.since() == ["keep_all_but_large"]
+    library.free_bytes, library.now_s = 0, 1.0
+    kept.between_steps()
+    assert library.since() == ["give_freed_memory_back", "trim"]
+
+
+@pytest.mark.parametrize("freed", Freed)
+def test_at_the_end_it_leaves_in_any_case(library: Library, freed: Freed) -> None:
+    ended = Heap(freed)
     library.since()
-    ended.close()
+    ended.steps_end()
     assert library.since() == ["trim"]
+
+
+PEAK = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader
+import lightning as L
+from lightning_ptm import AngelPTMStrategy
+
+class Model(L.LightningModule):
+    'Logits of 98 MiB, a gradient of 49, and many small ones.'
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50304, 256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8))
+
+    def training_step(self, batch, batch_idx):
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+torch.set_num_threads(1)
+strategy = AngelPTMStrategy() if sys.argv[1] == "ours" else "auto"
+trainer = L.Trainer(
+    accelerator="cpu", devices=1, strategy=strategy, max_steps=6, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Model(), DataLoader(torch.randint(0, 50304, (12, 256)), batch_size=2))
+print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024)
+"""
+
+
+def peak_mib(side: str) -> int:
+    """Of a process that trains, from its start to its end."""
+    done = subprocess.run([sys.executable, "-c", PEAK, side], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_in_ram_a_process_takes_no_more_than_a_single_devices() -> None:
+    """Which holds 12 bytes a parameter, gradients through the next forward, and activations, as this one has to."""
+    assert peak_mib("ours") <= 1.05 * peak_mib("single")

@@ -26,7 +26,7 @@ from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import decide
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.gradient_pages import GradientPages
-from lightning_ptm.runtime.heap import Heap
+from lightning_ptm.runtime.heap import Freed, Heap
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.terms import Tier
 
@@ -320,7 +320,7 @@ def test_freed_memory_is_kept_until_ram_is_short_and_from_then_on_goes_back(monk
     """The setting is the process's, as in every run; the runs of other tests decide anew."""
     monkeypatch.setattr(heap, "_RESERVE_BYTES", 0)
     monkeypatch.setattr(heap, "_LOOK_S", 0)  # steps here follow each other at once
-    kept = Heap(keep=True)
+    kept = Heap(Freed.STAYS)
     held = [step()]
     before = resident_mib()
     kept.between_steps()

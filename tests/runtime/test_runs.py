@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import UsageError
 from lightning_ptm.runtime import machine
+from lightning_ptm.runtime.heap import Freed
 
 BATCHES = tokens(6)
 UNSEEN = tokens(3, seed=2)
@@ -339,35 +340,36 @@ def test_no_run_no_engine(strategy_at, tier) -> None:
 
 
 class _Kept(L.Callback):
-    """Whether the run keeps freed memory for the next step."""
+    """What becomes of freed memory."""
 
-    kept: bool | None = None
+    freed: Freed | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.kept = trainer.strategy.engine.blueprint.keep_freed_memory  # type: ignore[attr-defined]
+        self.freed = trainer.strategy.engine.blueprint.freed_memory  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("tier", "freed", "kept"),
     [
-        ("ram", "auto", True),
-        ("ram", "return", False),
-        ("masters_on_disk", "auto", True),
-        ("masters_on_disk", "return", False),
+        ("ram", "auto", Freed.SMALL_STAYS),
+        ("ram", "keep", Freed.STAYS),
+        ("ram", "return", Freed.LEAVES),
+        ("masters_on_disk", "auto", Freed.STAYS),
+        ("masters_on_disk", "return", Freed.LEAVES),
     ],
 )
 def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, freed, kept) -> None:
     seen = _Kept()
     make_trainer(strategy_at(tier, freed_memory=freed), callbacks=[seen]).fit(make(), BATCHES.loader())
-    assert seen.kept is kept
+    assert seen.freed is kept
 
 
 @pytest.mark.parametrize(
-    ("tier", "freed", "kept"), [("masters_on_disk", "auto", False), ("masters_on_disk", "keep", True)]
+    ("tier", "freed", "kept"), [("masters_on_disk", "auto", Freed.LEAVES), ("masters_on_disk", "keep", Freed.STAYS)]
 )
 def test_freed_memory_goes_back_where_ram_is_short(strategy_at, monkeypatch, tier, freed, kept) -> None:
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 8 << 20)
     seen = _Kept()
     strategy = strategy_at(tier, freed_memory=freed, host_memory="64MiB")
     make_trainer(strategy, callbacks=[seen]).fit(make(), BATCHES.loader())
-    assert seen.kept is kept
+    assert seen.freed is kept
