@@ -28,7 +28,7 @@ from lightning_ptm.parallel import Columns, Rows, Rule
 from lightning_ptm.planning.plan import Task
 from lightning_ptm.terms import Operation
 
-STEPS, BATCH, LENGTH = 6, 4, 17
+STEPS, BATCH, LENGTH = 12, 4, 17
 VOCABULARY = 64
 
 
