@@ -12,7 +12,9 @@ from devices import HERE, keep_busy, on_device
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.activations import HostBuffers
 from lightning_ptm.memory.backend import backend_here
+from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.terms import TIERS, Tier
 
 from .conftest import PAGE
@@ -94,3 +96,20 @@ def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
 def test_device_without_room_says_what_to_lower() -> None:
     with pytest.raises(CapacityError, match="lower device_memory"):
         Allocator(page_size=PAGE, backend=backend_here(0), sizes={Tier.DEVICE: 1 << 50})
+
+
+def test_buffers_of_activations_are_given_up_when_no_stream_copies_from_them() -> None:
+    """They came back in the order of streams (`HostBuffers.give`); the system has their memory at once."""
+    backend = backend_here(0)
+    buffers = HostBuffers(backend, free_bytes=lambda: 1 << 50)
+    region = buffers.take(4 * PAGE)
+    region.tensor.fill_(3)
+    there = torch.empty(region.tensor.numel(), dtype=torch.uint8, device=HERE)
+    copies = Copies(backend, backend.stream())
+    keep_busy()
+    copied = copies.launch([Pair(there, region.tensor)])
+    buffers.give(region)
+    del region
+    buffers.close()
+    assert copied.done()
+    assert there.sum().item() == 3 * there.numel()
