@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.backend import Backend, in_ram
 
 FIRST = 3
 """Batches of each loader that are compared at once, and behind them the first of each pass over it. A sampler that goes by
@@ -52,7 +52,7 @@ class SameBatches:
 
     def move(self, batch: Any, to_device: Callable[[], Any]) -> Any:
         """What `to_device` makes of a batch, which is read before."""
-        known = digest(batch, in_ram=True) if self._backend.apart else None  # else there is time enough in `check`
+        known = digest(batch, here_alone=True) if self._backend.apart else None  # else there is time enough in `check`
         moved = to_device()
         self._moved = None if known is None else (moved, known)
         return moved
@@ -77,7 +77,7 @@ class SameBatches:
     def _digest(self, batch: Any) -> int:
         """Of what of it is, or was, in RAM (I1)."""
         moved, self._moved = self._moved, None
-        return moved[1] if moved is not None and moved[0] is batch else digest(batch, in_ram=True)
+        return moved[1] if moved is not None and moved[0] is batch else digest(batch, here_alone=True)
 
     def _compare(self, batch: Any, random_digest: int, where: str) -> None:
         ours = torch.tensor([digest(batch), random_digest], device=self._backend.device)
@@ -118,25 +118,25 @@ _OTHER_NUMBERS = (
 )
 
 
-def digest(batch: Any, *, in_ram: bool = False) -> int:
+def digest(batch: Any, *, here_alone: bool = False) -> int:
     """A number, below 2**63, that tells batches apart by their tensors, arrays, numbers and texts, wherever these are in
     mappings, sequences, data classes and objects that can be moved to a device (`to`). Of other objects, by their class. One
     pass over the bytes: 2 ms for 37 MiB, on one core.
 
     Args:
-        in_ram: of tensors that are elsewhere by shape and dtype alone.
+        here_alone: of tensors that are not in RAM, by shape and dtype alone.
     """
     hasher = xxhash.xxh3_64()
-    _add(hasher, batch, set(), in_ram)
+    _add(hasher, batch, set(), here_alone)
     return int(hasher.intdigest()) >> 1
 
 
-def _add(hasher: Any, value: Any, around: set[int], in_ram: bool) -> None:
+def _add(hasher: Any, value: Any, around: set[int], here_alone: bool) -> None:
     if id(value) in around:
         return
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
-        _add_tensor(hasher, value, in_ram)
+        _add_tensor(hasher, value, here_alone)
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object:
         hasher.update(f"{value.dtype}{value.shape}".encode())
         hasher.update(value.tobytes())
@@ -146,7 +146,7 @@ def _add(hasher: Any, value: Any, around: set[int], in_ram: bool) -> None:
         parts = _parts_of(value)
         hasher.update(f"{type(value).__qualname__}[{len(parts)}".encode())
         for part in parts:
-            _add(hasher, part, around | {id(value)}, in_ram)
+            _add(hasher, part, around | {id(value)}, here_alone)
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -161,14 +161,14 @@ def _parts_of(value: Any) -> list[Any]:
     return []
 
 
-def _add_tensor(hasher: Any, value: Tensor, in_ram: bool) -> None:
+def _add_tensor(hasher: Any, value: Tensor, here_alone: bool) -> None:
     hasher.update(f"{value.dtype}{tuple(value.shape) if not value.is_nested else ''}".encode())
-    if in_ram and value.device.type != "cpu":
+    if here_alone and not in_ram(value):
         return
     if value.is_nested or value.layout is torch.sparse_coo:
         whole = value.detach()
         for part in whole.unbind() if whole.is_nested else (whole.coalesce().indices(), whole.coalesce().values()):
-            _add_tensor(hasher, part, in_ram)
+            _add_tensor(hasher, part, here_alone)
     elif value.layout is torch.strided and not value.is_meta and not value.is_quantized:
         flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
         hasher.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
