@@ -88,10 +88,10 @@ def test_what_nobody_can_look_into_counts_by_its_class() -> None:
 
 def test_what_is_not_in_ram_counts_by_its_shape() -> None:
     on_device = [numbers().to("meta"), numbers()]
-    assert digest(on_device, in_ram=True) == digest([numbers(9.0).to("meta"), numbers()], in_ram=True)
-    assert digest(on_device, in_ram=True) != digest([numbers().to("meta"), numbers(9.0)], in_ram=True)
-    assert digest(on_device, in_ram=True) != digest([numbers().reshape(4).to("meta"), numbers()], in_ram=True)
-    assert digest([numbers()], in_ram=True) == digest([numbers()])
+    assert digest(on_device, here_alone=True) == digest([numbers(9.0).to("meta"), numbers()], here_alone=True)
+    assert digest(on_device, here_alone=True) != digest([numbers().to("meta"), numbers(9.0)], here_alone=True)
+    assert digest(on_device, here_alone=True) != digest([numbers().reshape(4).to("meta"), numbers()], here_alone=True)
+    assert digest([numbers()], here_alone=True) == digest([numbers()])
 
 
 class Apart(CpuBackend):
