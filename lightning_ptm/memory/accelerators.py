@@ -19,6 +19,7 @@ import torch
 from torch.distributed import get_default_backend_for_device
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.numa import cores_near, kept_to
 from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
 
 if TYPE_CHECKING:
@@ -115,6 +116,14 @@ class AcceleratorBackend:
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
+    def near_cores(self) -> frozenset[int] | None:
+        properties_of = getattr(self._module(), "get_device_properties", None)
+        properties = None if properties_of is None else properties_of(self.device)
+        address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None in address:
+            return None
+        return cores_near("{:04x}:{:02x}:{:02x}.0".format(*address))
+
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
@@ -134,7 +143,10 @@ class AcceleratorBackend:
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        return TorchLockedRegion(size_bytes) if pin else HostRegion(size_bytes)
+        if not pin:
+            return HostRegion(size_bytes)
+        with kept_to(self.near_cores()):  # page-locking commits it
+            return TorchLockedRegion(size_bytes)
 
     def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -184,7 +196,10 @@ class CudaBackend(AcceleratorBackend):
         return torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        return HostRegion(size_bytes, lock=self if pin else None)
+        if not pin:
+            return HostRegion(size_bytes)
+        with kept_to(self.near_cores()):  # page-locking commits it
+            return HostRegion(size_bytes, lock=self)
 
     def lock_pages(self, address: int, size_bytes: int) -> None:
         """For the contexts of all devices, and through that of the current one: a thread of its own comes to `make_current`

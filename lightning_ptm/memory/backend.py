@@ -101,10 +101,14 @@ class Backend(Protocol):
         """This thread's current stream uses a tensor that another one may have made: its memory is not handed out again
         before what is queued now has run."""
 
+    def near_cores(self) -> frozenset[int] | None:
+        """CPU cores beside the device, where this thread runs on others, too (memory/numa.py); None: all alike."""
+
     # Memory.
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        """RAM; page-locked, if `pin`, where the device copies from and to it by itself. Raises as HostRegion does."""
+        """RAM; page-locked, if `pin`, where the device copies from and to it by itself, and then near it. Raises as
+        HostRegion does."""
 
     def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """RAM for a tensor's elements, where the device copies to it by itself: page-locked, and PyTorch's, which uses it
@@ -188,6 +192,9 @@ class CpuBackend:
         return torch.device("cpu")
 
     def make_current(self) -> None: ...
+
+    def near_cores(self) -> frozenset[int] | None:
+        return None
 
     def synchronize(self) -> None: ...
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.memory.region import Staging
 from lightning_ptm.memory.transfer import Transfer
 
@@ -96,6 +97,7 @@ class IoQueue:
         staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
         task: _Task | None = None
         try:
+            keep_to(self._backend.near_cores())
             self._backend.make_current()  # page-locking would make a context on the first device, whatever this rank's is
             while (task := self._queues[lane].get()) is not None:
                 try:

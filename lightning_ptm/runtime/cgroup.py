@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_ptm.memory.numa import cores_listed
+
 NO_LIMIT = 1 << 60
 
 _FOLDERS = "/sys/fs/cgroup"
@@ -105,12 +107,8 @@ def _pair(path: Path) -> tuple[int | None, int | None]:
 
 
 def _named(path: Path) -> int:
-    """How many a list like "0-3,8" names; 0 where there is none."""
-    count = 0
-    for part in filter(None, _text(path).split(",")):
-        first, _, last = part.partition("-")
-        try:
-            count += int(last or first) - int(first) + 1
-        except ValueError:
-            return 0
-    return count
+    """How many cores a list names; 0 where there is none."""
+    try:
+        return len(cores_listed(_text(path)))
+    except ValueError:
+        return 0

@@ -20,6 +20,7 @@ from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.memory.backend import CurrentStream, Stream
+from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
 from lightning_ptm.update.job import JobHandle, JobUnderWay, UpdateJob
@@ -305,7 +306,11 @@ class Updater:
             raise InternalError(f"{what} can neither go on nor names anything to wait for")
 
     def _work(self, cores: int | None) -> None:
-        if cores is not None:
+        near = self._backend.near_cores()
+        keep_to(near)
+        if near is not None:
+            use_cores(min(cores or len(near), torch.get_num_threads(), len(near)))
+        elif cores is not None:
             use_cores(cores)
         self._backend.make_current()  # before a stream is entered, which would go back to the machine's first device
         with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call

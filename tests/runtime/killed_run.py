@@ -1,11 +1,12 @@
 """Runs that are there to be killed: imports everything once, then forks a run for each line that it reads.
 
 A line is `FOLDER KIND STEPS RANKS`: a run that goes on from the newest checkpoint in `FOLDER/kept` if there is one, saves
-after every step as KIND says ("full", "sharded", "async") and ends after so many steps. A KIND that ends with "+auto" leaves
-it to `resume="auto"` which one that is; otherwise it is found here, by the step in its name. Each rank is a process; their
-numbers are said first. Rank 0 says "began N" before its first step, "saved N" when the checkpoint of step N is in place as
-far as it knows, and "ended" when it has ended. "gone" is said when all of them are. Given as arguments, a line is one run of
-this process, which a launcher may have made a rank.
+after every step as KIND says ("full", "sharded", "async") and ends after so many steps. A KIND that ends with "+auto"
+leaves it to `resume="auto"` which one that is; otherwise it is found here, by the step in its name. Each rank is a process;
+their numbers are said first. Rank 0 says "began N with R" (ranks) before its first step, "saved N" when the checkpoint of
+step N is in place as far as it knows, and "ended" when it has ended. "gone" is said when all of them are. Given as
+arguments, a line is one run of this process, which a launcher may have made a rank of one machine or several; how many
+there are is the launcher's then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 
 STEPS_PER_EPOCH = 5
+STEP_S = float(os.environ.get("KILLED_RUN_STEP_S", "0"))
+"""What a step waits, so that a run is not over before others have come."""
 AUTO = "+auto"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"master_home": "disk"},
@@ -43,6 +47,7 @@ class Module(L.LightningModule):
         self.blocks = nn.ModuleList(nn.Linear(192, 192) for _ in range(6))
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
+        time.sleep(STEP_S)
         seed = self.trainer.global_step * 64 + self.trainer.global_rank
         x = torch.randn(4, 192, generator=torch.Generator().manual_seed(seed))
         for block in self.blocks:
@@ -59,7 +64,7 @@ class SaysSaved(ModelCheckpoint):
     def on_train_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         super().on_train_start(trainer, *arguments)
         if trainer.is_global_zero:
-            print("began", trainer.global_step, flush=True)
+            print("began", trainer.global_step, "with", trainer.world_size, flush=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:  # type: ignore[override]
         super().on_train_batch_end(trainer, *arguments)
@@ -76,11 +81,13 @@ def run(folder: Path, kind: str, steps: int, ranks: int) -> None:
     format_, auto = kind.removesuffix(AUTO), kind.endswith(AUTO)
     newest = None if auto else max(kept.glob("step=*.ckpt"), key=step_of, default=None)
     settings = {"resume": "auto" if auto else "never", **SETTINGS[format_]}
+    launched = {name: int(os.environ.get(name, ranks)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")}
     trainer = L.Trainer(
         strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **settings),
         accelerator="cpu",
         precision="32-true",
-        devices=ranks,
+        devices=launched["LOCAL_WORLD_SIZE"],
+        num_nodes=launched["WORLD_SIZE"] // launched["LOCAL_WORLD_SIZE"],
         max_steps=steps,
         use_distributed_sampler=False,  # an epoch has as many steps whatever the number of ranks
         callbacks=[keep],

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from killed_run import step_of
+from real_networks import Node, two_nodes
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.sharded import load
@@ -204,6 +205,11 @@ def began(said: list[str]) -> list[int]:
     return [int(line.split()[1]) for line in said if line.startswith("began")]
 
 
+def began_with(said: Iterable[str]) -> list[tuple[int, int]]:
+    """With how many ranks, and at which steps."""
+    return [(int(line.split()[3]), int(line.split()[1])) for line in said if line.startswith("began")]
+
+
 def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tuple[int, int]], steps: int) -> None:
     """A run whose starts had so many ranks and began at such a step has the weights of one that was resumed by hand there."""
     by_hand = folder.parent / f"{folder.name}-by-hand"
@@ -300,3 +306,90 @@ def test_one_of_two_ranks_of_torchrun_is_killed_and_others_go_on(runs: Runs, kin
         starts += [(ranks, step) for step in began(runs.to_the_end(folder, f"{kind}+auto", steps, ranks))]
     check_nothing_left(folder, shared)
     check_resumed_by_hand(runs, folder, kind, starts, 66)
+
+
+# -- several machines -------------------------------------------------------------------------------------------------------
+
+
+class Agents:
+    """torchrun on two machines, which meet at the first one's."""
+
+    def __init__(self, folder: Path, kind: str, steps: int) -> None:
+        self._folder = folder
+        program = Path(__file__).with_name("killed_run.py")
+        self._run = [program, folder, f"{kind}+auto", steps, 1]
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: Node, host: Node) -> subprocess.Popen[bytes]:
+        """The agent of a machine, which starts one rank there."""
+        first = node == host
+        waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        rendezvous = f"--rdzv-conf=is_host={int(first)},{waits}"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1:2",
+            "--nproc-per-node=1",
+            "--max-restarts=9",
+        ]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host.address}:29511", "--rdzv-id=two", rendezvous]
+        command += [f"--local-addr={node.address}"]
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "KILLED_RUN_STEP_S": "0.5"}
+        variables["GLOO_SOCKET_IFNAME"] = node.interface
+        with (
+            (self._folder / f"{node.name}.said").open("ab") as said,
+            (self._folder / f"{node.name}.log").open("ab") as log,
+        ):
+            agent = subprocess.Popen(
+                node.command(*command, *self._run), stdout=said, stderr=log, env={**os.environ, **variables}
+            )
+        self._started.append(agent)
+        return agent
+
+    def said(self) -> list[str]:
+        """What rank 0, wherever it was, has said of beginnings: in the order of steps, of which one never goes back."""
+        lines = [line for path in self._folder.glob("*.said") for line in path.read_text().splitlines()]
+        return sorted((line for line in lines if line.startswith("began")), key=lambda line: int(line.split()[1]))
+
+    def until(self, ranks: int, starts: int) -> None:
+        """So many starts have been made, the last one with `ranks`."""
+        end = time.monotonic() + 120
+        while not (len(found := began_with(self.said())) >= starts and found[-1][0] == ranks):
+            assert time.monotonic() < end, [path.read_text()[-3000:] for path in self._folder.glob("*.log")]
+            time.sleep(0.05)
+
+    def reap(self) -> None:
+        """Of machines that have been powered off."""
+        for agent in self._started:
+            agent.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["sharded", "async"])
+def test_one_of_two_machines_goes_and_comes_back(runs: Runs, kind: str, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "it", 60
+    (folder / "disk").mkdir(parents=True)
+    shared = in_shared_memory()
+    with two_nodes() as (stays, goes):
+        agents = Agents(folder, kind, steps)
+        try:
+            first = agents.start(stays, stays)
+            agents.start(goes, stays)
+            agents.until(2, 1)
+            time.sleep(0.5)
+            goes.power_off()
+            agents.until(1, 2)
+            time.sleep(0.5)
+            agents.start(goes, stays)
+            agents.until(2, 3)
+            assert first.wait(240) == 0
+        finally:
+            for node in (stays, goes):
+                node.power_off()
+            agents.reap()
+        starts = began_with(agents.said())
+    assert [ranks for ranks, _ in starts][:2] == [2, 1] and starts[-1][0] == 2
+    check_nothing_left(folder, shared)
+    check_resumed_by_hand(runs, folder, kind, starts, steps)

@@ -400,6 +400,26 @@ def test_a_thread_gives_the_same_bits(twins: list[Twin], tmp_path: Path) -> None
         twin.assert_equal()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to choose from")
+def test_a_thread_keeps_to_the_cores_beside_the_device(twins: list[Twin], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    one = frozenset([min(before)])
+    monkeypatch.setattr(type(backend_here()), "near_cores", lambda self: one)
+    seen: list[tuple[frozenset[int], int]] = []
+    arithmetic = threading.Event()
+
+    def note() -> None:
+        seen.append((frozenset(os.sched_getaffinity(0)), torch.get_num_threads()))
+        arithmetic.set()
+
+    twin, _ = siblings(twins, None)
+    twin.updater.run_in_thread(cores=2)
+    twin.updater._command(note)
+    assert arithmetic.wait(60)
+    twin.updater.stop()
+    assert seen == [(one, 1)] and os.sched_getaffinity(0) == before
+
+
 class BrokenPending:
     """A reduction that failed."""
 
