@@ -67,6 +67,7 @@ if hasattr(optim, "Muon"):
     KINDS.append(WithMuon)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ONE_RANK)
 @pytest.mark.parametrize("build", KINDS)
 def test_they_train_as_with_one_device(strategy_at: MakeStrategy, tier: str, build: type[Judged]) -> None:

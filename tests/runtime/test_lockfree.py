@@ -224,6 +224,7 @@ class HalfUnused(ScheduledStack):
         return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores, reach) -> None:
@@ -257,6 +258,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
@@ -845,6 +847,7 @@ class EndsPasses(Watch):
 FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("follows", [True, False])
 def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
@@ -872,6 +875,7 @@ class SteadyAndSeen(Steady):
         return super().loss(batch, index)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_sums_that_are_followed_keep_parameters_near_where_they_would_be(
