@@ -13,7 +13,7 @@ from fake_process import ORDERS, need_fake_device, ranks_on_fake
 from fit_cases import CASES, CASES_OF_PARTS, CASES_OF_RANKS
 
 pytestmark = pytest.mark.timeout(600)
-QUICK = range(3)
+QUICK = range(2)
 OTHER = {"FAKE_CUDA_NAME": "other"}
 
 
