@@ -22,7 +22,7 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert list(folder.iterdir()) == []
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread_and_no_banners() -> Iterator[None]:
     """Tiny models are slower on several threads than on one (test_parity.py has a test with more). Other folders have tests
     of what is logged."""
