@@ -141,11 +141,6 @@ def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
     }
 
 
-def every_second(named: dict[str, Case], first: int) -> dict[str, Case]:
-    """From the first (0) or the second (1) on."""
-    return dict(list(named.items())[first::2])
-
-
 def every_third(named: dict[str, Case], first: int) -> dict[str, Case]:
     """From the first (0), the second (1) or the third (2) on."""
     return dict(list(named.items())[first::3])
