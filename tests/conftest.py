@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from quick_cases import Turn, mark_slow
-from quick_start import leave_out_of_collections, look_for_callbacks_once
+from quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
 
 from lightning_ptm import AngelPTMStrategy
 
@@ -81,8 +81,8 @@ def _threads() -> set[threading.Thread]:
     }
 
 
-def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OTHERS_VARIABLES}
+def _lasting(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in _OTHERS_VARIABLES}
 
 
 def _deleted_open_files() -> set[str]:
@@ -101,18 +101,18 @@ def _deleted_open_files() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails a test that leaves a thread, an unlinked open file or a variable behind."""
-    threads, variables, deleted = _threads(), _variables(), _deleted_open_files()
-    environment = dict(os.environ)
+    threads, variables, deleted = _threads(), dict(os.environ), _deleted_open_files()
     yield
     for thread in _threads() - threads:
         thread.join(5)  # one that is about to end may do so
-    changed = _variables()
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+    changed = dict(os.environ)
+    if changed != variables:
+        for name in changed.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
     assert {thread.name for thread in _threads() - threads} == set(), "threads were left behind"
     assert _deleted_open_files() - deleted == set(), "unlinked files were left open"
-    assert changed == variables, "environment variables were changed"
+    assert _lasting(changed) == _lasting(variables), "environment variables were changed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -121,6 +121,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help="also run part 3 of 30 (--turn=3/30) of the cases that are slow because others of their test are quick",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    catch_logs_where_asked(session.config)
 
 
 @pytest.hookimpl(tryfirst=True)

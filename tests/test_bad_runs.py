@@ -384,6 +384,7 @@ class UsesAWeightDirectly(Stack):
         return self.blocks[2](self.blocks[1](outputs) + inner if self.beside else inner)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("tier", AWAY)

@@ -154,6 +154,7 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_work_is_said_in_a_sentence(text: Path, options: str) -> None:
     """And not in the fifty lines of jsonargparse and Lightning around it."""

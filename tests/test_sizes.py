@@ -28,15 +28,18 @@ def _size(node: Defined) -> str | None:
     return f"{lines} lines, {most} at most" if lines > most else None
 
 
-def _too_long(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+def _too_long(tree: ast.Module, name: str) -> Iterator[tuple[str, str]]:
     """Names of what is too long in a tree and has no reason, with its size."""
-    if isinstance(node, Defined):
-        size = _size(node)
-        if size is not None and REASON not in " ".join((ast.get_docstring(node) or "").split()):
-            yield name, size
-    for child in ast.iter_child_nodes(node):
-        own = isinstance(child, Defined)
-        yield from _too_long(child, f"{name}:{child.name}" if own else name)  # type: ignore[union-attr]
+    left: list[tuple[ast.AST, str]] = [(tree, name)]
+    while left:
+        node, name = left.pop()
+        if isinstance(node, Defined):
+            size = _size(node)
+            if size is not None and REASON not in " ".join((ast.get_docstring(node) or "").split()):
+                yield name, size
+        # Nothing is defined in an expression.
+        inside = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+        left += [(child, f"{name}:{child.name}" if isinstance(child, Defined) else name) for child in inside]
 
 
 def _found(text: str, name: str) -> dict[str, str]:

@@ -61,7 +61,10 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             continue
         # A job's limit stands for the tasks inside of it. A container may see its own group as the mount, and no such path.
         own = mount / group.lstrip("/")
-        yield from ((folder, version) for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
+        for folder in (own, *own.parents):
+            yield folder, version
+            if folder == mount:
+                break
 
 
 def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:

@@ -120,6 +120,7 @@ class Engine:
         self._pages_stay = False
         self._ranks_here = ranks_here
         self.blueprint = blueprint
+        self._region_bytes = blueprint.pool_bytes[Tier.DEVICE]  # added up over all rows, and asked for at each tick
         self._communicators = communicators
         self.communicator = communicators.everybody
         self.backend = backend
@@ -525,7 +526,7 @@ class Engine:
         return render(made[0], self.blueprint.layout) if made is not None else "(fetch on use: no plan)"
 
     def _non_model_bytes(self) -> int:
-        return self.backend.bytes_beside(self.blueprint.pool_bytes[Tier.DEVICE])
+        return self.backend.bytes_beside(self._region_bytes)
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(

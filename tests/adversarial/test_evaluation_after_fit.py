@@ -54,6 +54,7 @@ def fitted(strategy: Any, how: str, **options: Any) -> tuple[Any, Twin]:
 HOW = ["validate", "test", "predict"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_checkpoint_behind_an_evaluation(how: str, kind: str, strategy_at: MakeStrategy, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_few(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("saves", SAVES)
 @pytest.mark.parametrize("masters", HOMES)
 def test_pages_in_transit_where_the_optimizer_keeps_nothing(masters: str, saves: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Adding(Unfreezing):
     added = True
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Unfreezing, Adding])
 @pytest.mark.parametrize("home", PAGED)
 def test_parameters_that_are_unfrozen_train_from_then_on(
@@ -67,6 +68,7 @@ def test_parameters_that_are_unfrozen_train_from_then_on(
     assert not [*disk.iterdir()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "64-true"}]
 )
@@ -221,6 +223,7 @@ class UnfrozenAgain(Unfreezing):
             self.unfreeze()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ON_DISK)
 def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains(
@@ -259,6 +262,7 @@ def test_saves_that_are_under_way_are_of_the_time_before(strategy_at: MakeStrate
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("home", ["ram", *ON_DISK])
 def test_what_was_frozen_begins_with_all_its_bits(strategy_at: MakeStrategy, home: str, precision: str) -> None:

@@ -200,7 +200,14 @@ def test_what_is_trained_changes_between_batches(
     judge(build, strategy_at("ram"), max_epochs=3, **options)
 
 
-@pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
+@pytest.mark.parametrize(
+    "home",
+    [
+        "ram",
+        *(pytest.param(home, marks=pytest.mark.in_turn) for home in ("masters_on_disk", "lock_free")),
+        "all_on_disk",
+    ],
+)
 def test_finetuning_goes_on_from_a_checkpoint(strategy_at: MakeStrategy, tmp_path: Path, home: str) -> None:
     class Backbone(Judged):
         def __init__(self) -> None:

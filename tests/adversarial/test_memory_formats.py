@@ -141,6 +141,7 @@ def test_they_keep_their_memory_format_and_bits(
     twins(kind, strategy_at(home), batches)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("kind", "batches"), [KINDS[0], KINDS[3]])
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"precision": "64-true"}], ids=str

@@ -210,6 +210,7 @@ class Copies(Twin):
         return super().configure_optimizers()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
 def test_optimizers_are_made_for_converted_weights(precision: str, home: str, strategy_at: MakeStrategy) -> None:

@@ -315,6 +315,7 @@ def using(base: type[Judged], optimizer: type[torch.optim.Optimizer]) -> Callabl
     return Using
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("base", [Wrapper, RawHandle])
 @pytest.mark.parametrize("optimizer", [NeverCalls, Advances, GroupsFirst, PassesOn])
 def test_a_hand_written_step_updates_once(

@@ -209,6 +209,7 @@ def with_own_io(strategy: Any, folder: Path, folders: bool) -> Any:
     return plugin.calls, weights(module)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])
 @pytest.mark.parametrize("home", HOMES)
 def test_a_users_checkpoint_io_is_asked_as_lightning_asks_it(

@@ -19,8 +19,9 @@ from lightning_ptm.terms import Operation
 
 ROOT = Path(__file__).parents[2]
 ARGS = Namespace(page_size=4, set=[], threads=1, keep_freed_memory=False, wait_policy="")
+MARKS = {"25M": pytest.mark.slow, "in RAM": pytest.mark.in_turn}
 RUNS = [
-    pytest.param(size, name, marks=[pytest.mark.slow] * (size != "tiny"))
+    pytest.param(size, name, marks=[MARKS[each] for each in (size, name) if each in MARKS])
     for size in ("tiny", "25M")
     for name in ("in RAM", "masters on disk", "lock-free")
 ]

@@ -41,7 +41,6 @@ QUICK = (
     "all on disk",
     "three tiers, lock-free",
     "three tiers, accumulated",
-    "checkpoints behind training",
 )
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 

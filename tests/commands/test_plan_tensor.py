@@ -104,7 +104,7 @@ def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path
 
 
 def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
-    machine = {"host_memory": "24MiB", "device_memory": "4MiB"}
+    machine = {"host_memory": "12MiB", "device_memory": "4MiB"}
     settings = {**CUT, "units": ["Block"]}
     dense: dict[str, Any] = {"class_path": "lightning_ptm.models.T5", "machine": machine, "batch_size": 1}
     found, blueprint = planned(tmp_path, settings, model=SIZES, largest="layers", **dense)

@@ -13,7 +13,7 @@ from fake_process import ORDERS, need_fake_device, ranks_on_fake
 from fit_cases import CASES, CASES_OF_PARTS, CASES_OF_RANKS
 
 pytestmark = pytest.mark.timeout(600)
-QUICK = range(3)
+QUICK = range(2)
 OTHER = {"FAKE_CUDA_NAME": "other"}
 
 
@@ -34,6 +34,7 @@ def test_few_fits_have_the_same_bits_and_no_race(tmp_path: Path) -> None:
     check(QUICK, "late", tmp_path)
 
 
+@pytest.mark.in_turn
 def test_no_device_is_known_by_its_name(tmp_path: Path) -> None:
     """The same on a device that torch knows nothing of but what its library registers."""
     check(QUICK[:1], "late", tmp_path, **OTHER)

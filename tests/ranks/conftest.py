@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_compute_thread() -> Iterator[None]:
     """As the ranks have: what is computed here is compared with theirs, bit for bit."""
     before = torch.get_num_threads()

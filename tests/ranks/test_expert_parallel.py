@@ -66,7 +66,7 @@ EXPERTS = {"units": ["MixtureOfExperts", "Expert"]}
         # 4, 3 and 3 of the ten experts.
         pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.in_turn),
         pytest.param(3, 3, {"units": "auto"}, ["three_tiers"], marks=pytest.mark.slow),
-        (4, 2, {"recompute": "every 2nd"}, ["lock_free"]),
+        pytest.param(4, 2, {"recompute": "every 2nd"}, ["lock_free"], marks=pytest.mark.in_turn),
         pytest.param(4, 2, {"recompute": "every 2nd"}, ["all_on_disk"], marks=pytest.mark.slow),
     ],
 )

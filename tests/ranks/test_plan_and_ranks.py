@@ -62,7 +62,7 @@ RUNS: dict[int, dict[str, Run]] = {
     4: {"three tiers": Run(DIVIDED | THREE, {})},
 }
 """By number of ranks."""
-QUICK = ("three tiers, recomputed", "undivided, clipped")
+QUICK = ("three tiers, recomputed",)
 
 
 class Watch(L.Callback):

@@ -141,22 +141,25 @@ def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
     }
 
 
-def every_second(named: dict[str, Case], first: int) -> dict[str, Case]:
-    """From the first (0) or the second (1) on."""
-    return dict(list(named.items())[first::2])
+def every_third(named: dict[str, Case], first: int) -> dict[str, Case]:
+    """From the first (0), the second (1) or the third (2) on."""
+    return dict(list(named.items())[first::3])
 
 
 @pytest.mark.parametrize(
-    ("build", "more", "half"),
+    ("build", "more", "third"),
     [
         pytest.param(OneFrozen, {}, 0, id="whole"),
-        pytest.param(OneFrozen, {}, 1, id="whole, others", marks=pytest.mark.in_turn),
+        *(pytest.param(OneFrozen, {}, third, id=f"whole, {third}", marks=pytest.mark.in_turn) for third in (1, 2)),
         pytest.param(MoETower, DIVIDED, 1, id="divided"),
-        pytest.param(MoETower, DIVIDED, 0, id="divided, others", marks=pytest.mark.in_turn),
+        *(
+            pytest.param(MoETower, DIVIDED, third, id=f"divided, {third}", marks=pytest.mark.in_turn)
+            for third in (0, 2)
+        ),
     ],
 )
-def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], half: int, disk: Path) -> None:
-    named = every_second(cases(build, more), half)
+def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], third: int, disk: Path) -> None:
+    named = every_third(cases(build, more), third)
     wrong = []
     for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
         for name, weighed in zip(named, found, strict=True):

@@ -214,6 +214,7 @@ def test_what_is_saved_is_one_ranks(
     assert_parts_of([weights for _, weights in ends], end, parts)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rank_training import (
     tokens,
 )
 from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
-from test_rank_inventory import Weighed, cases, every_second, weigh_all
+from test_rank_inventory import Weighed, cases, every_third, weigh_all
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
@@ -121,9 +121,9 @@ def test_of_two_ranks_each_has_half_of_the_states(disk: Path) -> None:
         assert ours < 0.8 * all_of_them, "the largest parameter is small here"
 
 
-@pytest.mark.parametrize("half", [pytest.param(0, marks=pytest.mark.in_turn), 1])
-def test_pages_are_taken_as_planned(half: int, disk: Path) -> None:
-    named = every_second(cases(WithHybrid, {}), half)
+@pytest.mark.parametrize("third", [*(pytest.param(third, marks=pytest.mark.in_turn) for third in (0, 1)), 2])
+def test_pages_are_taken_as_planned(third: int, disk: Path) -> None:
+    named = every_third(cases(WithHybrid, {}), third)
     wrong: list[tuple[int, str, Weighed]] = []
     for rank, found in enumerate(run_ranks(weigh_all, 2, list(named.values()), 2, disk, limit_s=300)):
         for name, weighed in zip(named, found, strict=True):

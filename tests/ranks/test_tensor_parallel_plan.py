@@ -24,7 +24,7 @@ from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.terms import TIERS
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
-BATCH, LENGTH, STEPS = 4, 64, 4
+BATCH, LENGTH, STEPS = 2, 64, 4
 RUNS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "three tiers, recomputed": {

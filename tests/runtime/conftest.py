@@ -22,9 +22,10 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert list(folder.iterdir()) == []
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread_and_no_banners() -> Iterator[None]:
-    """Tiny models are slower on several threads than on one (test_parity.py has a test with more)."""
+    """Tiny models are slower on several threads than on one (test_parity.py has a test with more). Other folders have tests
+    of what is logged."""
     # Lightning sets the number of threads at the start of a run unless it finds this.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

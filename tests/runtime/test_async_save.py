@@ -171,6 +171,7 @@ def test_an_earlier_one_is_removed_when_its_successor_is_in_place(strategy_at, t
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_failure_stops_the_run_and_leaves_the_earlier_one(

@@ -174,6 +174,7 @@ def test_weights_of_files_are_coded_as_they_are_read(strategy_at, tier: str, tmp
     fit(FromMeta, BATCHES, strategy, "32-true").assert_equal(as_rounded_before("nf4", "32-true"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "three_tiers"])
 @pytest.mark.parametrize("code", ["int8", "nf4"])
 def test_with_a_loss_scale_adapters_learn_on_the_same_codes(strategy_at, tier: str, code: str) -> None:

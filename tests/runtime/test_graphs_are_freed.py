@@ -47,7 +47,10 @@ class NodeCount(L.Callback):
         self.counts.append(sum(type(thing).__name__.endswith("Backward0") for thing in gc.get_objects()))
 
 
-@pytest.mark.parametrize(("where", "recompute"), [("ram", "none"), ("all_on_disk", "all"), ("lock_free", "none")])
+@pytest.mark.parametrize(
+    ("where", "recompute"),
+    [pytest.param("ram", "none", marks=pytest.mark.in_turn), ("all_on_disk", "all"), ("lock_free", "none")],
+)
 def test_no_graph_outlives_its_step(strategy_at: Callable, where: str, recompute: str) -> None:
     count = NodeCount()
     trainer = make_trainer(strategy_at(where, recompute=recompute), callbacks=[count])

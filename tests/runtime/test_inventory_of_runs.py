@@ -116,6 +116,7 @@ def test_frozen_weights_in_codes_with_buffers_of_saves(strategy_at: Any, tier: s
     run(strategy_at(tier, frozen_dtype="nf4", **SETTINGS["saves behind"]), "bf16-mixed", sgd)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_that_are_kept(strategy_at: Any, tier: str, precision: str, options: dict[str, Any]) -> None:

@@ -224,6 +224,7 @@ class HalfUnused(ScheduledStack):
         return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores, reach) -> None:
@@ -257,6 +258,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
@@ -536,7 +538,7 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
-@pytest.mark.parametrize("steps", [1, 7, 8])
+@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.in_turn)])
 def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
     """The first batch of a run too, of which nobody knows how many steps it will take."""
     ours = run(strategy_at("lock_free", max_staleness=3, staleness_warmup=steps), built(TwoOptimizers))
@@ -707,7 +709,7 @@ def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_
     timer.join()
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.in_turn), "bf16-mixed"])
 def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
     ours = run(strategy_at("lock_free"), built(), precision=precision)
     theirs = run(strategy_at("masters_on_disk"), built(), precision=precision)
@@ -845,6 +847,7 @@ class EndsPasses(Watch):
 FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("follows", [True, False])
 def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
@@ -872,6 +875,7 @@ class SteadyAndSeen(Steady):
         return super().loss(batch, index)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_sums_that_are_followed_keep_parameters_near_where_they_would_be(

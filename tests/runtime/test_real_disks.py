@@ -65,7 +65,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", ["ext4", "tmpfs", "overlay"])
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.in_turn)])
 def test_kinds_of_file_systems_work(kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", kind, SIZE) as disk:
         before = SavesAfterSteps(disk / "kept", lambda: None)
@@ -120,7 +120,7 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
         assert sorted(path.name for path in disk.iterdir() if path.name != "lost+found") == ["kept"]
 
 
-@pytest.mark.parametrize("kind", ["sharded", "async", "lock-free"])
+@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.in_turn), "async", "lock-free"])
 def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with mounted(tmp_path / "disk", "ext4", SIZE) as disk:

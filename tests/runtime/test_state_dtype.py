@@ -35,6 +35,7 @@ def in_ram() -> dict[str, Outcome]:
     return {word: trained(AngelPTMStrategy(page_size="64KiB", state_dtype=word))[0] for word in ("auto", *WORDS)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("word", WORDS)
 def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
     trained(strategy_at(tier, state_dtype=word))[0].assert_equal(in_ram[word])

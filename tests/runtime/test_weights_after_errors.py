@@ -62,6 +62,7 @@ def failed(strategy: Any, place: str) -> Fails:
     return module
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", TAKEN)
 def test_they_are_those_of_the_steps_that_were_taken(strategy_at, tier: str, place: str) -> None:
     module = failed(strategy_at(tier), place)
@@ -96,6 +97,7 @@ def test_an_error_in_the_middle_of_a_backward_leaves_each_weight_before_or_behin
         assert not name.startswith("blocks.0.") or torch.equal(value, before[name]), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["training_step", "on_train_batch_end"])
 def test_they_train_on(strategy_at, tier: str, place: str) -> None:
     """By another run, whose optimizer begins anew."""

@@ -62,6 +62,7 @@ def several(twin: Twin, count: int) -> None:
     twin.updater.drain()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("name", list(ADAM))
 def test_moments_are_exact_and_the_move_is_near(twins, tmp_path: Path, home: Tier, name: str, count: int) -> None:

@@ -5,8 +5,10 @@ The forecast's seconds decide when jobs end and when compute reads. The buffers 
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,9 +98,14 @@ def test_the_buffers_of_a_run_decide_what_the_forecast_does() -> None:
     assert (Doing.BEGINS, False, True) in heard
 
 
+@functools.cache
+def planned_with_the_constants_as_they_are() -> list[Any]:
+    return [Both(seed).planned for seed in range(60)]
+
+
 @pytest.mark.parametrize(("constant", "value"), [("REACH", 1), ("REACH", 5), ("_BETWEEN", 1), ("_BETWEEN", 4)])
 def test_a_constant_that_changes_changes_both(monkeypatch: pytest.MonkeyPatch, constant: str, value: int) -> None:
-    before = [Both(seed).planned for seed in range(60)]
+    before = planned_with_the_constants_as_they_are()
     monkeypatch.setattr(waiting, constant, value)
     after = [Both(seed) for seed in range(60)]
     assert all(both.done == both.planned for both in after)

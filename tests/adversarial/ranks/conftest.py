@@ -13,7 +13,7 @@ for folder in (Path(__file__).parents[2] / "ranks", Path(__file__).parents[1]):
     sys.path.insert(0, str(folder))
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_compute_thread() -> Iterator[None]:
     """As the ranks have: what is computed here is compared with theirs, bit for bit."""
     before = torch.get_num_threads()

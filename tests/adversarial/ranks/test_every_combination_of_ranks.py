@@ -12,8 +12,9 @@ from covering import Case, few
 from rank_harness import run_ranks
 
 FEW = few(ALL, seed=1)
-QUICK = 5
-"""The first of these have the most pairs of choices."""
+AT_ONCE = 3
+"""Cases of one start of ranks. The first have the most pairs of choices."""
+QUICK = 3 * AT_ONCE
 
 
 def check_all(cases: Sequence[Case], folder: str) -> int:
@@ -31,14 +32,16 @@ def on_two_ranks(cases: Sequence[Case], folder: Path, limit_s: float) -> None:
     assert run_ranks(check_all, 2, list(cases), str(folder), limit_s=limit_s) == [len(cases)] * 2
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.in_turn)])
-def test_few(half: int, tmp_path: Path) -> None:
-    on_two_ranks(FEW[half * QUICK : (half + 1) * QUICK], tmp_path, 240)
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.in_turn) for first in range(AT_ONCE, QUICK, AT_ONCE))]
+)
+def test_few(first: int, tmp_path: Path) -> None:
+    on_two_ranks(FEW[first : first + AT_ONCE], tmp_path, 240)
 
 
 @pytest.mark.slow
 def test_every_two_choices(tmp_path: Path) -> None:
-    on_two_ranks(FEW[2 * QUICK :], tmp_path, 280)
+    on_two_ranks(FEW[QUICK:], tmp_path, 280)
 
 
 @pytest.mark.slow

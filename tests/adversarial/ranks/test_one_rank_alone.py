@@ -84,7 +84,7 @@ OPTIONS = {"max_epochs": 2, "num_sanity_val_steps": 1, "enable_checkpointing": T
     [
         (RankZeroAlone, ("three_tiers",)),
         pytest.param(RankZeroAlone, ("ram", "all_on_disk"), marks=pytest.mark.slow),
-        (RankOneAlone, ("lock_free",)),
+        pytest.param(RankOneAlone, ("lock_free",), marks=pytest.mark.in_turn),
         pytest.param(RankOneAlone, ("masters_on_disk",), marks=pytest.mark.slow),
     ],
 )

@@ -11,7 +11,12 @@ from rank_harness import run_ranks
 
 
 @pytest.mark.parametrize(
-    ("world_size", "seeds"), [(2, (1, 13)), pytest.param(2, (2, 34), marks=pytest.mark.in_turn), (3, (201, 207))]
+    ("world_size", "seeds"),
+    [
+        (2, (1,)),
+        (3, (201,)),
+        *(pytest.param(*each, marks=pytest.mark.in_turn) for each in ((2, (13,)), (2, (2, 34)), (3, (207,)))),
+    ],
 )
 def test_as_with_ddp(world_size: int, seeds: tuple[int, ...], disk: Path) -> None:
     """More seeds were tried by hand."""

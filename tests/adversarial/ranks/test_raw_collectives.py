@@ -200,9 +200,11 @@ class InHooks(Talks):
 @pytest.mark.parametrize(
     ("builds", "tier"),
     [
-        ([Talks, Contrasts, Normalizes], "all_on_disk"),
+        ([Contrasts, Normalizes], "all_on_disk"),
+        pytest.param([Talks], "all_on_disk", marks=pytest.mark.in_turn),
         pytest.param([Talks, Contrasts, Normalizes], "ram", marks=pytest.mark.in_turn),
-        ([Everything, OwnGroups, Metric, InHooks], "ram"),
+        ([OwnGroups, InHooks], "ram"),
+        pytest.param([Everything, Metric], "ram", marks=pytest.mark.in_turn),
         pytest.param([Everything, OwnGroups, Metric, InHooks], "all_on_disk", marks=pytest.mark.in_turn),
     ],
 )
