@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib.machinery
 import json
 import os
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,39 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("memory", "runtime", "update", "comm")
 ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "settle", "synchronize", "wait"}
 ORDERS |= {"wait_event", "wait_stream", "used_here", "follow"}
-PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=240", "-q", "-x", "--no-header")
-EARLY, ALL = 6, 19
-"""So many of fit_cases.CASES, which begin with those that have the most choices."""
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=120", "-q", "-x", "--no-header")
+EARLY = (10, 1, 12, 5, 16, 0)
+"""Of fit_cases.CASES: each home, lock-free updates, sums in RAM, activations in RAM, each way of saving."""
+ALL = 19
+RANKED = (2, 10, 9)
+"""Of fit_cases.CASES_OF_RANKS."""
+CLOSEST: dict[str, tuple[str, ...]] = {
+    "activations": ("memory/test_activations.py",),
+    "allocator": ("memory/test_allocator.py", "memory/test_streamed_copies.py"),
+    "buffering": ("runtime/test_lockfree.py", "update/test_two_drivers_of_waiting.py"),
+    "buffers": ("update/test_buffers.py", "update/test_forecast.py"),
+    "clipping": ("runtime/test_clipping.py", "runtime/test_gradient_norm.py", "runtime/test_manual_optimization.py"),
+    "copier": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
+    "flat_clock": ("runtime/test_flat_clock.py", "runtime/test_lockfree.py"),
+    "gradient_pages": ("runtime/test_gradient_pages.py", "runtime/test_lockfree.py"),
+    "gradients": ("runtime/test_gradients.py", "runtime/test_manual_optimization.py"),
+    "handing_over": ("runtime/test_handing_over.py", "runtime/test_lockfree.py"),
+    "io": ("memory/test_allocator.py", "memory/test_disk.py"),
+    "jobs": ("memory/test_disk.py", "memory/test_allocator.py"),
+    "patience": ("ranks/test_patience.py", "ranks/test_tensor_exchanges.py"),
+    "pieces": ("runtime/test_pieces.py", "runtime/test_weights.py"),
+    "pipeline": ("update/test_update_pipeline.py",),
+    "process_group": ("ranks/test_communicator.py",),
+    "transfer": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
+    "updater": ("update/test_update_pipeline.py",),
+    "updates": ("runtime/test_updates.py", "runtime/test_manual_optimization.py", "runtime/test_gradient_norm.py"),
+    "versions": ("runtime/test_versions.py", "runtime/test_lockfree.py"),
+}
+"""Tests on the CPU that look at a file from near, where they are not those of its own name."""
+ON_DEVICE = {
+    "memory": ("tests/memory/test_memory_gpu.py", "tests/memory/test_backend.py"),
+    "update": ("tests/update/test_update_pipeline.py", "tests/update/test_update_probe.py"),
+}
 LIMIT_S = 600
 """A stage that takes longer waits for what was removed."""
 
@@ -67,13 +98,15 @@ class Stage:
     """Tests in one process: `fits` are numbers of cases, else arguments of pytest.
 
     Attributes:
-        server: `fake` or `cpu`.
+        server: `fake` or `cpu`; `ranks` are two processes of their own on the fake device, with numbers of cases of ranks.
     """
 
     name: str
     server: str
     tests: tuple[str, ...] = ()
     fits: tuple[int, ...] = ()
+    only_expected: bool = False
+    """Computes what cases are compared with, and keeps it for later processes."""
 
 
 def places(root: Path = ROOT) -> Iterator[Place]:
@@ -91,26 +124,21 @@ def places(root: Path = ROOT) -> Iterator[Place]:
 def stages_of(place: Place, *, quick: bool) -> list[Stage]:
     """In the order in which they run."""
     room, stem = Path(place.file).parts[1], Path(place.file).stem
-    on_cpu = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / room).glob(f"test_*{stem}*.py"))
-    if room in ("memory", "update"):
-        on_cpu = [f"tests/{room}"]
-    elif room == "comm":
-        on_cpu = [
-            "tests/ranks/test_communicator.py",
-            "tests/ranks/test_patience.py",
-            "tests/ranks/test_rank_failures.py",
-        ]
-    stages = [Stage("early fits", "fake", fits=tuple(range(EARLY)))]
-    if room in ("memory", "update"):
-        stages.insert(0, Stage(f"tests/{room} on the device", "fake", (f"tests/{room}", "-m", "gpu")))
-    stages.append(Stage("streams", "fake", ("tests/gpu/test_device_streams.py", "-m", "gpu")))
-    if on_cpu:
-        stages.append(Stage("tests of the file", "cpu", (*on_cpu, "-m", "not gpu and not slow")))
-    if "thread" in place.text or ".wait(_" in place.text or room == "comm":
-        stages.sort(key=lambda stage: stage.server != "cpu")
+    closest = [f"tests/{name}" for name in CLOSEST.get(stem, (f"{room}/test_{stem}.py",))]
+    closest = [name for name in closest if (ROOT / name).exists()]
+    stages = []
+    if closest:  # seconds
+        stages.append(Stage("tests of the file", "cpu", (*closest, "-m", "not gpu and not slow")))
+    if room in ON_DEVICE:
+        stages.append(Stage(f"tests/{room} on the device", "fake", (*ON_DEVICE[room], "-m", "gpu")))
+    if room == "comm" or any(word in place.text for word in ("communicator", "_shard_pending", "arriving.work")):
+        stages.append(Stage("fits of two ranks", "ranks", fits=RANKED))
+    if room != "comm":
+        stages.append(Stage("streams", "fake", ("tests/gpu/test_device_streams.py", "-m", "gpu")))
+        stages.append(Stage("early fits", "fake", fits=EARLY))
     if not quick:
         stages.append(Stage("runs on the device", "fake", ("tests/gpu/test_cuda.py", "-m", "gpu")))
-        stages.append(Stage("all fits", "fake", fits=tuple(range(EARLY, ALL))))
+        stages.append(Stage("all fits", "fake", fits=tuple(number for number in range(ALL) if number not in EARLY)))
         if room == "runtime":
             stages.append(Stage("runs", "cpu", ("tests/runtime/test_runs.py", "-m", "not gpu and not slow")))
     return stages
@@ -129,18 +157,48 @@ def remove(place: Place) -> None:
     importlib.machinery.SourceFileLoader.get_code = without  # type: ignore[method-assign]
 
 
+def know_expected(program: Any, *, keep: bool) -> None:
+    """What a case is compared with is half of its time, and was computed with nothing removed, where it was kept."""
+    folder = Path(os.environ["MUTATIONS_EXPECTED"])
+    compute = program.expected
+
+    @functools.cache
+    def expected(training: tuple[str, ...]) -> Any:
+        import torch
+
+        path = folder / f"{os.environ.get('WORLD_SIZE', '1')} {os.environ.get('RANK', '0')} {'_'.join(training)}"
+        if path.exists():
+            net = program.Net(training[0])
+            kept = torch.load(path)
+            net.load_state_dict(kept["weights"])
+            net.losses = kept["losses"]
+            return net
+        net = compute(training)
+        if keep:
+            torch.save({"weights": net.state_dict(), "losses": [loss.cpu() for loss in net.losses]}, path)
+        return net
+
+    program.expected = expected
+
+
 def noticed(stage: Stage) -> str | None:
     """What fails; None if nothing does."""
     if stage.fits:
         import fits_program
 
-        with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "told"), "w+") as told:
-            with contextlib.redirect_stdout(told):
-                fits_program.main(Path(folder), list(stage.fits))
-            told.seek(0)
-            text = told.read()
-        failed = [line for line in text.splitlines() if line.endswith(": failed")]
-        return f"{failed[0]} ({text.strip().splitlines()[-1][:90]})" if failed else None
+        fits_program.prepare()
+        know_expected(fits_program, keep=stage.only_expected)
+        if stage.only_expected:
+            for number in stage.fits:
+                fits_program.expected(fits_program.training_of(number))
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            for number in stage.fits:
+                try:
+                    fits_program.check(number, Path(folder) / str(number))
+                except BaseException as error:
+                    return f"case {number}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
     import pytest
 
     first: list[str] = []
@@ -177,6 +235,32 @@ def serve(name: str) -> None:
             Stage(**{**each, "tests": tuple(each["tests"]), "fits": tuple(each["fits"])}) for each in asked["stages"]
         ]
         answers.write(json.dumps(_in_child(place, stages)) + "\n")
+
+
+def _in_ranks(place: Place | None, stage: Stage) -> str | None:
+    """As `_in_child`, of two ranks."""
+    sys.path.insert(0, str(ROOT / "tests/gpu"))
+    from fake_process import ORDERS, ranks_on_fake
+
+    told = json.dumps({"place": place and asdict(place), "stage": asdict(stage)})
+    try:
+        ranks = ranks_on_fake(__file__, "--rank", told, limit_s=LIMIT_S, world_size=2, **ORDERS["late"])
+    except subprocess.TimeoutExpired:
+        return f"{stage.name}: no end"
+    failed = [done for done in ranks if done.returncode]
+    return f"{stage.name}: {(failed[0].stdout.strip().splitlines() or ['at once'])[-1]}" if failed else None
+
+
+def be_a_rank(told: str) -> None:
+    """One of two, on the fake device."""
+    asked = json.loads(told)
+    sys.path[:0] = [str(ROOT / "tests/fake_cuda"), str(ROOT / "tests/gpu"), str(ROOT / "tests"), str(ROOT)]
+    if asked["place"]:
+        remove(Place(**asked["place"]))
+    found = noticed(Stage(**{**asked["stage"], "fits": tuple(asked["stage"]["fits"])}))
+    if found is not None:
+        print(found, flush=True)
+        os._exit(1)  # the other may wait for this one
 
 
 def _in_child(place: Place | None, stages: Sequence[Stage]) -> str | None:
@@ -237,6 +321,8 @@ class Servers:
 
     def ask(self, place: Place | None, stages: Sequence[Stage]) -> str | None:
         """Stages of one server. What fails; None if nothing does."""
+        if stages[0].server == "ranks":
+            return next((found for stage in stages if (found := _in_ranks(place, stage)) is not None), None)
         server = self._server(stages[0].server)
         assert server.stdin is not None and server.stdout is not None
         asked = {"place": place and asdict(place), "stages": [asdict(stage) for stage in stages]}
@@ -292,7 +378,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first stages alone")
     parser.add_argument("--list", action="store_true", help="print the places and end")
     parser.add_argument("--serve", choices=("fake", "cpu"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank:
+        be_a_rank(args.rank)
+        return
     if args.serve:
         serve(args.serve)
         return
@@ -303,13 +393,18 @@ def main() -> None:
             print(f"{place.file}:{place.first}: {place.text}")
         return
     servers, missed = Servers(), 0
+    expected = tempfile.TemporaryDirectory()
+    os.environ["MUTATIONS_EXPECTED"] = expected.name
     try:
         every = {stage: None for place in chosen for stage in stages_of(place, quick=args.quick)}
-        for name in () if args.sure else ("fake", "cpu"):
+        for name in () if args.sure else ("fake", "cpu", "ranks"):
             begun = time.perf_counter()
             if (why := found_by(servers, None, [stage for stage in every if stage.server == name])) is not None:
                 raise SystemExit(f"with nothing removed: {why}")
             print(f"nothing removed, all stages of {name}: {time.perf_counter() - begun:.0f} s", flush=True)
+        for stage in every:
+            if stage.fits:
+                servers.ask(None, [replace(stage, only_expected=True)])
         for place in chosen:
             begun = time.perf_counter()
             found = found_by(servers, place, stages_of(place, quick=args.quick))
@@ -321,6 +416,7 @@ def main() -> None:
             )
     finally:
         servers.close()
+        expected.cleanup()
     raise SystemExit(f"{missed} of {len(chosen)} are missed by all tests" if missed else 0)
 
 
