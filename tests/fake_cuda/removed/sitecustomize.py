@@ -1,5 +1,5 @@
-"""With this folder in PYTHONPATH all Python processes import a file without what `mutations.py` removes of it, those that tests
-start, too: `MUTATIONS_REMOVED` is its path and what is left."""
+"""With this folder in PYTHONPATH all Python processes import a file without what `mutations.py` removes of it, those that
+tests start, too: `MUTATIONS_REMOVED` is its path and what is left."""
 
 from __future__ import annotations
 
