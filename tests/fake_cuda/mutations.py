@@ -17,7 +17,6 @@ with nothing removed end the script.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import functools
 import json
@@ -29,119 +28,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("memory", "runtime", "update", "comm")
-ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "settle", "synchronize", "wait"}
-ORDERS |= {"wait_event", "wait_stream", "used_here", "follow"}
+from mutation_places import ROOT, Place, Stage, places, stages_of
+
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=120", "-q", "-x", "--no-header")
-EARLY = (10, 1, 12, 5, 16, 0)
-"""Of fit_cases.CASES: each home, lock-free updates, sums in RAM, activations in RAM, each way of saving."""
-ALL = 19
-RANKED = (2, 10, 9)
-"""Of fit_cases.CASES_OF_RANKS."""
-CLOSEST: dict[str, tuple[str, ...]] = {
-    "activations": ("memory/test_activations.py",),
-    "allocator": ("memory/test_allocator.py", "memory/test_streamed_copies.py"),
-    "buffering": ("update/test_buffering.py", "runtime/test_lockfree.py", "update/test_two_drivers_of_waiting.py"),
-    "buffers": ("update/test_buffers.py", "update/test_forecast.py"),
-    "clipping": ("runtime/test_clipping.py", "runtime/test_gradient_norm.py", "runtime/test_manual_optimization.py"),
-    "copier": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
-    "flat_clock": ("runtime/test_flat_clock.py", "runtime/test_lockfree.py"),
-    "gradient_pages": ("runtime/test_gradient_pages.py", "runtime/test_lockfree.py"),
-    "gradients": ("runtime/test_gradients.py", "runtime/test_manual_optimization.py"),
-    "handing_over": ("runtime/test_handing_over.py", "runtime/test_lockfree.py"),
-    "io": ("memory/test_allocator.py", "memory/test_disk.py"),
-    "jobs": ("memory/test_disk.py", "memory/test_allocator.py"),
-    "patience": ("ranks/test_patience.py", "ranks/test_tensor_exchanges.py"),
-    "pieces": ("runtime/test_pieces.py", "runtime/test_weights.py"),
-    "pipeline": ("update/test_update_pipeline.py",),
-    "process_group": ("ranks/test_communicator.py",),
-    "transfer": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
-    "updater": ("update/test_update_pipeline.py", "update/test_buffering.py"),
-    "updates": ("runtime/test_updates.py", "runtime/test_manual_optimization.py", "runtime/test_gradient_norm.py"),
-    "versions": ("runtime/test_versions.py", "runtime/test_lockfree.py"),
-}
-"""Tests on the CPU that look at a file from near, where they are not those of its own name."""
-ON_DEVICE = {
-    "memory": ("tests/memory/test_memory_gpu.py", "tests/memory/test_backend.py"),
-    "update": ("tests/update/test_update_pipeline.py", "tests/update/test_update_probe.py"),
-}
 LIMIT_S = 600
 """A stage that takes longer waits for what was removed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A statement that orders, and nothing else: lines [first, last] of a file."""
-
-    file: str
-    first: int
-    last: int
-    text: str
-
-    @property
-    def removed(self) -> str:
-        """The source with `pass` in its place."""
-        lines = (ROOT / self.file).read_text().splitlines(keepends=True)
-        line = lines[self.first - 1]
-        indent = line[: len(line) - len(line.lstrip())]
-        return "".join([*lines[: self.first - 1], f"{indent}pass\n", *lines[self.last :]])
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Tests in one process: `fits` are numbers of cases, else arguments of pytest.
-
-    Attributes:
-        server: `fake` or `cpu`; `ranks` are two processes of their own on the fake device, with numbers of cases of ranks.
-    """
-
-    name: str
-    server: str
-    tests: tuple[str, ...] = ()
-    fits: tuple[int, ...] = ()
-    only_expected: bool = False
-    """Computes what cases are compared with, and keeps it for later processes."""
-
-
-def places(root: Path = ROOT) -> Iterator[Place]:
-    """Every place, in the order of files and lines."""
-    for room in ROOMS:
-        for path in sorted((root / "lightning_ptm" / room).rglob("*.py")):
-            found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr)]
-            for node in sorted(found, key=lambda node: node.lineno):
-                call = node.value
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ORDERS:
-                    assert node.end_lineno is not None
-                    yield Place(str(path.relative_to(root)), node.lineno, node.end_lineno, ast.unparse(node))
-
-
-def stages_of(place: Place, *, quick: bool) -> list[Stage]:
-    """In the order in which they run."""
-    room, stem = Path(place.file).parts[1], Path(place.file).stem
-    closest = [f"tests/{name}" for name in CLOSEST.get(stem, (f"{room}/test_{stem}.py",))]
-    closest = [name for name in closest if (ROOT / name).exists()]
-    stages = []
-    if closest:  # seconds
-        stages.append(Stage("tests of the file", "cpu", (*closest, "-m", "not gpu and not slow")))
-    if room in ON_DEVICE:
-        stages.append(Stage(f"tests/{room} on the device", "fake", (*ON_DEVICE[room], "-m", "gpu")))
-    if room == "comm" or any(word in place.text for word in ("communicator", "_shard_pending", "arriving.work")):
-        stages.append(Stage("fits of two ranks", "ranks", fits=RANKED))
-    if room != "comm":
-        stages.append(Stage("streams", "fake", ("tests/gpu/test_device_streams.py", "-m", "gpu")))
-        stages.append(Stage("early fits", "fake", fits=EARLY))
-    if not quick:
-        stages.append(Stage("runs on the device", "fake", ("tests/gpu/test_cuda.py", "-m", "gpu")))
-        stages.append(Stage("all fits", "fake", fits=tuple(number for number in range(ALL) if number not in EARLY)))
-        if room == "runtime":
-            stages.append(Stage("runs", "cpu", ("tests/runtime/test_runs.py", "-m", "not gpu and not slow")))
-    return stages
 
 
 # -- in a child -----------------------------------------------------------------------------------------------------------
@@ -161,19 +57,22 @@ def know_expected(program: Any, *, keep: bool) -> None:
     compute = program.expected
 
     @functools.cache
-    def expected(training: tuple[str, ...]) -> Any:
+    def expected(what: Any) -> Any:
         import torch
 
-        path = folder / f"{os.environ.get('WORLD_SIZE', '1')} {os.environ.get('RANK', '0')} {'_'.join(training)}"
-        if path.exists():
-            net = program.Net(training[0])
-            kept = torch.load(path)
-            net.load_state_dict(kept["weights"])
-            net.losses = kept["losses"]
-            return net
-        net = compute(training)
-        if keep:
-            torch.save({"weights": net.state_dict(), "losses": [loss.cpu() for loss in net.losses]}, path)
+        rank, name = os.environ.get("RANK", "0"), what if isinstance(what, str) else "_".join(what)
+        path = folder / f"{program.__name__} of rank {rank} of {os.environ.get('WORLD_SIZE', '1')}: {name}"
+        if not path.exists():
+            found = compute(what)
+            if keep:
+                torch.save(found if isinstance(found, tuple) else (found.losses, found.state_dict()), path)
+            return found
+        kept = torch.load(path)
+        if isinstance(what, str):
+            return kept
+        net = program.Net(what[0])
+        net.losses = kept[0]
+        net.load_state_dict(kept[1])
         return net
 
     program.expected = expected
@@ -196,6 +95,22 @@ def noticed(stage: Stage) -> str | None:
                     fits_program.check(number, Path(folder) / str(number))
                 except BaseException as error:
                     return f"case {number}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
+    if stage.users:
+        import users_program
+
+        users_program.prepare()
+        know_expected(users_program, keep=stage.only_expected)
+        if stage.only_expected:
+            for case in stage.users:
+                users_program.expected(case.split(":")[0])
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            for case in stage.users:
+                try:
+                    users_program.check(case, Path(folder))
+                except BaseException as error:
+                    return f"{case}: {type(error).__name__}: {str(error).strip()[:90]}"
         return None
     import pytest
 
@@ -229,10 +144,12 @@ def serve(name: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         place = Place(**asked["place"]) if asked["place"] else None
-        stages = [
-            Stage(**{**each, "tests": tuple(each["tests"]), "fits": tuple(each["fits"])}) for each in asked["stages"]
-        ]
+        stages = [_stage(each) for each in asked["stages"]]
         answers.write(json.dumps(_in_child(place, stages)) + "\n")
+
+
+def _stage(told: dict[str, Any]) -> Stage:
+    return Stage(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
 
 
 def _in_ranks(place: Place | None, stage: Stage) -> str | None:
@@ -255,7 +172,7 @@ def be_a_rank(told: str) -> None:
     sys.path[:0] = [str(ROOT / "tests/fake_cuda"), str(ROOT / "tests/gpu"), str(ROOT / "tests"), str(ROOT)]
     if asked["place"]:
         remove(Place(**asked["place"]))
-    found = noticed(Stage(**{**asked["stage"], "fits": tuple(asked["stage"]["fits"])}))
+    found = noticed(_stage(asked["stage"]))
     if found is not None:
         print(found, flush=True)
         os._exit(1)  # the other may wait for this one
@@ -401,7 +318,7 @@ def main() -> None:
                 raise SystemExit(f"with nothing removed: {why}")
             print(f"nothing removed, all stages of {name}: {time.perf_counter() - begun:.0f} s", flush=True)
         for stage in every:
-            if stage.fits:
+            if stage.fits or stage.users:
                 servers.ask(None, [replace(stage, only_expected=True)])
         for place in chosen:
             begun = time.perf_counter()

@@ -373,11 +373,16 @@ def check(case: str, folder: Path) -> None:
     assert not races, f"{races} accesses that no wait has ordered behind an earlier one"
 
 
-def main(folder: Path, cases: list[str]) -> None:
+def prepare() -> None:
+    """This process."""
     fake_device.watch_files()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     offload.LEAST_BYTES = 1024  # else activations as small as these stay
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    prepare()
     for case in cases:
         try:
             check(case, folder)

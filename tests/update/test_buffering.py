@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic
 
 import pytest
 import torch
 from paged_training import Twin, make_allocator, make_twin, random_gradients
+from test_update_pipeline import HandOps
 from torch import optim
 
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import buffering, updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin
+from lightning_ptm.update.pipeline import Pipeline
 
 LOOK_S = 0.05
 """Of all who look, here."""
@@ -86,6 +89,30 @@ def test_an_updater_sleeps_until_a_gradient_comes(twin: Twin) -> None:
     late = Late()
     twin.updater.finish(twin.updater.submit(twin.job(random_gradients(0, torch.bfloat16), after=[late])))
     assert late.looks <= most_looks(late.begun_s)
+
+
+@pytest.mark.parametrize("who", ["caller", "thread", "thread that is drained"])
+def test_an_updater_sleeps_until_a_disk_has_read(who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, advance, ops = 0, Pipeline.advance, HandOps()
+
+    def counted(pipeline: Pipeline) -> bool:
+        nonlocal looks
+        looks += 1
+        return advance(pipeline)
+
+    monkeypatch.setattr(Pipeline, "advance", counted)
+    twin = make_twin(adamw, make_allocator(tmp_path, file_ops=ops), home=Tier.DISK)
+    ops.may_read.clear()
+    timer = threading.Timer(0.3, ops.may_read.set)
+    timer.start()
+    if who != "caller":
+        twin.updater.run_in_thread()
+    handle = twin.submit(random_gradients(0, torch.bfloat16))
+    if who == "thread that is drained":
+        twin.updater.drain()
+    twin.updater.finish(handle)
+    assert looks <= 200  # who does not sleep looks thousands of times
+    twin.close()
 
 
 def test_who_waits_for_a_version_sleeps_until_there_is_news(started: Buffering, twin: Twin) -> None:
