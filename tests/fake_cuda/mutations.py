@@ -65,7 +65,10 @@ def know_expected(program: Any, *, keep: bool) -> None:
         if not path.exists():
             found = compute(what)
             if keep:
-                torch.save(found if isinstance(found, tuple) else (found.losses, found.state_dict()), path)
+                torch.save(
+                    found if isinstance(found, tuple) else ([loss.cpu() for loss in found.losses], found.state_dict()),
+                    path,
+                )
             return found
         kept = torch.load(path)
         if isinstance(what, str):
