@@ -135,7 +135,8 @@ class DotGrad:
         self._shard.land()  # what is being reduced is in no pages yet
         for slot, parameter in enumerate(self._binding.parameters):
             if self._content.filled and self._content.present[slot] and parameter.grad is None:
-                parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
+                shown = ShownGradient(parameter, partial(self._read, slot), self._backend)
+                parameter.grad = self._shown[slot] = shown
 
     def show_anew(self) -> None:
         """The pages have other values now."""

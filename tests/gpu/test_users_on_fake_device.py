@@ -28,7 +28,13 @@ KINDS = [
     *("Breaks behind the backward", "Breaks before the step", "Breaks behind the step"),
 ]
 HOMES = ("device", "masters in RAM", "host", "masters on disk", "all on disk")
-QUICK = ["LooksAside:all on disk", "AllAside:host", "StepsAside:all on disk:host", "Breaks behind the backward:host"]
+QUICK = [
+    "LooksAside:all on disk",
+    "AssignsAside:all on disk",
+    "AllAside:host",
+    "StepsAside:all on disk:host",
+    "Breaks behind the backward:host",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
