@@ -35,7 +35,7 @@ from typing import Any
 
 from mutation_places import ROOT, Place, Stage, places, stages_of
 
-PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=120", "-q", "-x", "--no-header")
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=200", "-q", "-x", "--no-header")
 LIMIT_S = 600
 """A stage that takes longer waits for what was removed."""
 
@@ -92,7 +92,9 @@ def noticed(stage: Stage) -> str | None:
             for number in stage.fits:
                 fits_program.expected(fits_program.training_of(number))
             return None
-        with tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as undo:
+            shared = os.environ.get("MUTATIONS_RANKS")
+            folder = shared or undo.enter_context(tempfile.TemporaryDirectory())
             for number in stage.fits:
                 try:
                     fits_program.check(number, Path(folder) / str(number))
@@ -122,7 +124,10 @@ def noticed(stage: Stage) -> str | None:
     class Notes:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed and not first:
-                first.append(report.nodeid)
+                ended = "Timeout" not in report.longreprtext
+                first.append(
+                    report.nodeid if ended else f"{report.nodeid} (no end, which a busy machine may be the cause of)"
+                )
 
     plugins = (*PLUGINS, "-p", "fake_cuda_plugin") if stage.server == "fake" else PLUGINS
     status = pytest.main([*plugins, *stage.tests], plugins=[Notes()])
@@ -162,7 +167,9 @@ def _in_ranks(place: Place | None, stage: Stage) -> str | None:
 
     told = json.dumps({"place": place and asdict(place), "stage": asdict(stage)})
     try:
-        ranks = ranks_on_fake(__file__, "--rank", told, limit_s=LIMIT_S, world_size=2, **ORDERS["late"])
+        with tempfile.TemporaryDirectory() as folder:
+            more = {**ORDERS["late"], "MUTATIONS_RANKS": folder}
+            ranks = ranks_on_fake(__file__, "--rank", told, limit_s=LIMIT_S, world_size=2, **more)
     except subprocess.TimeoutExpired:
         return f"{stage.name}: no end"
     failed = [done for done in ranks if done.returncode]
