@@ -43,6 +43,7 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "pieces": ("runtime/test_pieces.py", "runtime/test_weights.py"),
     "pipeline": ("update/test_update_pipeline.py",),
     "process_group": ("ranks/test_communicator.py",),
+    "stepping": ("runtime/test_stepping.py", "runtime/test_manual_optimization.py"),
     "transfer": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
     "updater": ("update/test_update_pipeline.py", "update/test_buffering.py"),
     "updates": ("runtime/test_updates.py", "runtime/test_manual_optimization.py", "runtime/test_gradient_norm.py"),

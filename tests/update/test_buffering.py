@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -151,3 +151,18 @@ def test_news_ends_a_wait_at_once(started: Buffering, twin: Twin, monkeypatch: p
     begun_s = monotonic()
     started.wait(lambda: started.applied(0) == 1)
     assert monotonic() - begun_s < 50
+
+
+@pytest.mark.parametrize("whose", ["buffering", "update"])
+def test_when_a_thread_was_stopped_it_has_ended(whose: str, started: Buffering, twin: Twin) -> None:
+    thread = next(each for each in threading.enumerate() if each.name == f"lightning_ptm {whose}")
+    busy = threading.Event()
+
+    def something() -> None:
+        busy.set()
+        sleep(0.2)
+
+    (started._messages if whose == "buffering" else twin.updater._commands).put(something)
+    busy.wait()
+    started.stop()
+    assert not thread.is_alive()
