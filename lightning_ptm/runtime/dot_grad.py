@@ -10,6 +10,7 @@ does to it (edits, assigns, sets to None) is carried out in the pages before the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from lightning_ptm.runtime.used_gradients import UsedGradients, refuse_gradient
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
+    from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.planning.holders import Sharing
 
 _EARLIER = "when it was of an earlier step"
@@ -38,10 +40,17 @@ class DotGrad:
         store: the flat's compute parameters.
         shard: the pages, where the gradient waits in any.
         sharing: with which ranks.
+        stream: of the run; None: whatever is current.
     """
 
     def __init__(
-        self, store: FlatStore, route: GradientRoute, shard: GradientShard, sharing: Sharing, backend: Backend
+        self,
+        store: FlatStore,
+        route: GradientRoute,
+        shard: GradientShard,
+        sharing: Sharing,
+        backend: Backend,
+        stream: ComputeStream | None = None,
     ) -> None:
         self._store = store
         self._binding = store.binding
@@ -51,6 +60,7 @@ class DotGrad:
         self._content = shard.content
         self._sharing = sharing
         self._backend = backend
+        self._stream = stream
         self._names = [slot.spec.name for slot in store.layout.slots]
         self.used = UsedGradients(store.binding, self._names, shard)
         # state
@@ -125,7 +135,8 @@ class DotGrad:
         self._shard.land()  # what is being reduced is in no pages yet
         for slot, parameter in enumerate(self._binding.parameters):
             if self._content.filled and self._content.present[slot] and parameter.grad is None:
-                parameter.grad = self._shown[slot] = ShownGradient(parameter, partial(self._read, slot))
+                shown = ShownGradient(parameter, partial(self._read, slot), self._backend)
+                parameter.grad = self._shown[slot] = shown
 
     def show_anew(self) -> None:
         """The pages have other values now."""
@@ -246,7 +257,11 @@ class DotGrad:
         self._check_alone(slot, "was read")
         if self.clipped_later:
             refuse_gradient(self._names[slot], _CLIPPED)
-        return self._shard.value(slot, self._binding.parameters[slot])
+        # Whoever looks may do so on a stream that the run's never waits for: pages keep the order of the run's.
+        with nullcontext() if self._stream is None else self._stream.entered():
+            value = self._shard.value(slot, self._binding.parameters[slot])
+        self._backend.used_here(value)
+        return value
 
     # -- behind a step ------------------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class Engine:
             heritage=kept.heritage,
         )
         self._undo.callback(self._close_pages)
-        pages = Pages(blueprint, self.allocator, self._communicators, self.device, kept)
+        pages = Pages(blueprint, self.allocator, self._communicators, self.device, kept, self.stream)
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,

@@ -94,9 +94,8 @@ class GradientShard:
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def use_up(self) -> None:
-        """An update has read the pages, which are given back."""
+        """An update has read the pages, which are given back: of the device, so nothing is on its way there any more."""
         if self._pages is not None:
-            self.settle()
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:

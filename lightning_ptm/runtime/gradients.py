@@ -29,6 +29,7 @@ from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradie
 
 if TYPE_CHECKING:
     from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.planning.holders import Sharing
     from lightning_ptm.runtime.gradient_pages import PageSupply
     from lightning_ptm.runtime.sums import Addition, SumsInRam
@@ -43,6 +44,7 @@ class FlatGradient:
         sharing: with which ranks.
         supply: where its pages come from; never asked where it waits in `.grad`.
         in_ram: adds what a device has to sums there; None: there is no device apart.
+        stream: of the run; None: whatever is current.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FlatGradient:
         sharing: Sharing,
         supply: PageSupply,
         in_ram: SumsInRam | None = None,
+        stream: ComputeStream | None = None,
     ) -> None:
         self.route = route
         self.store = store
@@ -61,7 +64,7 @@ class FlatGradient:
         self.in_place = route.waits is Waits.IN_GRAD
         self.shard = GradientShard(store, route, allocator, supply, in_ram)
         self._content = self.shard.content
-        self.dot_grad = DotGrad(store, route, self.shard, sharing, allocator.backend)
+        self.dot_grad = DotGrad(store, route, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
@@ -107,7 +110,6 @@ class FlatGradient:
         if given:
             shown = dot_grad.lay_aside(given)
             self.collect()
-            self.shard.settle()
             dot_grad.show_again(shown)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:

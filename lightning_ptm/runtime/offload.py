@@ -129,10 +129,8 @@ class Offload:
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
         away = None if known is None else known[1]()
-        if away is not None and not away.still_holds(tensor):
-            self._mover.settle(away)  # changed since it was saved
-            away = None
-        if away is None:
+        # One that was changed since it was saved is refused to whoever reads it, so nobody waits for its copy.
+        if away is None or not away.still_holds(tensor):
             away = self._mover.send(tensor, call.name)
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))

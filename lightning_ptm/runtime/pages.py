@@ -13,6 +13,7 @@ import torch
 from lightning_ptm.comm import Communicators
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.planning.inventory import Row, What
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.binding import FlatBinding
@@ -44,6 +45,7 @@ class Pages:
         communicators: Communicators,
         device: torch.device,
         heirlooms: Heirlooms | None = None,
+        stream: ComputeStream | None = None,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
@@ -51,6 +53,7 @@ class Pages:
         self._device = device
         self._sums = SumsInRam(allocator.backend) if allocator.backend.apart else None
 
+        self._stream = stream
         self._heirlooms = heirlooms or Heirlooms()
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
@@ -99,7 +102,8 @@ class Pages:
             if not traits:
                 continue
             route, sharing = blueprint.route(flat.layout), blueprint.holders.of_flat(flat.layout)
-            gradient = FlatGradient(flat, route, self._allocator, sharing, self._supply(flat.layout), self._sums)
+            supply = self._supply(flat.layout)
+            gradient = FlatGradient(flat, route, self._allocator, sharing, supply, self._sums, self._stream)
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))
         return tuple(updates)

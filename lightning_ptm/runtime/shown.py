@@ -7,11 +7,14 @@ Owns the values that were fetched. Whose pages they come from, and what becomes 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.backend import Backend, Mark
 
 
 class ShownGradient(Tensor):
@@ -20,19 +23,24 @@ class ShownGradient(Tensor):
     Args:
         parameter: whose gradient it is.
         read: fetches the values, shaped as the parameter, of its dtype, and nobody else's. Raises where they cannot be had.
+        backend: of the device whose current stream they are fetched for; None: there are none to be had.
     """
 
     @staticmethod
-    def __new__(cls: Any, parameter: Tensor, read: Callable[[], Tensor]) -> ShownGradient:
+    def __new__(
+        cls: Any, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None
+    ) -> ShownGradient:
         with torch._C.DisableTorchFunctionSubclass():  # a closed one would be asked by Python each time
             made: ShownGradient = Tensor._make_wrapper_subclass(
                 cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
             )
         return made
 
-    def __init__(self, parameter: Tensor, read: Callable[[], Tensor]) -> None:
+    def __init__(self, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None) -> None:
         self._read = read
+        self._backend = backend
         self._held: Tensor | None = None
+        self._fetch: Mark | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -67,6 +75,10 @@ class ShownGradient(Tensor):
         if self._held is None:
             with torch.no_grad():
                 self._held = self._read()
+            self._fetch = self._backend.mark() if self._backend is not None else None
+        elif self._fetch is not None:
+            # To its user the gradient was there before the fetch: another stream may be behind no more than that.
+            self._fetch.order()
         return self._held
 
     @classmethod

@@ -111,6 +111,5 @@ class UsedGradients:
         return next(found, None)
 
     def _let_go(self) -> None:
-        self._shard.settle()
         self._shard.content.forget()
         self.any = False

@@ -50,10 +50,11 @@ class _Work(dist._Work):  # type: ignore[name-defined, misc]
     def __init__(self, event: Any, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._event = event
+        self._device = tensors[0].device  # whatever is current in the thread that waits
         self._tensors: Sequence[Tensor] = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        torch.accelerator.current_stream().wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
         return True
 
@@ -148,7 +149,7 @@ class FakeNccl(dist.ProcessGroup):
                 return _done()
             if self._stream is None:
                 self._stream = torch.Stream(inputs[0].device)
-            self._stream.wait_stream(torch.accelerator.current_stream())
+            self._stream.wait_stream(torch.accelerator.current_stream(inputs[0].device))
             with self._stream:
                 for output, result in zip(outputs, collective([_read(each) for each in inputs]), strict=True):
                     _write(output, result)

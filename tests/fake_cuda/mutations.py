@@ -17,116 +17,68 @@ with nothing removed end the script.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import importlib.machinery
+import functools
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("memory", "runtime", "update", "comm")
-ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "settle", "synchronize", "wait"}
-ORDERS |= {"wait_event", "wait_stream", "used_here", "follow"}
-PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=240", "-q", "-x", "--no-header")
-EARLY, ALL = 6, 19
-"""So many of fit_cases.CASES, which begin with those that have the most choices."""
+from mutation_places import ROOT, Place, Stage, places, stages_of
+
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--timeout=200", "-q", "-x", "--no-header")
 LIMIT_S = 600
 """A stage that takes longer waits for what was removed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A statement that orders, and nothing else: lines [first, last] of a file."""
-
-    file: str
-    first: int
-    last: int
-    text: str
-
-    @property
-    def removed(self) -> str:
-        """The source with `pass` in its place."""
-        lines = (ROOT / self.file).read_text().splitlines(keepends=True)
-        line = lines[self.first - 1]
-        indent = line[: len(line) - len(line.lstrip())]
-        return "".join([*lines[: self.first - 1], f"{indent}pass\n", *lines[self.last :]])
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Tests in one process: `fits` are numbers of cases, else arguments of pytest.
-
-    Attributes:
-        server: `fake` or `cpu`.
-    """
-
-    name: str
-    server: str
-    tests: tuple[str, ...] = ()
-    fits: tuple[int, ...] = ()
-
-
-def places(root: Path = ROOT) -> Iterator[Place]:
-    """Every place, in the order of files and lines."""
-    for room in ROOMS:
-        for path in sorted((root / "lightning_ptm" / room).rglob("*.py")):
-            found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr)]
-            for node in sorted(found, key=lambda node: node.lineno):
-                call = node.value
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ORDERS:
-                    assert node.end_lineno is not None
-                    yield Place(str(path.relative_to(root)), node.lineno, node.end_lineno, ast.unparse(node))
-
-
-def stages_of(place: Place, *, quick: bool) -> list[Stage]:
-    """In the order in which they run."""
-    room, stem = Path(place.file).parts[1], Path(place.file).stem
-    on_cpu = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / room).glob(f"test_*{stem}*.py"))
-    if room in ("memory", "update"):
-        on_cpu = [f"tests/{room}"]
-    elif room == "comm":
-        on_cpu = [
-            "tests/ranks/test_communicator.py",
-            "tests/ranks/test_patience.py",
-            "tests/ranks/test_rank_failures.py",
-        ]
-    stages = [Stage("early fits", "fake", fits=tuple(range(EARLY)))]
-    if room in ("memory", "update"):
-        stages.insert(0, Stage(f"tests/{room} on the device", "fake", (f"tests/{room}", "-m", "gpu")))
-    stages.append(Stage("streams", "fake", ("tests/gpu/test_device_streams.py", "-m", "gpu")))
-    if on_cpu:
-        stages.append(Stage("tests of the file", "cpu", (*on_cpu, "-m", "not gpu and not slow")))
-    if "thread" in place.text or ".wait(_" in place.text or room == "comm":
-        stages.sort(key=lambda stage: stage.server != "cpu")
-    if not quick:
-        stages.append(Stage("runs on the device", "fake", ("tests/gpu/test_cuda.py", "-m", "gpu")))
-        stages.append(Stage("all fits", "fake", fits=tuple(range(EARLY, ALL))))
-        if room == "runtime":
-            stages.append(Stage("runs", "cpu", ("tests/runtime/test_runs.py", "-m", "not gpu and not slow")))
-    return stages
 
 
 # -- in a child -----------------------------------------------------------------------------------------------------------
 
 
 def remove(place: Place) -> None:
-    """From now on this process imports a file without the place."""
-    path, source, get_code = str(ROOT / place.file), place.removed, importlib.machinery.SourceFileLoader.get_code
+    """From now on this process, and those that it starts, import a file without the place."""
+    folder = ROOT / "tests/fake_cuda/removed"
+    os.environ["MUTATIONS_REMOVED"] = json.dumps([str(ROOT / place.file), place.removed])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    runpy.run_path(str(folder / "sitecustomize.py"))
 
-    def without(self: Any, fullname: str) -> Any:
-        return compile(source, path, "exec") if self.path == path else get_code(self, fullname)
 
-    importlib.machinery.SourceFileLoader.get_code = without  # type: ignore[method-assign]
+def know_expected(program: Any, *, keep: bool) -> None:
+    """What a case is compared with is half of its time, and was computed with nothing removed, where it was kept."""
+    folder = Path(os.environ["MUTATIONS_EXPECTED"])
+    compute = program.expected
+
+    @functools.cache
+    def expected(what: Any) -> Any:
+        import torch
+
+        rank, name = os.environ.get("RANK", "0"), what if isinstance(what, str) else "_".join(what)
+        path = folder / f"{program.__name__} of rank {rank} of {os.environ.get('WORLD_SIZE', '1')}: {name}"
+        if not path.exists():
+            found = compute(what)
+            if keep:
+                torch.save(
+                    found if isinstance(found, tuple) else ([loss.cpu() for loss in found.losses], found.state_dict()),
+                    path,
+                )
+            return found
+        kept = torch.load(path)
+        if isinstance(what, str):
+            return kept
+        net = program.Net(what[0])
+        net.losses = kept[0]
+        net.load_state_dict(kept[1])
+        return net
+
+    program.expected = expected
 
 
 def noticed(stage: Stage) -> str | None:
@@ -134,13 +86,37 @@ def noticed(stage: Stage) -> str | None:
     if stage.fits:
         import fits_program
 
-        with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "told"), "w+") as told:
-            with contextlib.redirect_stdout(told):
-                fits_program.main(Path(folder), list(stage.fits))
-            told.seek(0)
-            text = told.read()
-        failed = [line for line in text.splitlines() if line.endswith(": failed")]
-        return f"{failed[0]} ({text.strip().splitlines()[-1][:90]})" if failed else None
+        fits_program.prepare()
+        know_expected(fits_program, keep=stage.only_expected)
+        if stage.only_expected:
+            for number in stage.fits:
+                fits_program.expected(fits_program.training_of(number))
+            return None
+        with contextlib.ExitStack() as undo:
+            shared = os.environ.get("MUTATIONS_RANKS")
+            folder = shared or undo.enter_context(tempfile.TemporaryDirectory())
+            for number in stage.fits:
+                try:
+                    fits_program.check(number, Path(folder) / str(number))
+                except BaseException as error:
+                    return f"case {number}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
+    if stage.users:
+        import users_program
+
+        users_program.prepare()
+        know_expected(users_program, keep=stage.only_expected)
+        if stage.only_expected:
+            for case in stage.users:
+                users_program.expected(case.split(":")[0])
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            for case in stage.users:
+                try:
+                    users_program.check(case, Path(folder))
+                except BaseException as error:
+                    return f"{case}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
     import pytest
 
     first: list[str] = []
@@ -148,7 +124,10 @@ def noticed(stage: Stage) -> str | None:
     class Notes:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed and not first:
-                first.append(report.nodeid)
+                ended = "Timeout" not in report.longreprtext
+                first.append(
+                    report.nodeid if ended else f"{report.nodeid} (no end, which a busy machine may be the cause of)"
+                )
 
     plugins = (*PLUGINS, "-p", "fake_cuda_plugin") if stage.server == "fake" else PLUGINS
     status = pytest.main([*plugins, *stage.tests], plugins=[Notes()])
@@ -173,10 +152,40 @@ def serve(name: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         place = Place(**asked["place"]) if asked["place"] else None
-        stages = [
-            Stage(**{**each, "tests": tuple(each["tests"]), "fits": tuple(each["fits"])}) for each in asked["stages"]
-        ]
+        stages = [_stage(each) for each in asked["stages"]]
         answers.write(json.dumps(_in_child(place, stages)) + "\n")
+
+
+def _stage(told: dict[str, Any]) -> Stage:
+    return Stage(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+
+
+def _in_ranks(place: Place | None, stage: Stage) -> str | None:
+    """As `_in_child`, of two ranks."""
+    sys.path.insert(0, str(ROOT / "tests/gpu"))
+    from fake_process import ORDERS, ranks_on_fake
+
+    told = json.dumps({"place": place and asdict(place), "stage": asdict(stage)})
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            more = {**ORDERS["late"], "MUTATIONS_RANKS": folder}
+            ranks = ranks_on_fake(__file__, "--rank", told, limit_s=LIMIT_S, world_size=2, **more)
+    except subprocess.TimeoutExpired:
+        return f"{stage.name}: no end"
+    failed = [done for done in ranks if done.returncode]
+    return f"{stage.name}: {(failed[0].stdout.strip().splitlines() or ['at once'])[-1]}" if failed else None
+
+
+def be_a_rank(told: str) -> None:
+    """One of two, on the fake device."""
+    asked = json.loads(told)
+    sys.path[:0] = [str(ROOT / "tests/fake_cuda"), str(ROOT / "tests/gpu"), str(ROOT / "tests"), str(ROOT)]
+    if asked["place"]:
+        remove(Place(**asked["place"]))
+    found = noticed(_stage(asked["stage"]))
+    if found is not None:
+        print(found, flush=True)
+        os._exit(1)  # the other may wait for this one
 
 
 def _in_child(place: Place | None, stages: Sequence[Stage]) -> str | None:
@@ -237,6 +246,8 @@ class Servers:
 
     def ask(self, place: Place | None, stages: Sequence[Stage]) -> str | None:
         """Stages of one server. What fails; None if nothing does."""
+        if stages[0].server == "ranks":
+            return next((found for stage in stages if (found := _in_ranks(place, stage)) is not None), None)
         server = self._server(stages[0].server)
         assert server.stdin is not None and server.stdout is not None
         asked = {"place": place and asdict(place), "stages": [asdict(stage) for stage in stages]}
@@ -292,7 +303,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first stages alone")
     parser.add_argument("--list", action="store_true", help="print the places and end")
     parser.add_argument("--serve", choices=("fake", "cpu"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank:
+        be_a_rank(args.rank)
+        return
     if args.serve:
         serve(args.serve)
         return
@@ -303,13 +318,18 @@ def main() -> None:
             print(f"{place.file}:{place.first}: {place.text}")
         return
     servers, missed = Servers(), 0
+    expected = tempfile.TemporaryDirectory()
+    os.environ["MUTATIONS_EXPECTED"] = expected.name
     try:
         every = {stage: None for place in chosen for stage in stages_of(place, quick=args.quick)}
-        for name in () if args.sure else ("fake", "cpu"):
+        for name in () if args.sure else ("fake", "cpu", "ranks"):
             begun = time.perf_counter()
             if (why := found_by(servers, None, [stage for stage in every if stage.server == name])) is not None:
                 raise SystemExit(f"with nothing removed: {why}")
             print(f"nothing removed, all stages of {name}: {time.perf_counter() - begun:.0f} s", flush=True)
+        for stage in every:
+            if stage.fits or stage.users:
+                servers.ask(None, [replace(stage, only_expected=True)])
         for place in chosen:
             begun = time.perf_counter()
             found = found_by(servers, place, stages_of(place, quick=args.quick))
@@ -321,6 +341,7 @@ def main() -> None:
             )
     finally:
         servers.close()
+        expected.cleanup()
     raise SystemExit(f"{missed} of {len(chosen)} are missed by all tests" if missed else 0)
 
 

@@ -194,10 +194,14 @@ def expected(training: Training) -> Net:
     return ours
 
 
+def training_of(number: int) -> Training:
+    model, clip, accumulate, precision = ALL[number][3], *ALL[number][6:]
+    return model, clip, accumulate, precision
+
+
 def check(number: int, folder: Path) -> None:
-    case = ALL[number]
-    saves, model, clip, accumulate, precision = case[2], case[3], *case[6:]
-    training = (model, clip, accumulate, precision)
+    case, training = ALL[number], training_of(number)
+    saves, model = case[2], training[0]
     disk, path = folder / "disk", folder / "half.ckpt"
     disk.mkdir(parents=True, exist_ok=True)  # another rank may have
     before = fake_device.lib.fc_races()
@@ -217,11 +221,16 @@ def check(number: int, folder: Path) -> None:
     assert not list(disk.iterdir())
 
 
-def main(folder: Path, numbers: list[int]) -> None:
+def prepare() -> None:
+    """This process."""
     fake_device.watch_files()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     offload.LEAST_BYTES = 4096  # else activations as small as these stay
+
+
+def main(folder: Path, numbers: list[int]) -> None:
+    prepare()
     for number in numbers:
         try:
             check(number, folder / str(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -94,6 +95,53 @@ def test_batches_on_streams_of_their_own_compute_the_same(homes: dict[str, Any])
     moved, after = train(model=Moves, **homes)
     assert torch.equal(losses, moved)
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+class LooksAside(Model):
+    """At gradients, on a stream that nothing else ever waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream()
+        self.sums: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                self.sums.append(parameter.grad.sum())
+
+    def on_train_end(self) -> None:
+        self.side.synchronize()
+        found = torch.stack(self.sums).view(-1, len(list(self.parameters())))
+        assert found.isfinite().all() and found.any(1).all()
+
+
+def test_gradients_in_pages_may_be_looked_at_on_a_stream_that_nobody_waits_for(tmp_path: Path) -> None:
+    disk: dict[str, Any] = {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL}
+    losses, weights = train("32-true", update_in_backward=False, **disk)
+    looked, after = train("32-true", model=LooksAside, **disk)
+    assert torch.equal(losses, looked)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+class Breaks(Model):
+    """Behind the second backward pass of a step, whose gradients are on their way to sums in RAM."""
+
+    def on_after_backward(self) -> None:
+        if len(self.losses) == 2:
+            raise ZeroDivisionError
+
+
+def test_a_run_that_breaks_off_leaves_no_copy_of_gradients_under_way() -> None:
+    """Their device pages would be given back beneath it."""
+    try:
+        train("32-true", model=Breaks, accumulate=2, **HOST)
+    except ZeroDivisionError:
+        broken = True
+    assert broken
+    gc.collect()  # here, not in a test that follows
 
 
 fake: Any = sys.modules.get("fake_device")

@@ -241,3 +241,30 @@ def test_what_outlives_the_mover_gives_its_memory_up() -> None:
     bench.mover.close()
     del away
     assert region.tensor.numel() == 0
+
+
+def test_what_outlives_the_mover_on_its_way_back_gives_its_memory_up_behind_the_copy() -> None:
+    bench = Bench()
+    away = bench.mover.send(torch.ones(100))
+    bench.mover.settle(away)
+    bench.mover.bring(away)
+    bench.mover.close()
+    target, coming = away.device, away.completion
+    assert target is not None and isinstance(coming, HandCompletion) and not coming.done()
+    del away
+    assert coming.done() and target.view(torch.float32).tolist() == [1.0] * 100
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_was_forgotten_on_its_way_gives_its_buffer_back_behind_the_copy(closes: bool) -> None:
+    bench = Bench()
+    away = bench.mover.send(torch.ones(100))
+    leaving = away.completion
+    assert isinstance(leaving, HandCompletion)
+    del away
+    assert not leaving.done()
+    if closes:
+        bench.mover.close()
+    else:
+        bench.mover.send(torch.ones(100))
+    assert leaving.done() and leaving.orders == (0 if closes else 1)

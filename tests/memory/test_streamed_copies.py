@@ -106,6 +106,15 @@ def test_waiting_on_the_host_blocks_until_the_event(bench: Bench) -> None:
     assert bench.to_device.launched[0].synchronized == 1
 
 
+def test_what_goes_wrong_at_a_copys_end_is_raised_to_who_waits(bench: Bench) -> None:
+    source, target = bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0)
+    transfer = bench.copy(source, target)
+    bench.ledgers[Tier.HOST].table.end = lambda flight: 1 / 0  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            transfer.wait()
+
+
 def test_ordering_a_stream_does_not_block(bench: Bench) -> None:
     transfer = bench.copy(bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0))
     transfer.wait(host=False)

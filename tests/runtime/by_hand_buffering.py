@@ -25,6 +25,8 @@ class Buffered:
         self.piles = [0] * count
         """Contributions that wait and cannot be added to one another."""
         self.newer: dict[int, Version] = {}
+        self.behind = 0
+        """Messages of each flat that the thread has not come to."""
         self.while_waiting: Callable[[], None] = lambda: None
 
     def offer(self, flat: int, contribution: Contribution, *, begin: bool) -> None:
@@ -39,7 +41,7 @@ class Buffered:
         self.heard.append(f"hurry {flat} {needed}")
 
     def offers(self, flat: int) -> int:
-        return len(self.offered[flat])
+        return len(self.offered[flat]) - self.behind
 
     def applied(self, flat: int) -> int:
         return self.done[flat]
@@ -48,7 +50,8 @@ class Buffered:
         return self.piles[flat]
 
     def held(self, flat: int) -> Contribution | None:
-        return self.offered[flat][-1] if self.offered[flat] else None
+        come_to = self.offered[flat][: self.offers(flat)]
+        return come_to[-1] if come_to else None
 
     def published(self, flat: int) -> bool:
         return flat in self.newer

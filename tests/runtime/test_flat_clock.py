@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from by_hand_buffering import Flat, clocks, contribution
 
 from lightning_ptm.update.buffers import Version
@@ -49,3 +51,16 @@ def test_a_version_is_read_from_now_on() -> None:
     clock.take(Version(pages, applied=2, seen=2))
     assert (clock.adopted, clock.seen, clock.learned, clock.exact, clock.forecast) == (2, 2, False, True, None)
     assert clock.may_read(1) and not clock.may_read(0)
+
+
+def test_a_forecast_waits_for_the_gradient_and_for_who_reads_the_parameters() -> None:
+    flat: Any = Flat()
+    clock: Any = clocks(flat)[0]
+    gradient: Any = contribution(3)
+    told: list[str] = []
+    gradient.after = (SimpleNamespace(wait=lambda: told.append("gradient")),)
+    clock.forecast = SimpleNamespace(add_=lambda *_: told.append("added"))
+    flat.store.await_reads = lambda: told.append("reads")
+    flat.store.home = SimpleNamespace(tensor=lambda: torch.zeros(4))
+    clock.add_forecast(gradient)
+    assert told == ["gradient", "reads", "added"] and (clock.seen, clock.exact) == (1, False)

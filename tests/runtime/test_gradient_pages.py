@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from time import monotonic
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_taking_waits_until_another_thread_gives_back() -> None:
     timer.start()
     assert supply.take(8, torch.bfloat16) is first
     assert waited
+    timer.join()
+
+
+def test_who_waits_for_a_set_sleeps_between_two_looks() -> None:
+    supply = GradientPages([pages(1)])
+    first = supply.take(8, torch.bfloat16)
+    looks: list[int] = []
+    supply.while_waiting = lambda: looks.append(1)
+    timer = threading.Timer(0.3, supply.give_back, [first])
+    begun_s = monotonic()
+    timer.start()
+    assert supply.take(8, torch.bfloat16) is first
+    assert len(looks) <= (monotonic() - begun_s) / gradient_pages._LOOK_S + 2
     timer.join()
 
 

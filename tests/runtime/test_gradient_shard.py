@@ -106,6 +106,7 @@ def test_a_change_comes_behind_who_still_reads_and_is_in_the_pages_then(disk: Pa
         its.it.before_change = lambda: seen.append(its.values())
         with its.it.changing() as values:
             values.mul_(6)
+        assert its.taken == its.own  # at once: a step changes the gradients of all flats, and each has a buffer
         assert seen == [[1.0]] and its.values() == [6.0] and its.taken == its.own
 
 

@@ -13,11 +13,13 @@ from small_parts import NUMEL, OnePage, Parts, parts
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.holders import Axis, Sharing
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.route import Waits, route
 from lightning_ptm.runtime.shown import ShownGradient
+from lightning_ptm.runtime.sums import SumsInRam
 from lightning_ptm.terms import Tier
 from lightning_ptm.update import ParameterGradients, ShardGradient, Transform
 
@@ -31,7 +33,10 @@ PLACES: dict[str, tuple[Waits, Tier, dict[str, bool]]] = {
     "passing": (Waits.PASSING, Tier.DEVICE, {"sums": True}),
     "travelling in RAM": (Waits.TRAVELLING, Tier.HOST, {"lock_free": True}),
     "travelling on disk": (Waits.TRAVELLING, Tier.DISK, {"lock_free": True}),
+    "sums in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
+    "travelling sums": (Waits.TRAVELLING, Tier.HOST, {"lock_free": True}),
 }
+"""Of sums: as a device's, what comes is added when somebody looks or waits."""
 IN_PAGES = [place for place in PLACES if place != "in .grad"]
 NOTHING = {
     "sums": False,
@@ -56,7 +61,8 @@ class One:
         sets = [made.allocator.allocate("set", NUMEL, dtype, tier) for _ in range(2)] if "travel" in place else []
         self.travelling = GradientPages(sets)
         self.supply = self.travelling.supply(NUMEL, dtype) if sets else made.supply(store, chosen)
-        self.gradient = FlatGradient(store, chosen, made.allocator, made.sharing, self.supply)
+        in_ram = SumsInRam(CpuBackend()) if "sums" in place else None
+        self.gradient = FlatGradient(store, chosen, made.allocator, made.sharing, self.supply, in_ram)
         self.weight, self.bias = store.binding.parameters
         self.free = made.device_pages_free
 
@@ -355,6 +361,17 @@ def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: P
         it.backward(1.0, 1.0)  # into pages that hold nothing yet
         it.gradient.zero()
         assert it.gradient.shard.on_device().eq(0).all()
+
+
+@pytest.mark.parametrize("place", TWO)
+def test_a_reduction_under_way_that_is_cleared_does_not_come_back(disk: Path, place: str) -> None:
+    with of_two(place, disk) as it:
+        it.backward(1.0, 1.0)
+        it.gradient.clear()
+        assert not it.gradient.any
+        it.backward(4.0, 4.0)
+        assert it.gradient.shard.on_device().eq(2).all()
+        it.gradient.shard.settle()
 
 
 @pytest.mark.parametrize("look", ["read", "assigned"])

@@ -115,3 +115,16 @@ def test_a_sum_that_an_update_may_take_is_not_followed() -> None:
     assert driven.it.earlier(0, contribution(2)) is waits
     waits.add(contribution(2))  # more than the pace knows to wait: some of them were begun
     assert driven.it.earlier(0, contribution(3)) is None
+
+
+def test_a_sum_is_followed_when_the_thread_has_come_to_it() -> None:
+    driven = Driven(adds=False, reach=5)
+    settled(driven)
+    driven.came(0, 1)
+    driven.buffering.behind = 1
+
+    def comes() -> None:
+        driven.buffering.behind = 0
+
+    driven.buffering.while_waiting = comes
+    assert driven.it.earlier(0, contribution(2)) is driven.buffering.offered[0][-1]

@@ -241,6 +241,14 @@ def test_units_give_way_to_gradients() -> None:
         assert it.given_up == 2 and it.in_grad(1)
 
 
+def test_gradients_on_their_way_give_way_to_the_next_ones() -> None:
+    with alone(pages=1) as it:
+        for unit in (1, 2):
+            it.backward(unit, float(unit))
+            it.reduction.collect(unit)
+        assert (it.values(1), it.values(2)) == ([1.0], [2.0])
+
+
 def test_pages_of_gradients_that_have_left_are_reclaimed() -> None:
     with alone() as it:
         assert not it.reduction.reclaim(False)

@@ -145,15 +145,18 @@ def test_what_changes_between_an_early_update_and_the_step_is_refused(disk: Path
         assert not it.updates.armed and not it.updates.in_mid_step
 
 
-def test_a_parameter_is_updated_with_the_group_that_it_is_in(disk: Path) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_parameter_is_updated_with_the_group_that_it_is_in(in_backward: bool, disk: Path) -> None:
     def two_groups(module: Net) -> list[Optimizer]:
         first, *others = module.parameters()
         return [SGD([{"params": [first]}, {"params": others, "lr": 0.5}], lr=0.1)]
 
-    with run(disk, two_groups) as it:
+    with run(disk, two_groups, **(EARLY if in_backward else {})) as it:
         first, second = it.optimizers[0].param_groups
         assert not it.updates.groups.outgrown(0)
         first["params"].append(second["params"].pop())
+        if in_backward:
+            it.updates.arm(it.optimizers[0])
         it.backward(0, 1, 2)
         it.step()
         assert it.weights() == [0.9, 0.5, 0.9] and not it.updates.groups.outgrown(0)  # I3

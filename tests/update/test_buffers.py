@@ -221,6 +221,33 @@ def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_added
     assert waited == ["one", "other"] and discarded == [1] and not one.after
 
 
+def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_foreseen() -> None:
+    told: list[str] = []
+
+    class Told:
+        """On its way, or what is expected of it."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            told.append(self.name)
+
+        def add_(self, *_: object) -> None:
+            told.append("added")
+
+    one, earlier = gradient(1), gradient(0)
+    one.after, earlier.after = (Told("one"),), (Told("earlier"),)
+    flat, target = FlatBuffer("flat", NUMEL, torch.bfloat16), pages(0)
+    flat.forecast = Told("forecast")  # type: ignore[assignment]
+    target.place(Tier.DEVICE, (), torch.zeros(NUMEL, dtype=torch.bfloat16))
+    flat.foresee(target, one, earlier)
+    assert told == ["one", "earlier", "added"] and not one.after
+
+
 def test_one_steps_gradient_is_applied_with_that_steps_hyper_parameters() -> None:
     clip = torch.tensor(0.5)
     contribution = gradient(3, lr=0.3, clip=clip)

@@ -359,6 +359,76 @@ def test_a_write_does_not_meet_a_read_that_nobody_wants_any_more(twins: list[Twi
     twin.assert_equal()
 
 
+def test_a_write_that_failed_before_anybody_waited_for_it_is_no_update(
+    twins: list[Twin], tmp_path: Path, ops: HandOps
+) -> None:
+    allocator = make_allocator(tmp_path, file_ops=ops)
+    twins.append(make_twin(adamw, allocator, home=Tier.DEVICE, target_home=Tier.DISK, staging=12))
+    twin = twins[0]
+    ops.may_write.clear()
+    ops.writes_fail = True
+    handle = twin.submit(gradients())
+    twin.updater.pump()
+    (under_way,) = twin.updater._pipeline._landing
+    ops.may_write.set()
+    while not all(transfer.done() for transfer in under_way.landing):
+        time.sleep(0.001)
+    with pytest.raises(PageIOError):
+        twin.updater.pump()
+    assert not handle.done()
+    ops.writes_fail = False
+
+
+def test_a_read_that_failed_before_anybody_waited_for_it_is_told(
+    twins: list[Twin], tmp_path: Path, ops: HandOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = make_allocator(tmp_path, file_ops=ops)
+    twins.append(make_twin(adamw, allocator, home=Tier.DISK))
+    twin, transfers = twins[0], noted(allocator, monkeypatch)
+    ops.may_read.clear()
+    ops.reads_fail = True
+    handle = twin.submit(gradients())
+    twin.updater.pump()
+    assert transfers
+    ops.may_read.set()
+    while not all(transfer.done() for transfer in transfers):
+        time.sleep(0.001)
+    with pytest.raises(PageIOError):
+        twin.updater.pump()
+    assert not handle.done()
+    ops.reads_fail = False
+
+
+def noted(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
+    """Copies that begin from now on."""
+    copy, transfers = allocator.copy, []
+
+    def begin(*args: Any, **kwargs: Any) -> Transfer:
+        transfers.append(copy(*args, **kwargs))
+        return transfers[-1]
+
+    monkeypatch.setattr(allocator, "copy", begin)
+    return transfers
+
+
+def test_a_write_of_master_states_that_failed_before_anybody_waited_for_it_is_told(
+    twins: list[Twin], tmp_path: Path, ops: HandOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = make_allocator(tmp_path, file_ops=ops)
+    twins.append(make_twin(adamw, allocator, home=Tier.DISK, staging=12))
+    twin = twins[0]
+    job, transfers = twin.job(gradients()), noted(allocator, monkeypatch)
+    ops.may_write.clear()
+    ops.writes_fail = True
+    twin.updater.finish(twin.updater.submit(job))  # whose compute parameters are on the device
+    ops.may_write.set()
+    while not all(transfer.done() for transfer in transfers):
+        time.sleep(0.001)
+    with pytest.raises(PageIOError):
+        twin.updater.drain()
+    ops.writes_fail = False
+
+
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_io_errors_reach_the_caller_and_stay(

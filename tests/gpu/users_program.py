@@ -1,0 +1,395 @@
+"""What users do around a run, on the fake device, in a process that has no other: `python users_program.py FOLDER CASE...`,
+with cases as `NAME:HOME` or `NAME:HOME:ACTIVATIONS`. For each it prints a line, `CASE: ok` or `CASE: failed`, with why.
+
+Streams of their own, which they order as torch asks for; hooks on these; gradients that they look at, change and assign;
+several backward passes of a graph; failures in mid-step, and another fit of the same module behind them.
+
+I1: losses, weights and what is noted are, bit for bit, those of a plain Trainer on the CPU.
+I2: no access is without order.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fake_device  # before torch
+import lightning as L
+import torch
+from fit_cases import HOMES, SMALL
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.runtime import offload
+
+VOCABULARY, WIDTH, LENGTH, ROWS, BATCHES = 64, 64, 16, 4, 8
+PLACES: dict[str, dict[str, Any]] = {**HOMES, "masters in RAM": {"parameter_home": "device", "master_home": "host"}}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "host": {"activations": "host"},
+    "recomputed": {"activations": "host", "recompute": "all"},
+    "lock-free": {"lock_free": True, "max_staleness": 0},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Plain(L.LightningModule):
+    """Sums of gradients over two batches."""
+
+    trainer_settings: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.losses: list[Tensor] = []
+        self.notes: list[Tensor] = []
+        self._side: torch.cuda.Stream | None = None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for number, block in enumerate(self.blocks):
+            x = self.through(number, block, x)
+        loss = functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def through(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = block(x)
+        return found
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def fit(self, new_trainer: Callable[..., L.Trainer]) -> None:
+        rows = torch.randint(0, VOCABULARY, (BATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        new_trainer(**self.trainer_settings).fit(self, DataLoader(rows, batch_size=ROWS))
+
+    @contextmanager
+    def aside(self, *given: Tensor, joined: bool = True) -> Iterator[None]:
+        """On a stream of the user's, which uses what is given; the current one goes on behind it, if joined."""
+        if self.device.type == "cpu":
+            yield
+            return
+        self._side = self._side or torch.cuda.Stream()
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        for each in given:
+            each.record_stream(self._side)
+        with torch.cuda.stream(self._side):
+            yield
+        if joined:
+            main.wait_stream(self._side)
+
+    def back(self, made: Tensor) -> Tensor:
+        """What was made aside is used by the current stream."""
+        if made.device.type != "cpu":
+            made.record_stream(torch.cuda.current_stream())
+        return made
+
+    def end(self) -> None:
+        if self._side is not None:
+            self._side.synchronize()
+
+
+class LooksAside(Plain):
+    """At gradients in pages, on a stream that nothing waits for."""
+
+    def on_after_backward(self) -> None:
+        with self.aside(joined=False):
+            self.notes += [parameter.grad.mul(2).sum() for parameter in self.parameters() if parameter.grad is not None]
+
+
+class ChangesAside(Plain):
+    trainer_settings: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+    def on_after_backward(self) -> None:
+        with self.aside():
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+
+
+class AssignsAside(Plain):
+    def on_after_backward(self) -> None:
+        weights = [block.up.weight for block in self.blocks]
+        with self.aside(*(weight.grad for weight in weights)):
+            for weight in weights:
+                weight.grad = weight.grad.clone().mul_(0.25)
+        for weight in weights:
+            self.back(weight.grad)
+
+
+class HooksAside(Plain):
+    """Of parameters and of activations."""
+
+    def twice(self, gradient: Tensor) -> Tensor:
+        with self.aside(gradient):
+            doubled = gradient * 2
+        return self.back(doubled)
+
+    def on_train_start(self) -> None:
+        self.handles = [block.down.weight.register_hook(self.twice) for block in self.blocks]
+
+    def through(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        x = block(x)
+        x.register_hook(self.twice)
+        return x
+
+    def on_train_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class UnitsAside(Plain):
+    """In threads of their own."""
+
+    def through(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        if number != 1:
+            return super().through(number, block, x)
+        found: list[Tensor] = []
+
+        def compute() -> None:
+            with self.aside(x):
+                found.append(block(x))
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        return self.back(found[0])
+
+
+class StepsAside(Plain):
+    trainer_settings: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.4}
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index % 2 == 0:
+            return self.loss(batch)
+        with self.aside(batch):
+            loss = self.loss(batch)
+        self.back(self.losses[-1])
+        return self.back(loss)
+
+
+class GoesOnAside(Plain):
+    """From the backward pass to the end of the batch another stream is the current one."""
+
+    trainer_settings: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.4}
+
+    def on_train_start(self) -> None:
+        if self.device.type != "cpu":
+            self.home, self._side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def go(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.go(self._side)
+        self.back(loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.go(self._side and self.home)
+
+
+class ByHand(Plain):
+    trainer_settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class PassesOfOneGraph(ByHand):
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        with self.aside(loss):
+            self.manual_backward(loss * 0.5, retain_graph=True)
+        self.manual_backward(loss * 0.25)
+        optimizer.step()
+
+
+class TwoGraphs(ByHand):
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses = [self.loss(batch), self.loss(batch.flip(0))]
+        for loss in losses[:: 1 - index % 2 * 2]:
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3)
+        optimizer.step()
+
+
+class AllAside(ByHand):
+    """Backward, clipping, step, forgetting."""
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        with self.aside(loss):
+            self.manual_backward(loss * 0.5)
+        if index % 2:
+            with self.aside():
+                self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+                optimizer.step()
+            with self.aside():
+                optimizer.zero_grad(set_to_none=index % 4 == 1)
+
+
+class ReadsWeightsAside(Plain):
+    """And writes them."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy, block = self.trainer.strategy, self.blocks[1]
+        if self.trainer.fit_loop.epoch_loop.batch_idx % 2 == 0:
+            return
+        with self.aside(), torch.no_grad():
+            if isinstance(strategy, AngelPTMStrategy):
+                with strategy.gathered(block, write=True):
+                    self.notes.append(block.up.weight.sum())
+                    block.up.weight.mul_(0.9)
+            else:
+                self.notes.append(block.up.weight.sum())
+                block.up.weight.mul_(0.9)
+
+
+class Breaks(Plain):
+    """In the second batch of a step; then it is fitted again."""
+
+    where = ""
+    armed = True
+
+    def fit(self, new_trainer: Callable[..., L.Trainer]) -> None:
+        try:
+            super().fit(new_trainer)
+        except ZeroDivisionError:
+            self.armed = False
+        assert not self.armed
+        for parameter in self.parameters():
+            parameter.grad = None
+        super().fit(new_trainer)
+
+    def point(self, where: str) -> None:
+        if self.armed and where == self.where and self.trainer.fit_loop.epoch_loop.batch_idx == 3:
+            raise ZeroDivisionError(where)
+
+    def through(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        x = block(x)
+        if number == 1:
+            self.point("in the forward")
+            x.register_hook(lambda _: self.point("in the backward"))
+        return x
+
+    def on_after_backward(self) -> None:
+        self.point("behind the backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.point("before the step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.point("behind the step")
+
+
+class FitsAside(Plain):
+    """Then fitted again, on the stream that is the current one."""
+
+    def fit(self, new_trainer: Callable[..., L.Trainer]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            super().fit(new_trainer)
+        torch.cuda.current_stream().wait_stream(side)
+        super().fit(new_trainer)
+
+
+KINDS: list[type[Plain]] = [LooksAside, ChangesAside, AssignsAside, HooksAside, UnitsAside, StepsAside, GoesOnAside]
+KINDS += [PassesOfOneGraph, TwoGraphs, AllAside, ReadsWeightsAside, FitsAside]
+USERS: dict[str, type[Plain]] = {kind.__name__: kind for kind in KINDS}
+for _where in ("in the forward", "in the backward", "behind the backward", "before the step", "behind the step"):
+    USERS[f"Breaks {_where}"] = type("Breaks", (Breaks,), {"where": _where})
+
+Found = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def train(name: str, accelerator: str, strategy: Callable[[], Any]) -> Found:
+    gc.collect()
+    torch.manual_seed(0)
+    module = USERS[name]()
+
+    def new_trainer(**settings: Any) -> L.Trainer:
+        quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        quiet["enable_checkpointing"] = False
+        return L.Trainer(accelerator=accelerator, devices=1, strategy=strategy(), max_epochs=1, **quiet, **settings)
+
+    module.fit(new_trainer)
+    module.end()
+    everything = (module.losses, list(module.parameters()), module.notes)
+    losses, weights, notes = ([each.detach().cpu() for each in found] for found in everything)
+    return losses, weights, notes
+
+
+@lru_cache
+def expected(name: str) -> Found:
+    return train(name, "cpu", lambda: SingleDeviceStrategy(torch.device("cpu")))
+
+
+def check(case: str, folder: Path) -> None:
+    name, home, *activations = case.split(":")
+    settings = {**PLACES[home], **ACTIVATIONS[activations[0] if activations else "keep"]}
+    if home == "masters in RAM":
+        settings = {**SMALL, **settings, "device_memory": "4MiB"}
+    before = fake_device.lib.fc_races()
+    strategy = {"page_size": "64KiB", "poison": True, "disk_path": folder, **settings}
+    found = train(name, "gpu", lambda: AngelPTMStrategy(**strategy))
+    for what, ours, theirs in zip(("losses", "weights", "notes"), found, expected(name), strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)), what
+    races = fake_device.lib.fc_races() - before
+    assert not races, f"{races} accesses that no wait has ordered behind an earlier one"
+
+
+def prepare() -> None:
+    """This process."""
+    fake_device.watch_files()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    offload.LEAST_BYTES = 1024  # else activations as small as these stay
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    prepare()
+    for case in cases:
+        try:
+            check(case, folder)
+            print(f"{case}: ok", flush=True)
+        except Exception:
+            print(f"{case}: failed\n{traceback.format_exc()}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
