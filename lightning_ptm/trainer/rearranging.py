@@ -52,7 +52,8 @@ class RearrangingStrategy(EndingStrategy):
             self._build(self._module.trainer, anew=True)
         else:
             self._refuse(self._engine)
-            self._lay_out_anew()
+            with self._engine.changes.at_rest_as_trained():
+                self._lay_out_anew()
         self._tell_where_states_are()
 
     def _follow_other_parameters(self) -> None:

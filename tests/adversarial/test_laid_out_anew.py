@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
@@ -138,6 +138,35 @@ class Refreezing(Adding):
             self.optimizers().add_param_group({"params": list(self.blocks[0].parameters())})
 
 
+class ByTurns(Judged):
+    """One block trains while the other one rests, whose moments it goes on with; what is saved meanwhile has these, too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def on_train_epoch_start(self) -> None:
+        for at, block in enumerate(self.blocks):
+            block.requires_grad_(at == self.current_epoch % 2)
+        self.more = nn.Parameter(torch.ones(WIDTH))  # also where nothing was unfrozen, all is laid out anew
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.more.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        saved: Any = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        for place, state in sorted(saved["optimizer_states"][0]["state"].items()):
+            for name, value in sorted(state.items()):
+                self.note((place, name))
+                self.note(value)
+
+
+class RestingWhole(ByTurns):
+    """States that have shapes of their own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
 class Untrained(Unfreezing):
     """What is unfrozen gets gradients, and has no optimizer."""
 
@@ -201,7 +230,20 @@ class StepByStep(Adding):
             self.optimizers().add_param_group({"params": list(frozen[-1].parameters())})
 
 
-BUILDS = [Momentum, Factored, Two, Toggled, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
+BUILDS = [
+    Momentum,
+    Factored,
+    Two,
+    Toggled,
+    Running,
+    Refreezing,
+    ByTurns,
+    RestingWhole,
+    Untrained,
+    AfterValidation,
+    Edited,
+    StepByStep,
+]
 
 
 @pytest.mark.covering(1)
