@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -357,10 +357,15 @@ def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> Non
 
 
 class Failing(FileOps):
-    """A disk on which something fails once a run is laid out anew."""
+    """A disk on which something fails once a run is laid out anew.
 
-    def __init__(self, **numbers: int) -> None:
+    Args:
+        after: so many calls that work.
+    """
+
+    def __init__(self, after: int = 0, **numbers: int) -> None:
         self.numbers = numbers
+        self.left = after
         self.anew = False
 
     def duplicate(self, fd: int) -> int:
@@ -368,7 +373,10 @@ class Failing(FileOps):
         return super().duplicate(fd)
 
     def fail(self, call: str) -> None:
-        if self.anew and call in self.numbers:
+        if not self.anew or call not in self.numbers:
+            return
+        self.left -= 1
+        if self.left == -1:  # once
             raise OSError(self.numbers[call], os.strerror(self.numbers[call]))
 
     def fallocate(self, *args: Any, **options: Any) -> None:
@@ -408,6 +416,42 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
     strategy.file_ops = Failing(**{call: errno.EIO})
     with pytest.raises(PageIOError, match="Input/output error"):
         run(Cut, strategy, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "after", "precision", "there"),
+    [
+        ("fallocate", 0, "32-true", True),
+        ("pwritev", 0, "bf16-mixed", True),  # of masters, when pages of other units have theirs already
+        ("pwritev", 3, "bf16-mixed", False),  # what was precise in RAM alone was laid, and let go of
+        ("preadv", 6, "32-true", True),  # of moments
+        ("pwritev", 6, "bf16-mixed", True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_run_that_fails_meanwhile_saves_nothing_and_gives_back_all_bits_or_none(
+    strategy_at: MakeStrategy, tmp_path: Path, call: str, after: int, precision: str, there: bool, kind: str
+) -> None:
+    strategy = strategy_at("all_on_disk", state_dict_type=kind)
+    strategy.file_ops = Failing(after, **{call: errno.EIO})
+    torch.manual_seed(0)
+    module = Cut()
+    saving = OnExceptionCheckpoint(tmp_path / "saved")
+    of = trainer(strategy, max_epochs=2, precision=precision, callbacks=[saving], enable_checkpointing=True)
+    with (
+        pytest.warns(UserWarning, match=r"no checkpoint .* is written: .* laid out anew .* earlier checkpoint"),
+        pytest.raises(PageIOError, match="Input/output error"),
+    ):
+        of.fit(module, batches())
+    assert not [*tmp_path.glob("saved/*")]
+    expected = run(Cut, strategy_at("all_on_disk"), max_epochs=1, precision=precision).state_dict()
+    if there:
+        assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+    else:
+        with pytest.raises(UsageError, match="was read or written"):
+            module.head.weight.sum()
+    with pytest.raises(UsageError, match="states"):
+        of.optimizers[0].step()
 
 
 class Cut(Adding):
