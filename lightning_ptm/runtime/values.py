@@ -310,4 +310,5 @@ class Values:
         if not flat.layout.shared:
             return whole
         own = flat.layout.pieces(flat.communicator.rank)
-        return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in own])
+        parts = (whole[piece.full_start : piece.full_start + piece.numel] for piece in own)
+        return torch.cat([whole[:0], *parts])  # a flat without elements has no pieces
