@@ -112,6 +112,16 @@ class Two(Adding, ByHand):
         self.optimizers()[1].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 1e-3})
 
 
+class ForgottenByTheModule(Two):
+    """Gradients of what no step has used are in pages, too, when the module forgets them."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer in self.optimizers():
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.zero_grad()
+
+
 class Running(Adding):
     """Statistics that a run goes on with, and weights in an order of their own."""
 
@@ -235,6 +245,7 @@ BUILDS = [
     Factored,
     Two,
     Toggled,
+    ForgottenByTheModule,
     Running,
     Refreezing,
     ByTurns,
