@@ -134,6 +134,15 @@ class RearrangingStrategy(EndingStrategy):
             check_parameters(request, self._communicator, max(1, self.num_processes))
 
     def _refuse(self, engine: Engine) -> None:
+        """What would be lost is refused while everything is there.
+
+        Raises:
+            UsageError: gradients wait for their step, parameters were given values that no pages know, or nobody has said
+                who is to have which part of new ones.
+        """
+        for binding in engine.wholes.bindings():
+            if not binding.lent:
+                binding.check()
         known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
         waiting = engine.changes.waiting_gradients()
