@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.carried import Carried, kept_outside
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import SoloCommunicator
-from lightning_ptm.runtime.closed import reopen
+from lightning_ptm.runtime.closed import ClosedParameter, reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -53,9 +53,11 @@ class CarriedInPages(Carried):
 
     @override
     def rescue(self, module: nn.Module) -> bool:
+        if self._handed.relay.given_up:  # the next engine may have had all of them already, and have given them back
+            return not any(isinstance(each, ClosedParameter) for each in module.parameters())
         known = [each for each in module.parameters() if each in self._handed]
         needed = sum(each.numel() * self._handed.dtype(id(each)).itemsize for each in known)
-        if not self._alone or self._handed.relay.given_up or needed > free_host_bytes():
+        if not self._alone or needed > free_host_bytes():
             return False
         for parameter in known:
             value = self._handed.precise(id(parameter), SoloCommunicator())

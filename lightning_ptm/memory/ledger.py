@@ -61,7 +61,7 @@ class TierLedger:
             CapacityError: there are too few; nothing changes.
         """
         needed_bytes = round_up(size_bytes)
-        tail = self._open_tail(needed_bytes) if shared_tail else None
+        tail = self._open_tail(needed_bytes) if shared_tail and needed_bytes else None
         if tail is not None:
             offset_bytes = tail.offset_bytes + tail.bytes
             frames = [tail.frame, *self.pool.take_at(tail.frame + 1, self._pages(needed_bytes + offset_bytes) - 1)]

@@ -8,7 +8,8 @@ I1: what `outgrown` finds between two batches, a step refuses: it would miss it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -89,6 +90,26 @@ class Changes:
             for store, flats in zip(self._stores, self._flats, strict=True)
             if any(flat.gradient.waits_for_step for flat in flats)
         )
+
+    @contextmanager
+    def at_rest_as_trained(self) -> Iterator[None]:
+        """Inside, parameters that were trained in pages, are frozen now, and are in a group of an optimizer all the same take
+        gradients: the next pages have their masters and states, too, with which they go on when they are unfrozen."""
+        in_groups = {id(each) for known in self._optimizers for group in known.param_groups for each in group["params"]}
+        bindings = [binding for store in self._stores for binding in store.bindings if binding.layout.trainable]
+        resting = [
+            parameter
+            for binding in bindings
+            for parameter in binding.parameters
+            if not parameter.requires_grad and id(parameter) in in_groups
+        ]
+        for parameter in resting:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in resting:
+                parameter.requires_grad_(False)
 
     def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
         """Other pages are about to take over: nothing is given back, and what steps have left in `.grad` goes.

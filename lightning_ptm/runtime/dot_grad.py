@@ -87,6 +87,12 @@ class DotGrad:
             return here if self._in_place else [a or b for a, b in zip(here, self._content.present, strict=True)]
         return tuple(self._content.present)
 
+    @property
+    def let_go(self) -> bool:
+        """Whether the user has set all of it to None, of which the pages do not know yet (`module.zero_grad()`)."""
+        gradients = self._binding.gradients()
+        return bool(self._shown) and not any(self.here()) and all(gradients[slot] is None for slot in self._shown)
+
     def check_dense(self) -> None:
         """Raises UsageError: a gradient is sparse."""
         for slot, grad in enumerate(self._binding.gradients()):

@@ -164,9 +164,10 @@ class HandedOn:
         return self._originals.get(key)
 
     def let_go_of_originals(self, keys: Collection[int]) -> None:
-        """Pages have these now."""
+        """Pages have these now, and nobody else."""
         for key in keys:
-            self._originals.pop(key, None)
+            if self._originals.pop(key, None) is not None:
+                self.relay.given_up = True
 
     def precise(self, key: int, communicator: Communicator) -> Tensor:
         """A parameter's precise value, of this rank's part, in memory of its own. Collective for the ranks that share it."""

@@ -113,12 +113,18 @@ def chosen(
                 coming.append((found, first - begin, buffer, transfer))
             if coming:
                 (start, numel), lead, buffer, transfer = coming.popleft()
-                transfer.wait()
-                part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
-                yield start, elements_of(paged, part, numel)
-                buffers.give_back(buffer)
+                try:
+                    transfer.wait()
+                    part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
+                    yield start, elements_of(paged, part, numel)
+                finally:
+                    buffers.give_back(buffer)  # also when nobody asks for more
+            elif more:
+                raise InternalError(f"nothing of {stored.name} can be read: all buffers of {stored.dtype} are in use")
     finally:
         _end(transfer for _, _, _, transfer in coming)
+        for _, _, buffer, _ in coming:
+            buffers.give_back(buffer)
 
 
 def fill(

@@ -80,7 +80,7 @@ class Relay:
     def whole(self, source: Held, key: int, communicator: Communicator) -> Tensor:
         """All elements of what is kept of a parameter, in its shape and order, in memory of their own; of a part, the part.
         Collective, as `arrivals`."""
-        numel = sum(each.numel for each in source.of_parameters()[key])
+        numel = sum(each.numel for each in source.of_parameters().get(key, ()))  # none of one without elements
         found = torch.empty(numel, dtype=source.dtype)
         wanted = [Stretch(key, 0, numel, rank, 0) for rank in range(communicator.world_size)]
         for start, part in self.arrivals(wanted, {key: source}, communicator):

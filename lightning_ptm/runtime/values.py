@@ -132,7 +132,8 @@ class Values:
         if master is not None:
             handed.lay_precise(master, flat, self._wholes.allocator, seen)
         handed.lay_values(flat, self._wholes.allocator, seen)
-        handed.let_go_of_originals([id(each) for each in known])
+        if not keep:  # else it is the same tensor, which takes no more memory
+            handed.let_go_of_originals([id(each) for each in known])
 
     def _built(
         self,
@@ -309,4 +310,5 @@ class Values:
         if not flat.layout.shared:
             return whole
         own = flat.layout.pieces(flat.communicator.rank)
-        return torch.cat([whole[piece.full_start : piece.full_start + piece.numel] for piece in own])
+        parts = (whole[piece.full_start : piece.full_start + piece.numel] for piece in own)
+        return torch.cat([whole[:0], *parts])  # a flat without elements has no pieces

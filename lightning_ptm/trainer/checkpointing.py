@@ -80,6 +80,8 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._cut_off:
+            return {}
         if self._engine is None or self._interruption is None:
             return afterwards.module_state(self._ended, self._module, self.settings, keep=self.is_global_zero)
         self._interruption.settle()
@@ -129,6 +131,8 @@ class CheckpointingStrategy(RunningStrategy):
                 "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
                 "when the evaluation is over, or give save_checkpoint(..., weights_only=True)"
             )
+        if self._cut_off:
+            return {}
         if self._engine is None or self._interruption is None or not self._trains:
             return afterwards.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
         if not self._unsaved:
@@ -167,15 +171,15 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._interruption is None:
+        if self._interruption is not None and not self._cut_off:
+            self._interruption.settle()
+            if not self._unsaved:
+                with self._interruption.told():
+                    self._save_checkpoint(checkpoint, filepath, storage_options)
+        elif not self._cut_off:
             self._save_checkpoint(checkpoint, filepath, storage_options)
             if self._ended.torn:
                 rank_zero_warn(f"the weights in {filepath} are of two steps: {TORN}")
-            return
-        self._interruption.settle()
-        if not self._unsaved:
-            with self._interruption.told():
-                self._save_checkpoint(checkpoint, filepath, storage_options)
         if self._unsaved:
             rank_zero_warn(f"no checkpoint {filepath} is written: {self._unsaved}")
 

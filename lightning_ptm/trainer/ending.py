@@ -36,6 +36,12 @@ class EndingStrategy(BuildingStrategy):
     """Ends runs, and is copied without them."""
 
     def _close_engine(self) -> None:
+        try:
+            self._close()
+        finally:
+            self._cut_off = ""
+
+    def _close(self) -> None:
         engine, communicator = self._engine, self._communicator
         if self._tensor_group is not None:
             self._tensor_group.connect(None)
@@ -125,7 +131,7 @@ class EndingStrategy(BuildingStrategy):
             self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
             kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
             keep_here = kept if self.is_global_zero else ()
-            if self._trains and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here):
+            if self._trains and not self._cut_off and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
 
     def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:

@@ -10,6 +10,7 @@ I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameter
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -32,6 +33,15 @@ from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.trainer.ending import EndingStrategy
 from lightning_ptm.trainer.paged_states import opened
+from lightning_ptm.trainer.spent import spend
+
+
+log = logging.getLogger(__name__)
+
+_CUT_OFF = (
+    "the run was cut short while it was laid out anew for the parameters that there are now, so that what its optimizers have "
+    "learnt is incomplete; go on from an earlier checkpoint"
+)
 
 
 class RearrangingStrategy(EndingStrategy):
@@ -52,7 +62,8 @@ class RearrangingStrategy(EndingStrategy):
             self._build(self._module.trainer, anew=True)
         else:
             self._refuse(self._engine)
-            self._lay_out_anew()
+            with self._engine.changes.at_rest_as_trained():
+                self._lay_out_anew()
         self._tell_where_states_are()
 
     def _follow_other_parameters(self) -> None:
@@ -76,18 +87,32 @@ class RearrangingStrategy(EndingStrategy):
         self._saves.finish()
         self._check_parameters(self._module.trainer)
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
+        learnt = [each for at, each in enumerate(self.engine.updates.groups.optimizers) if self._has_states(at)]
         with closing(self._carried(optimizers)) as carried:
-            self._leave_pages(carried)
-            carried.left()
             try:
+                self._leave_pages(carried)
+                carried.left()
                 self._build(trainer, anew=True, given=carried.given(), handed=carried.handed)
+                carried.give_back(self.engine, self._module, optimizers)
+                carried.fill(self.engine, optimizers)
+                self.barrier()  # all have read
             except BaseException:
-                if self.settings.restore_weights and carried.rescue(self._module):
-                    self._ended = dataclasses.replace(self._ended, weights=True)
+                self._cut_off = _CUT_OFF
+                spend(learnt)
+                if self._engine is None:
+                    self._rescue(carried)
                 raise
-            carried.give_back(self.engine, self._module, optimizers)
-            carried.fill(self.engine, optimizers)
-            self.barrier()  # all have read
+
+    def _has_states(self, optimizer: int) -> bool:
+        return self.engine.optimizer_values.has_states(optimizer)
+
+    def _rescue(self, carried: Carried) -> None:
+        """There is no engine any more, and will be none."""
+        try:
+            if self.settings.restore_weights and carried.rescue(self._module):
+                self._ended = dataclasses.replace(self._ended, weights=True)
+        except Exception as error:  # the first one is what is to be heard of
+            log.warning("the weights could not be given back to the module: %s", error)
 
     def _carried(self, optimizers: Sequence[Optimizer]) -> Carried:
         """From page to page; a device has no room for old pages and new ones."""
@@ -109,6 +134,15 @@ class RearrangingStrategy(EndingStrategy):
             check_parameters(request, self._communicator, max(1, self.num_processes))
 
     def _refuse(self, engine: Engine) -> None:
+        """What would be lost is refused while everything is there.
+
+        Raises:
+            UsageError: gradients wait for their step, parameters were given values that no pages know, or nobody has said
+                who is to have which part of new ones.
+        """
+        for binding in engine.wholes.bindings():
+            if not binding.lent:
+                binding.check()
         known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
         waiting = engine.changes.waiting_gradients()

@@ -48,6 +48,8 @@ class RunningStrategy(ConnectedStrategy):
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
+        self._cut_off = ""
+        """Why the run in progress has no states any more of which a checkpoint could be made; empty while it has."""
         self._cut: CutModule | None = None
         """The module's parameters are cut over ranks (`tensor_parallel_size`)."""
         self._trains = False
@@ -86,7 +88,7 @@ class RunningStrategy(ConnectedStrategy):
     @property
     def _unsaved(self) -> str:
         """Why the run in progress writes no checkpoint any more; empty while it does, and when there is none."""
-        return "" if self._interruption is None else self._interruption.unsaved
+        return self._cut_off or ("" if self._interruption is None else self._interruption.unsaved)
 
     def _settle(self) -> None:
         if self._interruption is not None:

@@ -100,9 +100,16 @@ def kinds_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     """By group: those of one kind differ in learning rate and names alone."""
     names = _names_in(groups)
     return [
-        (*settings_of(group, names), *sorted({specimen.shape for specimen in specimens_of(0, group["params"])}))
-        for group in groups
+        (*settings_of(group, names), *sorted({specimen.shape for specimen in specimens_of(0, members)}))
+        for group, members in zip(groups, _members(groups), strict=True)
     ]
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[Sequence[torch.Tensor]]:
+    """By group, parameters like those that it may have: where there are none now, all others', since the class may know what
+    to do with no other kinds (Muon)."""
+    everybody = [parameter for group in groups for parameter in group["params"]]
+    return [group["params"] or everybody for group in groups]
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -126,8 +133,8 @@ def trial_of(groups: Sequence[Mapping[str, Any]], values: Sequence[dict[str, Any
     """Of the kinds of parameters that these groups have, with these values; of many groups, the later ones
     have small ones alone."""
     found: list[Specimen] = []
-    for index, group in enumerate(groups):
-        specimens = specimens_of(index, group["params"])
+    for index, members in enumerate(_members(groups)):
+        specimens = specimens_of(index, members)
         found.extend(specimens if index < _MOST_GROUPS else _few_of(specimens))
     return Trial(tuple(found), tuple(values))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -114,6 +114,16 @@ class Two(Adding, ByHand):
         self.optimizers()[1].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 1e-3})
 
 
+class ForgottenByTheModule(Two):
+    """Gradients of what no step has used are in pages, too, when the module forgets them."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        for optimizer in self.optimizers():
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.zero_grad()
+
+
 class Running(Adding):
     """Statistics that a run goes on with, and weights in an order of their own."""
 
@@ -138,6 +148,35 @@ class Refreezing(Adding):
         if self.current_epoch == 3:
             self.blocks.requires_grad_(True)
             self.optimizers().add_param_group({"params": list(self.blocks[0].parameters())})
+
+
+class ByTurns(Judged):
+    """One block trains while the other one rests, whose moments it goes on with; what is saved meanwhile has these, too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+    def on_train_epoch_start(self) -> None:
+        for at, block in enumerate(self.blocks):
+            block.requires_grad_(at == self.current_epoch % 2)
+        self.more = nn.Parameter(torch.ones(WIDTH))  # also where nothing was unfrozen, all is laid out anew
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.more.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        saved: Any = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        for place, state in sorted(saved["optimizer_states"][0]["state"].items()):
+            for name, value in sorted(state.items()):
+                self.note((place, name))
+                self.note(value)
+
+
+class RestingWhole(ByTurns):
+    """States that have shapes of their own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
 
 
 class Untrained(Unfreezing):
@@ -203,7 +242,21 @@ class StepByStep(Adding):
             self.optimizers().add_param_group({"params": list(frozen[-1].parameters())})
 
 
-BUILDS = [Momentum, Factored, Two, Toggled, Running, Refreezing, Untrained, AfterValidation, Edited, StepByStep]
+BUILDS = [
+    Momentum,
+    Factored,
+    Two,
+    Toggled,
+    ForgottenByTheModule,
+    Running,
+    Refreezing,
+    ByTurns,
+    RestingWhole,
+    Untrained,
+    AfterValidation,
+    Edited,
+    StepByStep,
+]
 
 
 @pytest.mark.covering(1)
@@ -319,10 +372,15 @@ def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> Non
 
 
 class Failing(FileOps):
-    """A disk on which something fails once a run is laid out anew."""
+    """A disk on which something fails once a run is laid out anew.
 
-    def __init__(self, **numbers: int) -> None:
+    Args:
+        after: so many calls that work.
+    """
+
+    def __init__(self, after: int = 0, **numbers: int) -> None:
         self.numbers = numbers
+        self.left = after
         self.anew = False
 
     def duplicate(self, fd: int) -> int:
@@ -330,7 +388,10 @@ class Failing(FileOps):
         return super().duplicate(fd)
 
     def fail(self, call: str) -> None:
-        if self.anew and call in self.numbers:
+        if not self.anew or call not in self.numbers:
+            return
+        self.left -= 1
+        if self.left == -1:  # once
             raise OSError(self.numbers[call], os.strerror(self.numbers[call]))
 
     def fallocate(self, *args: Any, **options: Any) -> None:
@@ -370,6 +431,42 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
     strategy.file_ops = Failing(**{call: errno.EIO})
     with pytest.raises(PageIOError, match="Input/output error"):
         run(Cut, strategy, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "after", "precision", "there"),
+    [
+        ("fallocate", 0, "32-true", True),
+        ("pwritev", 0, "bf16-mixed", True),  # of masters, when pages of other units have theirs already
+        ("pwritev", 3, "bf16-mixed", False),  # what was precise in RAM alone was laid, and let go of
+        ("preadv", 6, "32-true", True),  # of moments
+        ("pwritev", 6, "bf16-mixed", True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_run_that_fails_meanwhile_saves_nothing_and_gives_back_all_bits_or_none(
+    strategy_at: MakeStrategy, tmp_path: Path, call: str, after: int, precision: str, there: bool, kind: str
+) -> None:
+    strategy = strategy_at("all_on_disk", state_dict_type=kind)
+    strategy.file_ops = Failing(after, **{call: errno.EIO})
+    torch.manual_seed(0)
+    module = Cut()
+    saving = OnExceptionCheckpoint(tmp_path / "saved")
+    of = trainer(strategy, max_epochs=2, precision=precision, callbacks=[saving], enable_checkpointing=True)
+    with (
+        pytest.warns(UserWarning, match=r"no checkpoint .* is written: .* laid out anew .* earlier checkpoint"),
+        pytest.raises(PageIOError, match="Input/output error"),
+    ):
+        of.fit(module, batches())
+    assert not [*tmp_path.glob("saved/*")]
+    expected = run(Cut, strategy_at("all_on_disk"), max_epochs=1, precision=precision).state_dict()
+    if there:
+        assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+    else:
+        with pytest.raises(UsageError, match="was read or written"):
+            module.head.weight.sum()
+    with pytest.raises(UsageError, match="states"):
+        of.optimizers[0].step()
 
 
 class Cut(Adding):

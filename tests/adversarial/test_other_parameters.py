@@ -578,3 +578,36 @@ def test_of_states_that_were_taken_away_nobody_has_read_what_they_were(strategy_
 
     with pytest.raises(UsageError, match=r"state of AdamW was read during a run, .* take optimizer\.state_dict\(\)"):
         run(Looking, strategy_at("masters_on_disk"))
+
+
+class Rewritten(OneBlockMore):
+    """A parameter gets other memory when the module changes, outside of `gathered`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.change()
+            self.write()
+
+    def write(self) -> None:
+        self.blocks[0].scale.data = torch.full((WIDTH,), 0.5)
+
+
+class Swapped(Rewritten):
+    def write(self) -> None:
+        torch.utils.swap_tensors(self.head.bias, nn.Parameter(torch.full((4,), 0.5)))
+
+
+@pytest.mark.parametrize("home", ["ram", *ON_DISK, "lock_free"])
+@pytest.mark.parametrize("build", [Rewritten, Swapped])
+def test_values_that_no_pages_know_are_refused_and_not_lost(
+    strategy_at: MakeStrategy, home: str, build: type[Judged]
+) -> None:
+    if home == "ram":
+        judge(build, strategy_at(home), max_epochs=3)
+        return
+    with pytest.raises(UsageError, match=r"(blocks.0.scale|head.bias) .* values would be lost; .*gathered\(module\)"):
+        run(build, strategy_at(home), max_epochs=3)

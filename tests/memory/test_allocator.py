@@ -192,6 +192,17 @@ def test_shared_page_is_free_when_both_are_gone(make_allocator: MakeAllocator) -
     assert allocator.free_bytes(Tier.HOST) == 2 * PAGE
 
 
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_without_elements_a_tensor_has_no_part_of_a_shared_tail(make_allocator: MakeAllocator, tier: Tier) -> None:
+    allocator = make_allocator()
+    tensors = [allocator.allocate(f"of {n}", n, torch.float32, tier, shared_tail=True) for n in (8, 0, 8)]
+    assert [len(tensor.pages) for tensor in tensors] == [1, 0, 1]
+    assert tensors[0].pages[0].frame == tensors[2].pages[0].frame
+    for tensor in tensors:
+        allocator.release(tensor)
+    assert allocator.free_bytes(tier) == allocator.capacity_bytes(tier)
+
+
 def test_shared_tail_stays_whole_when_the_next_page_is_taken(make_allocator: MakeAllocator) -> None:
     allocator = make_allocator(pages=8)
     allocator.allocate("a", 8, torch.float32, Tier.DEVICE, shared_tail=True)

@@ -308,23 +308,59 @@ class Later(Blocks):
             self.optimizers().add_param_group({"params": list(self.blocks[1].parameters()), "lr": 3e-3})
 
 
-def weights_of_parts(ranks: int, tensor: int, settings: dict[str, Any]) -> dict[str, Tensor]:
+class LaterInTwo(Blocks):
+    """Its blocks are in two optimizers. More of them is unfrozen in the second epoch and in the third, in which what trained
+    first rests, until the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks[1].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        first = list(self.blocks[0].parameters())
+        return [torch.optim.Adam(first, lr=1e-2, fused=True), torch.optim.SGD(first, lr=1e-1, momentum=0.9, fused=True)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            for each in self.optimizers():  # type: ignore[union-attr]
+                each.zero_grad()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch in (1, 2):
+            more = self.blocks[1].expand if self.current_epoch == 1 else self.blocks[1].project
+            more.requires_grad_(True)
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.add_param_group({"params": list(more.parameters()), "lr": 3e-3})
+        if self.current_epoch > 1:
+            self.blocks[0].requires_grad_(self.current_epoch == 3)
+
+
+def weights_of_parts(ranks: int, tensor: int, settings: dict[str, Any], kind: type[Blocks] = Later) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Later()
-    trainer_of(ranks, tensor, settings, max_epochs=3, gradient_clip_val=0.5).fit(module, rows_of_blocks(8))
+    module = kind()
+    clip = 0.5 if module.automatic_optimization else None
+    trainer_of(ranks, tensor, settings, max_epochs=4, gradient_clip_val=clip).fit(module, rows_of_blocks(8))
     return weights_of(module)
 
 
 @pytest.mark.parametrize(
-    "home",
+    ("home", "kind", "ranks"),
     [
-        pytest.param({"master_home": "disk"}, marks=pytest.mark.in_turn),
-        {"master_home": "disk", "parameter_home": "disk"},
+        pytest.param({"master_home": "disk"}, Later, 2, marks=pytest.mark.in_turn),
+        ({"master_home": "disk", "parameter_home": "disk"}, Later, 2),
+        ({"master_home": "disk"}, LaterInTwo, 2),
+        pytest.param({"master_home": "disk", "parameter_home": "disk"}, LaterInTwo, 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_of_a_tensor_group_train_their_parts(home: dict[str, Any], disk: Path) -> None:
-    expected = run_ranks(weights_of_parts, 1, 1, 1, {})[0]
-    for found in run_ranks(weights_of_parts, 2, 2, 2, {**home, "disk_path": str(disk)}):
+def test_ranks_of_a_tensor_group_train_their_parts(
+    home: dict[str, Any], kind: type[Blocks], ranks: int, disk: Path
+) -> None:
+    replicas = ranks // 2  # that see as many batches
+    expected = run_ranks(weights_of_parts, replicas, replicas, 1, {}, kind)[0]
+    for found in run_ranks(weights_of_parts, ranks, ranks, 2, {**home, "disk_path": str(disk)}, kind):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
     assert not [*disk.iterdir()]
@@ -357,15 +393,58 @@ class LateExperts(MomentumMoE):
             self.embedding.weight.requires_grad_(True)
 
 
-def of_experts(folder: Path, size: int, tiers: list[str]) -> dict[str, Outcome]:
+class LateExpertsInTwo(LateExperts):
+    """The same in two optimizers, which step by turns; what rests does so while all is laid out anew, and then goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.last = list(self.blocks[0].parameters())[1:2]
+        self.last[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        chosen = [each for each in self.parameters() if each.requires_grad]
+        return [super().configure_optimizers(), torch.optim.AdamW(chosen, lr=1e-2, fused=True)]
+
+    def optimizers(self, *args: Any, **kwargs: Any) -> Any:
+        return super().optimizers(*args, **kwargs)[0]
+
+    def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
+        for optimizer in super().optimizers():
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+            self.zero_grad()
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        super().on_train_batch_start(batch, index)
+        if index == 1:
+            super().optimizers()[1].add_param_group({"params": self.late, "lr": 1e-3})
+        if index == 2:
+            self.last[0].requires_grad_(True)
+            for optimizer in super().optimizers():
+                optimizer.add_param_group({"params": self.last})
+        if index == 4:
+            self.requires_grad_(True)
+
+
+def of_experts(folder: Path, size: int, tiers: list[str], kind: type[LateExperts]) -> dict[str, Outcome]:
     settings = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": size}
-    return fit_in_all_tiers(Training(LateExperts, "64-true", batches=5), 2, folder, settings, tiers)
+    return fit_in_all_tiers(Training(kind, "64-true", batches=6), 2, folder, settings, tiers)
 
 
-def test_ranks_that_divide_experts_train_those_that_they_have(disk: Path) -> None:
-    tiers = ["ram", "masters_on_disk", "all_on_disk"]
-    whole = run_ranks(of_experts, 2, disk, 1, ["ram"])
-    for rank, found in enumerate(run_ranks(of_experts, 2, disk, 2, tiers)):
+@pytest.mark.parametrize(
+    ("kind", "tiers"),
+    [
+        (LateExperts, ["ram", "masters_on_disk", "all_on_disk"]),
+        (LateExpertsInTwo, ["masters_on_disk"]),
+        pytest.param(LateExpertsInTwo, ["ram", "all_on_disk", "three_tiers"], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_divide_experts_train_those_that_they_have(
+    kind: type[LateExperts], tiers: list[str], disk: Path
+) -> None:
+    whole = run_ranks(of_experts, 2, disk, 1, ["ram"], kind)
+    for rank, found in enumerate(run_ranks(of_experts, 2, disk, 2, tiers, kind)):
         for ours in found.values():
             torch.testing.assert_close(ours.losses, whole[rank]["ram"].losses, rtol=0, atol=1e-9)
             torch.testing.assert_close(ours.weights, whole[rank]["ram"].weights, rtol=0, atol=1e-9)

@@ -37,6 +37,7 @@ class Net(L.LightningModule):
         self.whole = whole
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 8)
+        self.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=False)  # a flat without elements
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         for block in self.blocks:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory import Allocator, PagedTensor
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.codes import CodedTensor
@@ -59,6 +60,19 @@ def test_what_was_written_is_read(allocator: Allocator, tier: Tier, dtype: torch
     assert torch.equal(pieces.read(allocator, tensor), counted(numel, dtype))
     assert sum(seen) == numel * dtype.itemsize
     assert allocator.live_tensors() == (tensor,)
+
+
+def test_a_reading_that_ends_early_gives_its_buffers_back(allocator: Allocator) -> None:
+    tensor = paged(allocator, Tier.DISK, 20 * CELL)
+    buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
+    for asked in (1, 2, 20):
+        reading = pieces.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(asked)), buffers)
+        next(reading)
+        reading.close()  # type: ignore[attr-defined]
+    taken = [buffers.take(torch.float32) for _ in range(BUFFERS)]
+    assert all(taken) and buffers.take(torch.float32) is None
+    with pytest.raises(InternalError, match="all buffers of torch.float32 are in use"):
+        next(pieces.chosen(allocator, tensor, [(0, CELL)], buffers))
 
 
 @pytest.mark.parametrize("tier", TIERS, ids=str)

@@ -56,3 +56,18 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         assert torch.equal(left[-2000:], values[-2000:]), "nobody has wanted these"
         if tier.addressable:
             assert int((left[flat.slots[1].start :][:70_000] != 0).sum()) <= 2 * 1024
+
+
+def test_of_many_tensors_through_one_buffer(disk: Path) -> None:
+    flat, count = flat_of(1, 20_000), 6
+    with Allocator(
+        page_size=PAGE, backend=CpuBackend(), sizes={Tier.DEVICE: 2 * PAGE, Tier.DISK: 20 * PAGE}, disk_paths=[disk]
+    ) as allocator:
+        sources = {}
+        for key in range(count):
+            paged = allocator.allocate(f"values {key}", flat.shard_numel, torch.float32, Tier.DISK)
+            pieces.write(allocator, paged, torch.full((flat.shard_numel,), float(key)))
+            sources[key] = Held(flat, (0,), (key,), torch.float32, paged)
+        wanted = [Stretch(key, 0, 20_000, 0, 20_000 * key) for key in range(count)]
+        arrivals = Relay(allocator).arrivals(wanted, sources, SoloCommunicator())
+        assert all(bool((part == place // 20_000).all()) for place, part in arrivals)

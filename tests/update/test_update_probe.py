@@ -236,3 +236,16 @@ def test_on_a_device() -> None:
     traits = probe(optim.AdamW(parameters()), device=HERE)
     assert traits.groups[0].fused
     assert [slot.name for slot in traits.slots] == ["exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
+def test_a_group_without_parameters_is_tried_with_those_of_others() -> None:
+    """Whose parameters were taken away, or are to come; of other kinds the class may know nothing."""
+    matrices = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((40, 8), (9, 100))]
+    optimizer = optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:], "momentum": 0.5}])
+    expected = probe(optimizer)
+    optimizer.param_groups[1]["params"] = []
+    found = probe(optimizer)
+    assert found.whole == expected.whole and [each.slots for each in found.groups] == [
+        each.slots for each in expected.groups
+    ]
