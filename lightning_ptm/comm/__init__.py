@@ -3,6 +3,7 @@
 from lightning_ptm.comm.agreement import (
     DIFFERENT,
     TOGETHER,
+    UNLIKE,
     Agreement,
     Boundary,
     Gathering,
@@ -20,6 +21,7 @@ from lightning_ptm.comm.work import Work
 __all__ = [
     "DIFFERENT",
     "TOGETHER",
+    "UNLIKE",
     "Agreement",
     "Boundary",
     "Communicator",

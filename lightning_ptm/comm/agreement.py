@@ -18,6 +18,7 @@ I4: a rank meets when its whole group is at the same meeting. If none can come a
 I5: a gathering is left in the round in which all its ranks are there. If they never can be, its ranks are told in that very
     round, and so are those that wait for all others to be at a boundary.
 I6: what one rank gives up, all give up in the next round that they bring anything to, each with what all of them did.
+I7: ranks that have to have done the same (`alike`), and have not, are told where they leave a boundary together.
 A rank that fails brings nothing any more: the communicator ends the others' rounds (`Communicator.fail`).
 """
 
@@ -41,6 +42,12 @@ TOGETHER = 1 << 62
 
 DIFFERENT = 1 << 61
 """Flag in what `reach` returns: the ranks came together at different ones."""
+
+UNLIKE = 1 << 60
+"""Flag in what `reach` returns: ranks that have to have done the same have not."""
+
+_WORD = 1 << 16
+"""Flags are below; above, a boundary's row has the word for what its rank has done."""
 
 Row = tuple[int, int, int]
 
@@ -232,6 +239,10 @@ class Agreement:
         self._rank = rank
         self._teams = teams
         self._explain = explain
+        self.alike: Sequence[Sequence[int]] = ()
+        """Ranks that have to have done the same where they leave a boundary together. Equal on all ranks."""
+        self.done: Callable[[], int] = lambda: 0
+        """A word of 32 bits for what this rank has done."""
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
@@ -275,9 +286,10 @@ class Agreement:
         """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile.
 
         Returns:
-            All bits that are set in the flags of the places at which the ranks are then, and `DIFFERENT`.
+            All bits that are set in the flags of the places at which the ranks are then, `DIFFERENT`, and `UNLIKE`.
         """
-        ours = boundary.row()
+        kind, position, flag = boundary.row()
+        ours = (kind, position, flag + _WORD * self.done())
         while True:
             rows = self._round(ours)
             decision = choose(rows, self._teams)
@@ -285,7 +297,17 @@ class Agreement:
                 self._participate(decision)
             elif isinstance(decision, Stuck) or (decision is None and _leaves(ours, rows)):
                 different = ours[1] >= TOGETHER and any(row[:2] != ours[:2] for row in rows)
-                return _flags(rows) | DIFFERENT * different
+                return _flags(rows) | DIFFERENT * different | UNLIKE * self._unlike(rows)
+
+    def _unlike(self, rows: Sequence[Row]) -> bool:
+        """Whether ranks that are at one boundary have not done the same (I7)."""
+        for ranks in self.alike:
+            here = {rows[rank][1]: rows[rank][2] // _WORD for rank in ranks if rows[rank][0] == _BOUNDARY}
+            for rank in ranks:
+                kind, position, flag = rows[rank]
+                if kind == _BOUNDARY and here[position] != flag // _WORD:
+                    return True
+        return False
 
     def give_up(self, reason: str) -> NoReturn:
         """This rank and others would wait for each other for ever: all ranks raise, when they come to their next round."""
@@ -303,5 +325,5 @@ class Agreement:
 def _flags(rows: Sequence[Row]) -> int:
     flags = 0
     for row in rows:
-        flags |= row[2]
+        flags |= row[2] % _WORD
     return flags

@@ -14,7 +14,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -24,6 +24,16 @@ from lightning_ptm.errors import RankError, UsageError
 GLOO = "gloo"
 _LOOK_S = 0.05
 """How often a rank that was cut short looks who else has come."""
+
+
+class HangsUp(Protocol):
+    """Connections of other kinds."""
+
+    def close(self) -> None:
+        """Whoever waits at the other end sees it. Idempotent."""
+
+
+T = TypeVar("T", bound=HangsUp)
 
 
 class Lines:
@@ -57,6 +67,7 @@ class Lines:
         """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
+        self._connections: list[HangsUp] = []
         for ranks in partition:  # every rank makes all groups, in the same order
             members = None if within is None else list(ranks)
             data = self.guard(lambda: dist.new_group(members, backend=collectives, timeout=timeout))  # noqa: B023
@@ -80,6 +91,18 @@ class Lines:
     @property
     def control(self) -> dist.ProcessGroup:
         return self._still_open(self._control_group)
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            UsageError: this rank has hung up.
+        """
+        self._still_open(self._control_group)
+
+    def with_connections(self, connections: T) -> T:
+        """Further connections of these ranks, which end with the groups; returned."""
+        self._connections.append(connections)
+        return connections
 
     def _still_open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
@@ -173,8 +196,11 @@ class Lines:
 
     def hang_up(self) -> None:
         """Destroys all groups, those of parts, too. Not collective. Idempotent."""
-        # Dropping the last reference is what closes the connections. Control first: there the others wait.
+        # Dropping the last reference is what closes the groups' connections. Control first: there the others wait.
         communicators = [self, *self._parts]
+        for each in communicators:
+            for connections in each._connections:
+                connections.close()
         for each in communicators:
             control, each._control_group = each._control_group, None
             _destroy(control)

@@ -1,6 +1,7 @@
 """The collectives of pages over several ranks: one stripe of a flat at a time (section 3 of the design).
 
-Owns the stream that collectives run on; the process groups are `lines.py`'s. What some ranks only share has a communicator of
+Owns the stream that collectives run on; the process groups are `lines.py`'s, and what ranks of one machine tell each other
+without one is `direct.py`'s. What some ranks only share has a communicator of
 theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and it ends with the one of all.
 
 I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged. Shares of
@@ -24,12 +25,18 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.comm.behind import GroupBehind
+from lightning_ptm.comm.direct import Direct
 from lightning_ptm.comm.lines import GLOO, Lines
+from lightning_ptm.comm.neighbours import Neighbours
 from lightning_ptm.comm.patience import Exchanged
 from lightning_ptm.comm.work import Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
+
+Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
+NearExchange = Callable[[Neighbours, int], Tensor]
+"""See `ProcessGroupCommunicator.issue`."""
 
 
 class ProcessGroupCommunicator:
@@ -41,6 +48,7 @@ class ProcessGroupCommunicator:
         events: told of every collective of pages or tokens.
         within: see `part`.
         partition: see `part`.
+        exchanging: see `part`.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class ProcessGroupCommunicator:
         *,
         within: ProcessGroupCommunicator | None = None,
         partition: Sequence[Sequence[int]] | None = None,
+        exchanging: bool = False,
     ) -> None:
         self._events = events or Events()
         self._timeout = timeout
@@ -69,13 +78,22 @@ class ProcessGroupCommunicator:
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
         self._behind: list[GroupBehind] = []
+        exchanges = exchanging and not backend.apart
+        self._direct = Direct(self._lines, timeout, rounds=within is None, exchanges=exchanges)
 
     @property
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def part(self, partition: Sequence[Sequence[int]]) -> ProcessGroupCommunicator:
-        return ProcessGroupCommunicator(self._backend, self._timeout, self._events, within=self, partition=partition)
+    def part(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
+        """See `Communicator.part`.
+
+        Args:
+            exchanging: its ranks exchange activations (`issue`).
+        """
+        return ProcessGroupCommunicator(
+            self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
+        )
 
     def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
         made: GroupBehind | None = None
@@ -216,23 +234,36 @@ class ProcessGroupCommunicator:
             handle = self._lines.issue(start)
         return out, Work([handle], [rows, out], self._stream.join, self._lines.guard, told)
 
-    def issue(self, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
-        """A collective of these ranks, behind what the current stream has queued, and before what it queues next. They have
-        agreed that it is the next one.
+    def issue(self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0) -> Tensor:
+        """An exchange of activations, behind what the current stream has queued, and before what it queues next. These ranks
+        have agreed that it is the next one.
 
         Args:
-            collective: issues it on a process group and returns when the current stream is behind it; or, where told that it
-                is asynchronous, its handle.
-            value: what it sends; decides on which group.
+            collective: issues it on a process group, and returns what it results in when the current stream is behind it; or,
+                where told that it is asynchronous, its handle, too.
+            value: what it sends; decides by which way.
+            near: the same among ranks of one machine.
+            word: tells which one it is; where ranks of one machine do not tell the same, all raise before they read.
 
         Raises:
-            RankError: one of the ranks will not come.
+            RankError: one of the ranks will not come, or has come to another exchange.
         """
+        neighbours = self._direct.exchanges
+        if neighbours is not None and near is not None and in_ram(value):
+            self._lines.check_open()
+            result: Tensor = self._lines.issue(lambda: near(neighbours, word))
+            return result
         group = self._lines.data if self._backend.holds(value) else self._lines.control
-        if self._backend.collectives == GLOO or group is self._lines.control:  # the host waits
-            self._lines.issue(lambda: self.patience.in_exchange(collective(group, True), self._ranks))
-        else:
-            self._lines.issue(lambda: collective(group, False))
+        waits = self._backend.collectives == GLOO or group is self._lines.control  # the host waits
+
+        def start() -> Tensor:
+            out, handle = collective(group, waits)
+            if waits:
+                self.patience.in_exchange(handle, self._ranks)
+            return out
+
+        out: Tensor = self._lines.issue(start)
+        return out
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: values are small and the host needs them.
@@ -252,6 +283,11 @@ class ProcessGroupCommunicator:
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
+        connections = self._direct.rounds
+        if connections is not None:
+            self._lines.check_open()
+            told: list[Row] = self._lines.issue(lambda: connections.tell(row, self.patience.in_round))
+            return told
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
 
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.

@@ -226,7 +226,8 @@ class Ranks:
             nodes = [range(first, first + launch.ranks_per_node) for first in firsts]
             of_node = self._all if launch.nodes == 1 else self._all.part(nodes)
             in_node = self._rate(of_node, page_bytes, flat_bytes, seconds)
-            sums = self._sums(of_node, nodes, rendezvous, page_bytes, seconds)
+            exchanging = self._all.part(nodes, exchanging=True)
+            sums = self._sums(exchanging, nodes, rendezvous, page_bytes, seconds)
         if launch.nodes > 1:
             of_all = self._rate(self._all, page_bytes, flat_bytes, seconds)
 

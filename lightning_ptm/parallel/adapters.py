@@ -2,7 +2,8 @@
 
 Knows the names that PEFT gives: `base_layer`, and `lora_A` and `lora_B` with a linear layer for each adapter. The adapters
 add B(A(x)) to what the base layer gives, so that outputs are cut in the base and in B, inputs in the base and in A, and the
-other one is whole.
+other one is whole. A module of which PEFT trains a copy (`modules_to_save`: a head, an embedding with new tokens) is not
+adapted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from lightning_ptm.parallel.rules import Columns, Place, Rows, Vocabulary
 def is_adapted(module: nn.Module) -> bool:
     """Whether a layer is a base layer with something around it."""
     return isinstance(module._modules.get("base_layer"), nn.Module)
+
+
+def is_copied(module: nn.Module) -> bool:
+    """Whether PEFT trains a copy of a module, which is called in its place."""
+    copies = isinstance(module._modules.get("modules_to_save"), nn.ModuleDict)
+    return copies and isinstance(module._modules.get("original_module"), nn.Module)
 
 
 def with_adapters(place: Place) -> Iterator[Place]:
@@ -55,4 +62,4 @@ def with_adapters(place: Place) -> Iterator[Place]:
             yield Place(f"{place.name}.{side}.{key}", each, None, module, rule, inside=True)
 
 
-__all__ = ["is_adapted", "with_adapters"]
+__all__ = ["is_adapted", "is_copied", "with_adapters"]

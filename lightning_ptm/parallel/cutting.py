@@ -58,7 +58,7 @@ class CutModule:
     ) -> None:
         self.root = root
         self.group = group
-        named = [place for place in places(root, plan, strict=strict) if divides(place, group.size)]
+        named = [place for place in places(root, plan, strict=strict) if divides(place, group.size, strict=strict)]
         self.places = tuple(inner for place in named for inner in with_adapters(place))
         self._undo: list[Callable[[], None]] = []
         self._sequence: SequenceParallel | None = None

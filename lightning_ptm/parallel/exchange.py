@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_ptm.comm.neighbours import Neighbours
+from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.recompute import once
@@ -170,20 +172,24 @@ class RankGroup(TensorGroup):
 
     @override
     def sum(self, value: Tensor) -> Tensor:
-        out = value.clone(memory_format=torch.contiguous_format)
-        self._exchange("sum", lambda group, later: dist.all_reduce(out, group=group, async_op=later), out)
-        return out
+        def collective(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+            out = value.clone(memory_format=torch.contiguous_format)
+            return out, dist.all_reduce(out, group=group, async_op=later)
+
+        def near(neighbours: Neighbours, word: int) -> Tensor:
+            return neighbours.sum(value, word)
+
+        return self._exchange("sum", value, collective, near if Neighbours.adds(value.dtype) else None)
 
     @override
     def gather(self, value: Tensor) -> Tensor:
-        value = value.contiguous()
-        out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
+        def collective(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+            given = value.contiguous()
+            out = value.new_empty((self.size * value.shape[0], *value.shape[1:]) if value.dim() else (self.size,))
+            handle = dist.all_gather_into_tensor(out, given, group=group, async_op=later)
+            return out.view(self.size, *value.shape), handle
 
-        def collective(group: dist.ProcessGroup, later: bool) -> Any:
-            return dist.all_gather_into_tensor(out, value, group=group, async_op=later)
-
-        self._exchange("gather", collective, value)
-        return out.view(self.size, *value.shape)
+        return self._exchange("gather", value, collective, lambda neighbours, word: neighbours.gathered(value, word))
 
     def connect(self, run: Exchanges | None) -> None:
         """What is exchanged from here on is of a run; None: of none."""
@@ -203,35 +209,34 @@ class RankGroup(TensorGroup):
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
         pieces = pieces.contiguous()
         if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
-            received = torch.empty_like(pieces)
 
-            def all_to_all(group: dist.ProcessGroup, later: bool) -> Any:
-                return dist.all_to_all_single(received, pieces, group=group, async_op=later)
+            def all_to_all(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+                out = torch.empty_like(pieces)
+                return out, dist.all_to_all_single(out, pieces, group=group, async_op=later)
 
-            self._exchange("sum of pieces", all_to_all, pieces)
+            name = "sum of pieces"
+            received = self._exchange(name, pieces, all_to_all, lambda near, word: near.pieces(pieces, word))
             return received.sum(0)
-        out = torch.empty_like(pieces[0])
-        in_rows = pieces.flatten(0, 1)
 
-        def reduce_scatter(group: dist.ProcessGroup, later: bool) -> Any:
-            return self._reduce_scatter_flat(out, in_rows, group=group, async_op=later)
+        def reduce_scatter(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
+            out = torch.empty_like(pieces[0])
+            return out, self._reduce_scatter_flat(out, pieces.flatten(0, 1), group=group, async_op=later)
 
-        self._exchange("sum of pieces", reduce_scatter, pieces)
-        return out
+        return self._exchange("sum of pieces", pieces, reduce_scatter)
 
-    def _exchange(self, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
-        """The one way to the other ranks.
+    def _exchange(self, name: str, value: Tensor, collective: Exchange, near: NearExchange | None = None) -> Tensor:
+        """The one way to the other ranks; what the exchange results in.
 
         Args:
             name: of the collective.
-            collective: issues it on a process group, asynchronously or not.
             value: what it sends.
+            collective: issues it on a process group, asynchronously or not.
+            near: the same among ranks of one machine.
         """
         self.exchanges += 1
         if self._run is None:
-            collective(self._group, False)
-        else:
-            self._run.issue(self.layer, name, collective, value)
+            return collective(self._group, False)[0]
+        return self._run.issue(self.layer, name, collective, value, near)
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 

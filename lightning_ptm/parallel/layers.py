@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.parallel.adapters import is_adapted
+from lightning_ptm.parallel.adapters import is_adapted, is_copied
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.logits import logits_of
@@ -119,14 +119,20 @@ def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: Ten
         ) from error
 
 
-def divides(place: Place, size: int) -> bool:
-    """Whether what may be whole as well (a vocabulary, a layer around which everything is whole) has equal parts."""
+def divides(place: Place, size: int, *, strict: bool) -> bool:
+    """Whether what may be whole as well (a vocabulary, a layer around which everything is whole) has equal parts.
+
+    Args:
+        strict: it has them where it is a kind of module that cannot be cut, too: who wants it cut is told.
+    """
     rule, module = place.rule, getattr(place.module, "base_layer", place.module)
     free = (
         rule.gather
         if isinstance(rule, Columns)
         else isinstance(rule, Vocabulary) or (isinstance(rule, Rows) and rule.split)
     )
+    if free and not strict and is_copied(module):
+        return False
     weight = module._parameters.get("weight")
     if not free or weight is None or weight.dim() != 2:
         return True

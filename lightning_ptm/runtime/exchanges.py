@@ -11,22 +11,23 @@ theirs.
 
 I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones, or
 have exchanged something else since the one before: each tells a digest of all that it has exchanged, of whose layers, and of
-which batches (`computes`), which so costs nothing more.
+which batches (`computes`), which so costs nothing more. Ranks of one machine tell the digest with each exchange, too, and
+compare before they read (comm/neighbours.py I1). What is exchanged behind the last gathering of a pass is compared where the
+pass ends (runtime/rendezvous.py I3), before an update uses it.
 I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
 (`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.patience import OF_A_BATCH, Exchanged
+from lightning_ptm.comm.process_group import Exchange, NearExchange
 from lightning_ptm.runtime.recompute import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
 
@@ -81,17 +82,23 @@ class Exchanges:
             del self._since[-1]  # nothing is exchanged in any batch, maybe; the digest has them all
         self._since.append(what)
 
+    def done(self) -> int:
+        """A word of 32 bits for all that this rank has exchanged."""
+        return self._digest
+
     def since_met(self) -> Exchanged:
         """The group's number, and what this rank has exchanged since the group has met, and wants to exchange."""
         return self._group, self._since
 
-    def issue(self, layer: str, name: str, collective: Callable[[dist.ProcessGroup, bool], Any], value: Tensor) -> None:
-        """A collective of the group, behind what the current stream has queued, and before what it queues next.
+    def issue(
+        self, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
+    ) -> Tensor:
+        """What a collective of the group results in, behind what the current stream has queued, before what it queues next.
 
         Args:
             layer: whose it is; "": none's.
             name: of the collective.
-            collective: as the communicator's.
+            collective, near: as the communicator's.
             value: what it sends; of one shape and dtype on all of the group.
 
         Raises:
@@ -107,7 +114,7 @@ class Exchanges:
             self._since = [what]
         self._issued += 1
         self._digest = crc32(what.encode(), self._digest)
-        self._communicator.issue(collective, value)
+        return self._communicator.issue(collective, value, near, self._digest)
 
 
 __all__ = ["Exchanges"]

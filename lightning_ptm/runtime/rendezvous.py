@@ -4,14 +4,15 @@ Owns at which point of its iterations this rank is, and whether the run has fail
 comm/agreement.py's; what is computed at these points, the engine's.
 
 I1: ranks that come together for different things all raise, with what each did and where it is in the user's code. I2: of a
-run that has failed, nothing waits for other ranks any more.
+run that has failed, nothing waits for other ranks any more. I3: ranks of a tensor group that have exchanged different things
+raise where they next wait for each other: behind each backward pass, before a step, at the end of a batch of an evaluation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +20,17 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Communicator, Gathering, Teams, together
+from lightning_ptm.comm import (
+    DIFFERENT,
+    TOGETHER,
+    UNLIKE,
+    Agreement,
+    Boundary,
+    Communicator,
+    Gathering,
+    Teams,
+    together,
+)
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.patience import explained
 from lightning_ptm.errors import RankError
@@ -166,6 +177,7 @@ class Rendezvous:
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._since = 0
         self._check_nobody_else(seen, what, str(what))
+        self._check_alike(seen)
         if seen & DIFFERENT:
             self.agreement.give_up(
                 f"rank {self._communicator.rank} {what} in another way than another rank; {_ON_ALL_RANKS}"
@@ -188,6 +200,21 @@ class Rendezvous:
             )
         self.agreement.give_up(reason)
 
+    def compare(self, ranks: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
+        """From here on, wherever these ranks wait for each other they compare what they have done.
+
+        Args:
+            ranks: those of each tensor group.
+            done: a word of 32 bits for what this rank has exchanged.
+        """
+        self.agreement.alike, self.agreement.done = ranks, done
+
+    def _check_alike(self, seen: int) -> None:
+        if seen & UNLIKE:
+            self.agreement.give_up(
+                "ranks of a tensor group have not exchanged the same, and would go on with what they mixed up"
+            )
+
     def _explained(self, reason: str) -> str:
         """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
         collective follows."""
@@ -205,8 +232,14 @@ class Rendezvous:
         return text
 
     def reach(self, position: int, flags: int = 0) -> int:
-        """Waits for the other ranks at a point of this iteration; returns the flags that any came with."""
-        return self.agreement.reach(Boundary(self._since * 2 * STEP_ENDS + position, flags))
+        """Waits for the other ranks at a point of this iteration; returns the flags that any came with.
+
+        Raises:
+            RankError: ranks of a tensor group have exchanged something else.
+        """
+        seen = self.agreement.reach(Boundary(self._since * 2 * STEP_ENDS + position, flags))
+        self._check_alike(seen)
+        return seen
 
     def reach_step(self, position: int) -> None:
         """As `reach`, in an optimizer step.

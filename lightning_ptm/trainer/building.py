@@ -125,7 +125,9 @@ class BuildingStrategy(CheckpointingStrategy):
         self._engine.updates.number_of_step = lambda: trainer.global_step
         if self._tensor_group is not None and exchanging is not None:
             group, rendezvous = self._communicator.rank // exchanging.world_size, self._engine.rendezvous
-            self._tensor_group.connect(Exchanges(exchanging, group, rendezvous, self._engine.executor))
+            exchanges = Exchanges(exchanging, group, rendezvous, self._engine.executor)
+            rendezvous.compare(self._tensor_groups(), exchanges.done)
+            self._tensor_group.connect(exchanges)
         self._interruption = Interruption(self._engine, self._module, self._saves)
         self._began_with = weakref.ref(self._module)
         self.precision_plugin.attach(self._engine, backend.name, wide_products=bool(self._wide_products))
@@ -152,8 +154,12 @@ class BuildingStrategy(CheckpointingStrategy):
         """For its exchanges alone; None without one. Collective."""
         if self._tensor_group is None or not isinstance(self._communicator, ProcessGroupCommunicator):
             return None
-        size = self._tensor_group.size
-        return self._communicator.part([range(at, at + size) for at in range(0, self.world_size, size)])
+        return self._communicator.part(self._tensor_groups(), exchanging=True)
+
+    def _tensor_groups(self) -> list[range]:
+        """The ranks of each."""
+        size = 1 if self._tensor_group is None else self._tensor_group.size
+        return [range(at, at + size) for at in range(0, self.world_size, size)]
 
     def _cut_module(self, group: TensorGroup | None, *, proven: bool = True) -> None:
         """The module's parameters become this rank's parts (`tensor_parallel_size`); their optimizers keep them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_tensor_models
@@ -14,7 +15,7 @@ from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, t
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm.comm import ProcessGroupCommunicator, patience
+from lightning_ptm.comm import ProcessGroupCommunicator, direct, patience
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.models.gpt import Block
 
@@ -206,19 +207,67 @@ class LeavesALayerOut(SwapsLayers):
     block = LeavesOut
 
 
-def fail_together(kind: type[PreciseGPT], disk: Path, long_s: float = 5.0) -> tuple[str, float]:
+class Halves(InParallel):
+    """Behind its first exchange, one rank gives its second part half of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + self.training
+        other = self.calls > 2 and os.environ["RANK"] == "1"
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(x[:, :8] if other else x).mean(1, keepdim=True)
+
+
+class OtherShapes(SwapsLayers):
+    block = Halves
+
+
+class SwapsInEvaluation(SwapsLayers):
+    """In its last exchanges, behind which ranks exchange nothing that would tell."""
+
+    block = InParallel
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.full((4, 17), 3), 2)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        block: Any = self.blocks[-1]
+        if batch_idx == 1 and os.environ["RANK"] == "1":
+            block.__class__ = Swaps
+            block.calls, block.training = 3, True
+        block(self.token_embedding(batch))
+
+
+class SwapsInEvaluationAndGoesOn(SwapsInEvaluation):
+    """The next thing that all ranks do is to end the run."""
+
+    def on_validation_end(self) -> None:
+        raise AssertionError("a batch of which ranks have computed different things has ended")
+
+
+WAYS = ["neighbours", "gloo"]
+
+
+def fail_together(
+    kind: type[PreciseGPT], disk: Path, long_s: float = 5.0, way: str = "neighbours"
+) -> tuple[str, float]:
     """Type and text of this rank's error, and the seconds until it.
 
     Args:
         long_s: after which a rank says what it waits for, and asks what others do.
+        way: ranks exchange by way of each other, as on one machine, or of process groups alone.
     """
     patience._LONG_S = long_s  # of this rank's process
     rank_tensor_models.MODELS["fails"] = kind
     began_s = time.monotonic()
+    kept = direct.connected, direct.neighbours
+    if way == "gloo":
+        direct.connected = direct.neighbours = lambda *args, **named: None  # type: ignore[assignment]
     try:
         train(Run("fails", 2, 2, steps=STEPS), disk)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began_s
+    finally:
+        direct.connected, direct.neighbours = kept
     raise AssertionError("fit ended without an error")
 
 
@@ -246,14 +295,29 @@ def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type
     assert "rank 1 at test_tensor_exchanges.py:" in outcomes[1].value[0], outcomes[1].value
 
 
-def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(disk: Path) -> None:
+@pytest.mark.parametrize("kind", [SwapsLayers, SwapsInEvaluationAndGoesOn])
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(
+    way: str, kind: type[PreciseGPT], disk: Path
+) -> None:
     """Their sums are of one shape: each rank would go on with the sum of two layers' parts."""
-    outcomes = watch_ranks(fail_together, 2, SwapsLayers, disk)
+    outcomes = watch_ranks(fail_together, 2, kind, disk, 5.0, way)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):
         assert text.startswith("RankError: rank"), text
-        assert "rank 0 has come to the sum of blocks.0.feed_forward.project (forward" in text, text
-        assert "where rank 1 has come to the sum of blocks.0.attention.project (forward" in text, text
+        number = 0 if kind is SwapsLayers else 1
+        assert f"rank 0 has come to the sum of blocks.{number}.feed_forward.project (forward" in text, text
+        assert f"where rank 1 has come to the sum of blocks.{number}.attention.project (forward" in text, text
+        assert took_s < PROMPT_S
+
+
+def test_other_shapes_on_one_rank_are_an_error_that_names_both(disk: Path) -> None:
+    """gloo ends the process of one of them."""
+    outcomes = watch_ranks(fail_together, 2, OtherShapes, disk)
+    assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
+    for text, took_s in (outcome.value for outcome in outcomes):
+        assert text.startswith("RankError: rank"), text
+        assert "(4, 16, 32)" in text and "(4, 8, 32)" in text, text
         assert took_s < PROMPT_S
 
 

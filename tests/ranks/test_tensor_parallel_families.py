@@ -92,6 +92,7 @@ ROUNDED_TO_FP32 = ("Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3", "GraniteS
 OTHERS = (
     "GPT2 by a user's plan",
     "Llama with LoRA",
+    "Llama with LoRA, its head trained",
     "Llama, frozen but for its norms",
     "Llama, 65 tokens",
     "Llama, tied",
@@ -147,10 +148,13 @@ def build(name: str) -> Held:
         settings["tie_word_embeddings"] = True
     config = getattr(transformers, f"{family}Config")(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    if name == "Llama with LoRA":
+    if name.startswith("Llama with LoRA"):
         peft = pytest.importorskip("peft")
         targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        copied = ["lm_head"] if variant else None
+        targets = [each for each in targets if each not in (copied or ())]
+        adapters = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=copied, init_lora_weights=False)
+        model = peft.get_peft_model(model, adapters)
     if "frozen" in variant:
         for path, each in model.named_parameters():
             each.requires_grad_("norm" in path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
 from rank_harness import run_ranks
+from torch import Tensor
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
@@ -56,7 +56,6 @@ class Watch(L.Callback):
     def __init__(self) -> None:
         self.rounds = Rounds()
         self.sent, self.exchanges = 0.0, 0
-        self.exchanging = False
         self.measured = Measured({}, 0.0, 0, 0)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *rest: Any) -> None:
@@ -67,39 +66,27 @@ class Watch(L.Callback):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        kept = sums, gathers, pieces = dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single
         issues = Exchanges.issue
 
-        def issue(*args: Any) -> None:
+        def issue(exchanges: Exchanges, layer: str, name: str, collective: Any, value: Tensor, near: Any) -> Tensor:
             self.exchanges += 1
-            self.exchanging = True
-            issues(*args)
-            self.exchanging = False
+            self.sent += value.nbytes * _SENT[name](exchanges._communicator.world_size)
+            return issues(exchanges, layer, name, collective, value, near)
 
-        def all_reduce(value: Any, *args: Any, **options: Any) -> Any:
-            if self.exchanging:  # and not of a few numbers
-                size = dist.get_world_size(options.get("group"))
-                self.sent += 2 * value.nbytes * (size - 1) / size
-            return sums(value, *args, **options)
-
-        def all_gather(out: Any, value: Any, *args: Any, **options: Any) -> Any:
-            self.sent += value.nbytes * (dist.get_world_size(options.get("group")) - 1)
-            return gathers(out, value, *args, **options)
-
-        def all_to_all(out: Any, value: Any, *args: Any, **options: Any) -> Any:
-            size = dist.get_world_size(options.get("group"))
-            if self.exchanging:  # and not for pages
-                self.sent += value.nbytes * (size - 1) / size
-            return pieces(out, value, *args, **options)
-
-        dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = all_reduce, all_gather, all_to_all
         Exchanges.issue = issue  # type: ignore[method-assign]
         try:
             with self.rounds.counting():
                 yield
         finally:
-            dist.all_reduce, dist.all_gather_into_tensor, dist.all_to_all_single = kept
             Exchanges.issue = issues  # type: ignore[method-assign]
+
+
+_SENT: Mapping[str, Callable[[int], float]] = {
+    "sum": lambda ranks: 2 * (ranks - 1) / ranks,
+    "gather": lambda ranks: ranks - 1,
+    "sum of pieces": lambda ranks: (ranks - 1) / ranks,
+}
+"""How often a rank of a ring sends what it gives, whichever way it goes here."""
 
 
 def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> list[Measured]:

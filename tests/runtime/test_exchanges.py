@@ -26,6 +26,7 @@ class World:
         self.occasions = 0
         self.notes: list[str] = []
         self.met: list[str] = []
+        self.words: list[int] = []
         self.absent = False
         self.patience = SimpleNamespace()
 
@@ -36,9 +37,10 @@ class World:
         self.notes.append("meet")
         self.met.append(exchange)
 
-    def issue(self, collective: Any, value: Tensor) -> None:
-        collective(self, True)
+    def issue(self, collective: Any, value: Tensor, near: Any, word: int) -> Tensor:
+        self.words.append(word)
         self.notes.append("exchange")
+        return value
 
 
 @pytest.fixture
@@ -53,7 +55,8 @@ def exchanges(world: World) -> Exchanges:
 
 
 def exchange(exchanges: Exchanges, name: str = "sum", value: Tensor | None = None, layer: str = "") -> None:
-    exchanges.issue(layer, name, lambda group, later: None, torch.zeros(2) if value is None else value)
+    anything: Any = None
+    exchanges.issue(layer, name, anything, torch.zeros(2) if value is None else value)
 
 
 def test_the_group_meets_before_its_first_exchange_behind_an_occasion(world: World, exchanges: Exchanges) -> None:
@@ -101,6 +104,18 @@ def test_a_meeting_tells_what_was_exchanged_since_the_one_before() -> None:
     words = [words_of_the_next_meeting(layers) for layers in (["a", "b"], ["a", "b"], ["b", "a"], ["a"], ["a", "a"])]
     assert words[0] == words[1]
     assert len(set(words)) == 4
+
+
+def test_each_exchange_has_a_word_for_all_so_far(world: World, exchanges: Exchanges) -> None:
+    """By which ranks of one machine tell, without a meeting, that they are at different ones."""
+    other = World()
+    others: Any = other
+    elsewhere = Exchanges(others, GROUP, others, others)
+    for ours, theirs in (("a", "a"), ("b", "c"), ("d", "d")):
+        exchange(exchanges, layer=ours)
+        exchange(elsewhere, layer=theirs)
+    assert [one == another for one, another in zip(world.words, other.words, strict=True)] == [True, False, False]
+    assert len(set(world.words)) == 3
 
 
 def test_what_a_group_has_met_for_is_not_told_again(world: World, exchanges: Exchanges) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,10 +25,15 @@ class Other:
         """To the next rounds."""
         self.rounds: list[Row] = []
         self.failures: list[str] = []
+        self.done: int | None = None
+        """The word for what it has done, if that is another one."""
 
     def exchange(self, row: Row) -> list[Row]:
         self.rounds.append(row)
-        return [row, self.brings.pop(0) if self.brings else row]
+        kind, place, flag = self.brings.pop(0) if self.brings else row
+        if self.done is not None and kind == 0:
+            flag = flag % (1 << 16) + (self.done << 16)
+        return [row, (kind, place, flag)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value if source == 0 else ("", "is elsewhere", NOTHING)
@@ -149,3 +155,36 @@ def test_collectives_that_are_not_ours_meet_or_stop_all() -> None:
         it.rendezvous.gather_for(Gathering(1, 2))
     with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):
         it.rendezvous.gather_for(Gathering(1, 2))  # I2
+
+
+POINTS: dict[str, Callable[[Rank], Any]] = {
+    "the end of a pass": lambda rank: rank.rendezvous.reach(1),
+    "a step": lambda rank: rank.rendezvous.reach_step(5),
+    "the next training step": lambda rank: rank.rendezvous.meet(Together.TRAINING_STEP),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_ranks_of_a_group_that_have_not_exchanged_the_same_stop_where_they_wait_for_each_other(point: str) -> None:
+    """I3. The other one is at the same point."""
+    stops, goes_on = Rank(), Rank()
+    for rank, theirs in ((stops, 7), (goes_on, 8)):
+        rank.rendezvous.compare([(0, 1)], lambda: 8)
+        rank.other.done = theirs
+    with pytest.raises(RankError, match="have not exchanged the same"):
+        POINTS[point](stops)
+    assert stops.rendezvous.failed
+    POINTS[point](goes_on)
+    assert not goes_on.rendezvous.failed
+
+
+def test_what_ranks_elsewhere_have_exchanged_is_not_compared() -> None:
+    """One that is behind has more of the same pass to come, and ranks of other groups exchange other things."""
+    rank = Rank()
+    rank.rendezvous.compare([(0,), (1,)], lambda: 3)
+    rank.other.brings = [(0, 1, 9 << 16)]
+    assert rank.rendezvous.reach(1) == 0
+    rank.rendezvous.compare([(0, 1)], lambda: 3)
+    rank.other.brings = [(0, 1, 9 << 16), (0, 2, 3 << 16)]
+    assert rank.rendezvous.reach(2, 1) == 1  # flags are what they were
+    assert [row[1] for row in rank.other.rounds] == [1, 2, 2]

@@ -1,0 +1,266 @@
+"""Connections between ranks of one machine, by which they tell each other a few numbers.
+
+gloo hands a message of 24 bytes through three threads of each rank; here the thread that tells writes it to a socket, and the
+one that waits reads it: a fiftieth of the processor's time (benchmarks/LOG.md).
+
+Owns one socket for each other rank. Knows numbers and bytes, nothing of what they are about.
+
+I1: each message goes to all others, and all ranks send as many: who waits for the n-th has sent its own.
+I2: a rank that is gone, whatever other processes it has left behind, ends the waiting of all others.
+I3: who waits for a while in vain goes on waiting where it was: nothing of a message is lost.
+I4: Ctrl-C takes effect when all messages are there, as it does where torch waits; or after some seconds, or the second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+Row = tuple[int, int, int]
+_ROW = struct.Struct("<3q")
+_LENGTH = struct.Struct("<q")
+_RANK = struct.Struct("<q")
+_MOST_RANKS = 16
+"""Of one machine: each has a socket for each of the others."""
+_CONNECT_S = 30.0
+"""For ranks that have all said that they are about to."""
+_INTERRUPTED_S = 5.0
+"""So long a rank waits on that has been interrupted."""
+_MACHINE = Path("/proc/sys/kernel/random/boot_id")
+_FILES = Path("/proc/self/ns/mnt")
+"""Names what this process sees of the machine's files: others in a container of their own do not find its path."""
+
+
+class Arriving:
+    """One message of each other rank, on its way. As torch's handles, it is waited for with a limit or without.
+
+    Args:
+        peers: by rank.
+        size: bytes of a message.
+        limit_s: after so long altogether none comes any more.
+    """
+
+    def __init__(self, peers: Mapping[int, socket.socket], size: int, limit_s: float) -> None:
+        self._peers = peers
+        self._size = size
+        self._limit_s = limit_s
+        self._until_s = monotonic() + limit_s
+        # state
+        self._failed = False
+        self._missing = dict.fromkeys(peers, size) if size else {}
+        self._parts: dict[int, bytes] = dict.fromkeys(peers, b"")
+
+    def messages(self) -> Mapping[int, bytes]:
+        """By rank, when they have been waited for."""
+        return self._parts
+
+    def is_completed(self) -> bool:
+        """Whether waiting again is of no use."""
+        return self._failed or not self._missing
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: they are not all there in time, or a rank is gone.
+        """
+        until_s = self._until_s
+        if timeout is not None:
+            until_s = min(until_s, monotonic() + timeout.total_seconds())
+        interrupt: KeyboardInterrupt | None = None
+        while self._missing:
+            try:
+                ready = self._ready(until_s)
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt, until_s = error, min(until_s, monotonic() + _INTERRUPTED_S)
+                continue
+            if not ready and interrupt is None:
+                self._failed = monotonic() >= self._until_s
+                others = ", ".join(map(str, self._missing))
+                raise RuntimeError(f"Timed out waiting {self._limit_s:.0f} s for rank {others}")
+            if not ready:
+                break
+            for rank in ready:
+                self._read(rank)
+        if interrupt is not None:
+            raise interrupt
+
+    def _ready(self, until_s: float) -> list[int]:
+        """Ranks that have sent something, or are gone; none where nothing came in time."""
+        poll = select.poll()
+        ranks = {self._peers[rank].fileno(): rank for rank in self._missing}
+        for place in ranks:
+            poll.register(place, select.POLLIN)
+        return [ranks[place] for place, _ in poll.poll(max(0.0, 1000 * (until_s - monotonic())))]
+
+    def _read(self, rank: int) -> None:
+        try:
+            part = self._peers[rank].recv(self._missing[rank])
+        except OSError as error:
+            part, reason = b"", f": {error}"
+        else:
+            reason = ""
+        if not part:
+            self._failed = True
+            raise RuntimeError(f"the connection to rank {rank} has ended{reason}")
+        self._parts[rank] += part
+        self._missing[rank] -= len(part)
+        if not self._missing[rank]:
+            del self._missing[rank]
+
+
+class Connections:
+    """With all other ranks of some.
+
+    Args:
+        peers: by rank.
+        limit_s: after this long without an answer, waiting fails.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], limit_s: float) -> None:
+        self.rank = rank
+        self.world_size = len(peers) + 1
+        self._peers = peers
+        self._limit_s = limit_s
+
+    def tell(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
+        """The numbers of all ranks, by rank.
+
+        Args:
+            wait: waits for what it is given, as it likes.
+
+        Raises:
+            RuntimeError: a rank is gone, or does not come.
+        """
+        arriving = self._exchange(_ROW.pack(*row))
+        wait(arriving)
+        told = arriving.messages()
+        return [row if rank == self.rank else _ROW.unpack(told[rank]) for rank in range(self.world_size)]
+
+    def tell_text(self, text: str) -> list[str]:
+        """What all ranks say, by rank. Raises as `tell`."""
+        ours = text.encode()
+        lengths = self._exchange(_LENGTH.pack(len(ours)))
+        lengths.wait()
+        self._send(ours)
+        texts = {self.rank: ours}
+        for rank, told in lengths.messages().items():
+            (size,) = _LENGTH.unpack(told)
+            arriving = Arriving({rank: self._peers[rank]}, size, self._limit_s)
+            arriving.wait()
+            texts[rank] = arriving.messages()[rank]
+        return [texts[rank].decode() for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """The others see that this rank is gone. Idempotent."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # the other has gone first
+                peer.shutdown(socket.SHUT_RDWR)  # whoever else has a copy of it, such as a forked process (I2)
+            peer.close()
+
+    def _exchange(self, message: bytes) -> Arriving:
+        self._send(message)
+        return Arriving(self._peers, len(message), self._limit_s)
+
+    def _send(self, message: bytes) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(message)
+            except OSError as error:
+                raise RuntimeError(f"the connection to rank {rank} has ended: {error}") from error
+
+
+Gather = Callable[[Any], Sequence[Any]]
+"""What every rank gives, by rank, on all of them."""
+
+
+def connected(
+    rank: int, world_size: int, limit: timedelta, gather: Gather, own: int | None = None
+) -> tuple[Connections, Sequence[int]] | None:
+    """Connections of all ranks, which have to be of one machine; None where they are not. Collective.
+
+    Args:
+        gather: collective.
+        own: a file of this rank's that all others are to have, too.
+
+    Returns:
+        The connections, and the files of all ranks, by rank, its own among them; the others' are the caller's to close.
+    """
+    if not 1 < world_size <= _MOST_RANKS:
+        return None
+    with contextlib.ExitStack() as listening:
+        place, door = _opened(listening)
+        places = gather(place)
+        if "" in places or len({machine for machine, _, _ in (each.partition(" ") for each in places)}) > 1:
+            return None
+        assert door is not None
+        peers: dict[int, socket.socket] = {}
+        files: dict[int, int] = {}
+        failure = ""
+        try:
+            for other, peer, file in _met(rank, [each.partition(" ")[2] for each in places], door, own):
+                peers[other], files[other] = peer, file
+        except OSError as error:
+            failure = str(error) or type(error).__name__
+        if any(gather(failure)):
+            for peer in peers.values():
+                peer.close()
+            for file in files.values():
+                if file >= 0:
+                    os.close(file)
+            return None
+    if own is not None:
+        files[rank] = own
+    ordered = dict(sorted(peers.items()))
+    return Connections(rank, ordered, limit.total_seconds()), [file for _, file in sorted(files.items())]
+
+
+def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
+    """The machine and the path at which this rank can be found; "" where it cannot."""
+    try:
+        machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
+        folder = listening.enter_context(tempfile.TemporaryDirectory(prefix="ptm"))  # nobody else's to enter
+        path = f"{folder}/rank"
+        door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        door.settimeout(_CONNECT_S)
+        door.bind(path)
+        door.listen(_MOST_RANKS)
+    except (OSError, AttributeError):  # another system, or no folder for it
+        return "", None
+    return f"{machine} {path}", door
+
+
+def _met(
+    rank: int, paths: Sequence[str], door: socket.socket, own: int | None
+) -> Iterator[tuple[int, socket.socket, int]]:
+    """Each other rank, the socket to it, and its file (-1: it has none): those below are called, those above call."""
+    given = [] if own is None else [own]
+    for other in range(len(paths)):
+        if other == rank:
+            continue
+        if other < rank:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.settimeout(_CONNECT_S)
+            peer.connect(paths[other])
+        else:
+            peer, _ = door.accept()
+            peer.settimeout(_CONNECT_S)
+        socket.send_fds(peer, [_RANK.pack(rank)], given)
+        told, files, _, _ = socket.recv_fds(peer, _RANK.size, 1)
+        if len(told) != _RANK.size:
+            raise ConnectionError("a rank has gone while it was connected")
+        peer.settimeout(None)
+        yield _RANK.unpack(told)[0], peer, files[0] if files else -1
+
+
+__all__ = ["Arriving", "Connections", "Row", "connected"]

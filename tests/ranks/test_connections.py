@@ -1,0 +1,251 @@
+"""Ranks of one machine tell each other numbers and words over sockets; who is gone, or late, is found out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lightning_ptm.comm import connections
+from lightning_ptm.comm.connections import Arriving, Connections, connected
+
+LIMIT = timedelta(seconds=5)
+
+
+class Table:
+    """Where threads that stand for ranks put what they give, until all have."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=10)
+        self.given: list[Any] = [None] * size
+
+    def gather(self, rank: int) -> Callable[[Any], Sequence[Any]]:
+        def gathered(value: Any) -> Sequence[Any]:
+            self.given[rank] = value
+            self.barrier.wait()
+            found = list(self.given)
+            self.barrier.wait()
+            return found
+
+        return gathered
+
+
+def all_ranks(size: int, act: Callable[[int], Any]) -> list[Any]:
+    """What `act` returns or raises for each rank, each in a thread of its own."""
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = act(rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return found
+
+
+@contextlib.contextmanager
+def ranks(size: int, limit: timedelta = LIMIT) -> Iterator[list[Connections]]:
+    table = Table(size)
+    made = all_ranks(size, lambda rank: connected(rank, size, limit, table.gather(rank)))
+    assert all(isinstance(each, tuple) for each in made), made
+    try:
+        yield [each[0] for each in made]
+    finally:
+        for each in made:
+            each[0].close()
+
+
+def wait(arriving: Any) -> None:
+    arriving.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_ranks_are_told_what_each_tells_by_rank(size: int) -> None:
+    rows = [(rank, -rank, (1 << 62) + rank) for rank in range(size)]
+    with ranks(size) as made:
+        for _ in range(3):
+            assert all_ranks(size, lambda rank: made[rank].tell(rows[rank], wait)) == [rows] * size
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (3, 0, 200_000), (0, 0)])
+def test_texts_of_any_length_reach_all(lengths: tuple[int, ...]) -> None:
+    texts = [str(rank) * length for rank, length in enumerate(lengths)]
+    with ranks(len(lengths)) as made:
+        assert all_ranks(len(lengths), lambda rank: made[rank].tell_text(texts[rank])) == [texts] * len(lengths)
+        assert all_ranks(len(lengths), lambda rank: made[rank].tell((1, 2, rank), wait)[-1][2]) == [
+            len(lengths) - 1
+        ] * len(lengths)
+
+
+def test_who_waits_in_vain_goes_on_where_it_was() -> None:
+    """I3: a message may come in parts, between which the waiting ends."""
+    ours, theirs = socket.socketpair()
+    arriving = Arriving({1: ours}, 4, 60.0)
+    with ours, theirs:
+        for part in (b"ab", b"c"):
+            theirs.send(part)
+            with pytest.raises(RuntimeError, match="Timed out waiting 60 s for rank 1"):
+                arriving.wait(timedelta(milliseconds=20))
+            assert not arriving.is_completed()
+        theirs.send(b"dxyz")
+        arriving.wait(timedelta(seconds=5))
+        assert arriving.is_completed()
+        assert arriving.messages() == {1: b"abcd"}
+        assert ours.recv(8) == b"xyz"  # of the next message
+
+
+def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+    with ranks(2, timedelta(seconds=0.2)) as made:
+        began_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out waiting 0 s for rank 1"):
+            made[0].tell((0, 0, 0), wait)
+        assert 0.15 < time.monotonic() - began_s < 5
+
+
+def interrupted(after_s: Sequence[float]) -> threading.Thread:
+    """Ctrl-C comes so long after each other."""
+
+    def interrupt() -> None:
+        for seconds in after_s:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_waits_for_messages_that_come() -> None:
+    """I4: else this rank would have left a round that the others have ended."""
+    ours, theirs = socket.socketpair()
+    arriving = Arriving({1: ours}, 4, 60.0)
+    with ours, theirs:
+        later = threading.Timer(0.6, theirs.send, [b"abcd"])
+        later.start()
+        thread = interrupted([0.1])
+        with pytest.raises(KeyboardInterrupt):
+            arriving.wait()
+        thread.join()
+        later.join()
+    assert arriving.messages() == {1: b"abcd"}
+    assert arriving.is_completed()
+
+
+@pytest.mark.parametrize("how", ["again", "for some seconds"])
+def test_ctrl_c_ends_the_waiting_for_messages_that_do_not_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how != "again":
+        monkeypatch.setattr(connections, "_INTERRUPTED_S", 0.3)
+    ours, theirs = socket.socketpair()
+    arriving = Arriving({1: ours}, 4, 60.0)
+    with ours, theirs:
+        theirs.send(b"ab")
+        thread = interrupted([0.1, 0.3] if how == "again" else [0.1])
+        began_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            arriving.wait()
+        assert time.monotonic() - began_s < 20
+        thread.join()
+        assert not arriving.is_completed()
+        theirs.send(b"cd")
+        arriving.wait()
+    assert arriving.messages() == {1: b"abcd"}  # I3
+
+
+@pytest.mark.parametrize("waits_for", [1, 2])
+def test_a_rank_that_is_gone_ends_the_waiting_of_all(waits_for: int) -> None:
+    """Also while another one's message is still missing."""
+    with ranks(3) as made:
+
+        def act(rank: int) -> None:
+            if rank == waits_for:
+                made[rank].close()
+            elif rank == 0:
+                made[rank].tell((0, 0, 0), wait)
+
+        found = all_ranks(3, act)
+        assert isinstance(found[0], RuntimeError), found
+        assert f"the connection to rank {waits_for} has ended" in str(found[0])
+
+
+def test_a_forked_process_of_a_rank_that_is_gone_keeps_nobody_waiting() -> None:
+    """I2: a worker of a DataLoader has copies of all sockets."""
+    with ranks(2) as made:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            made[1].close()
+            with pytest.raises(RuntimeError, match="the connection to rank 1 has ended"):
+                made[0].tell((0, 0, 0), wait)
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+
+
+def test_what_was_told_before_a_rank_left_is_heard() -> None:
+    with ranks(2) as made:
+        told: list[Any] = []
+        all_ranks(2, lambda rank: told.append(made[rank].tell((rank, 0, 0), wait)))
+        sender = all_ranks(1, lambda _: made[1]._send(b"x" * 24))
+        made[1].close()
+        assert sender == [None]
+        with pytest.raises(RuntimeError, match="has ended"):
+            made[0]._send(b"x" * 24)
+        arriving = Arriving({1: made[0]._peers[1]}, 24, 5.0)
+        arriving.wait()
+        assert arriving.messages()[1] == b"x" * 24
+
+
+@pytest.mark.parametrize("how", ["another machine", "no folder", "unreachable", "alone", "too many"])
+def test_ranks_that_cannot_all_reach_each_other_have_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, whichever of them it is, and no socket stays open."""
+    opened = connections._opened
+
+    def of_rank(listening: contextlib.ExitStack) -> Any:
+        place, door = opened(listening)
+        if place in first:
+            return place, door
+        first.append(place)
+        if len(first) > 1:
+            return place, door
+        machine, _, path = place.partition(" ")
+        return {"another machine": f"elsewhere {path}", "no folder": "", "unreachable": f"{machine} {path}x"}[how], door
+
+    first: list[str] = []
+    size = {"alone": 1, "too many": connections._MOST_RANKS + 1}.get(how, 3)
+    monkeypatch.setattr(connections, "_CONNECT_S", 1.0)
+    if how not in ("alone", "too many"):
+        monkeypatch.setattr(connections, "_opened", of_rank)
+    table = Table(size)
+    before = len(os.listdir("/proc/self/fd"))
+    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_each_rank_has_the_files_of_all() -> None:
+    table = Table(3)
+    files = [os.memfd_create(f"rank {rank}") for rank in range(3)]
+    for rank, file in enumerate(files):
+        os.write(file, str(rank).encode())
+    made = all_ranks(3, lambda rank: connected(rank, 3, LIMIT, table.gather(rank), files[rank]))
+    for rank, (each, theirs) in enumerate(made):
+        assert [os.pread(file, 1, 0) for file in theirs] == [b"0", b"1", b"2"]
+        assert theirs[rank] == files[rank]
+        each.close()
+    for file in {file for _, theirs in made for file in theirs}:
+        os.close(file)
