@@ -61,7 +61,8 @@ def lay_first_values(
     # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
     ram = blueprint.ram
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
-    room = 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
+    # Asked for only then: free RAM stands in a dozen of the system's files.
+    room = not trains and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
     with bars.bar("weights into pages", values.bytes_to_lay()) as seen:
