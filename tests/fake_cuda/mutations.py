@@ -45,7 +45,7 @@ LIMIT_S = 600
 
 def remove(place: Place) -> None:
     """From now on this process, and those that it starts, import a file without the place."""
-    folder = ROOT / "tests/fake_cuda/removed"
+    folder = ROOT / "tests/fake_cuda/everywhere"
     os.environ["MUTATIONS_REMOVED"] = json.dumps([str(ROOT / place.file), place.removed])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     runpy.run_path(str(folder / "sitecustomize.py"))

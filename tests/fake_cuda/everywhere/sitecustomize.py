@@ -1,3 +1,27 @@
-"""With this folder and the one above in PYTHONPATH all Python processes have the fake device, those that others start too."""
+"""With this folder in PYTHONPATH all Python processes, those that others start too, have the fake device, of the folder
+above, which has to be there as well; or, where `MUTATIONS_REMOVED` tells a path and what is left, import a file without what
+`mutations.py` removes.
+"""
 
-import fake_device  # noqa: F401
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+from typing import Any
+
+
+def leave_out(path: str, left: str) -> None:
+    """From now on this process imports a file so."""
+    get_code = importlib.machinery.SourceFileLoader.get_code
+
+    def without(self: Any, fullname: str) -> Any:
+        return compile(left, path, "exec") if self.path == path else get_code(self, fullname)
+
+    importlib.machinery.SourceFileLoader.get_code = without  # type: ignore[method-assign]
+
+
+if "MUTATIONS_REMOVED" in os.environ:
+    leave_out(*json.loads(os.environ["MUTATIONS_REMOVED"]))
+else:
+    import fake_device  # noqa: F401
