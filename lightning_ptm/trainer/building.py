@@ -66,6 +66,8 @@ class BuildingStrategy(CheckpointingStrategy):
         """What `page_size="auto"` has come to."""
         self._wide_products: bool | None = None
         """What `half_products="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
+        self._events = Events()
+        """Of the run in progress: who listens hears of what follows when it is laid out anew, too."""
         self._watches: Watches | None = None
         self._signals: Signals | None = None
         self._steps: OptimizerSteps | None = None
@@ -84,7 +86,9 @@ class BuildingStrategy(CheckpointingStrategy):
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         backend = self._backend
-        events = Events()
+        if not anew:
+            self._events = Events()
+        events = self._events
         progress = self._progress_for(trainer)
         if isinstance(self.checkpoint_io, FileCheckpointIO):
             self.checkpoint_io.progress = progress

@@ -338,7 +338,9 @@ class LaterInTwo(Blocks):
             self.blocks[0].requires_grad_(self.current_epoch == 3)
 
 
-def weights_of_parts(ranks: int, tensor: int, settings: dict[str, Any], kind: type[Blocks] = Later) -> dict[str, Tensor]:
+def weights_of_parts(
+    ranks: int, tensor: int, settings: dict[str, Any], kind: type[Blocks] = Later
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = kind()
     clip = 0.5 if module.automatic_optimization else None
