@@ -88,7 +88,7 @@ class DotGrad:
         return tuple(self._content.present)
 
     @property
-    def let_go(self) -> bool:
+    def is_forgotten(self) -> bool:
         """Whether the user has set all of it to None, of which the pages do not know yet (`module.zero_grad()`)."""
         gradients = self._binding.gradients()
         return bool(self._shown) and not any(self.here()) and all(gradients[slot] is None for slot in self._shown)

@@ -81,7 +81,7 @@ class FlatGradient:
     @property
     def waits_for_step(self) -> bool:
         """Whether there is one outside of `.grad`, or of the way there, that no step has used."""
-        return not self.in_place and not self.dot_grad.used.any and self.any and not self.dot_grad.let_go
+        return not self.in_place and not self.dot_grad.used.any and self.any and not self.dot_grad.is_forgotten
 
     @property
     def bytes(self) -> int:

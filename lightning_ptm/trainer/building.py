@@ -66,6 +66,8 @@ class BuildingStrategy(CheckpointingStrategy):
         """What `page_size="auto"` has come to."""
         self._wide_products: bool | None = None
         """What `half_products="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
+        self._events = Events()
+        """Of the run in progress: who listens hears of what follows when it is laid out anew, too."""
         self._watches: Watches | None = None
         self._signals: Signals | None = None
         self._steps: OptimizerSteps | None = None
@@ -84,7 +86,9 @@ class BuildingStrategy(CheckpointingStrategy):
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         backend = self._backend
-        events = Events()
+        if not anew:
+            self._events = Events()
+        events = self._events
         progress = self._progress_for(trainer)
         if isinstance(self.checkpoint_io, FileCheckpointIO):
             self.checkpoint_io.progress = progress
@@ -123,11 +127,8 @@ class BuildingStrategy(CheckpointingStrategy):
         )
         # A run that goes on from a checkpoint rounds as it would have done.
         self._engine.updates.number_of_step = lambda: trainer.global_step
-        if self._tensor_group is not None and exchanging is not None:
-            group, rendezvous = self._communicator.rank // exchanging.world_size, self._engine.rendezvous
-            exchanges = Exchanges(exchanging, group, rendezvous, self._engine.executor)
-            rendezvous.compare(self._tensor_groups(), exchanges.done)
-            self._tensor_group.connect(exchanges)
+        if exchanging is not None:
+            self._connect_tensor_group(exchanging, self._engine)
         self._interruption = Interruption(self._engine, self._module, self._saves)
         self._began_with = weakref.ref(self._module)
         self.precision_plugin.attach(self._engine, backend.name, wide_products=bool(self._wide_products))
@@ -155,6 +156,14 @@ class BuildingStrategy(CheckpointingStrategy):
         if self._tensor_group is None or not isinstance(self._communicator, ProcessGroupCommunicator):
             return None
         return self._communicator.part(self._tensor_groups(), exchanging=True)
+
+    def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
+        """Its layers exchange in the engine's rounds."""
+        assert self._tensor_group is not None and self._communicator is not None
+        group = self._communicator.rank // exchanging.world_size
+        exchanges = Exchanges(exchanging, group, engine.rendezvous, engine.executor)
+        engine.rendezvous.compare(self._tensor_groups(), exchanges.done)
+        self._tensor_group.connect(exchanges)
 
     def _tensor_groups(self) -> list[range]:
         """The ranks of each."""

@@ -131,7 +131,11 @@ class EndingStrategy(BuildingStrategy):
             self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
             kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
             keep_here = kept if self.is_global_zero else ()
-            if self._trains and not self._cut_off and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here):
+            if (
+                self._trains
+                and not self._cut_off
+                and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here)
+            ):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
 
     def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:

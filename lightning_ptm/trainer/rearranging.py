@@ -35,12 +35,11 @@ from lightning_ptm.trainer.ending import EndingStrategy
 from lightning_ptm.trainer.paged_states import opened
 from lightning_ptm.trainer.spent import spend
 
-
 log = logging.getLogger(__name__)
 
 _CUT_OFF = (
-    "the run was cut short while it was laid out anew for the parameters that there are now, so that what its optimizers have "
-    "learnt is incomplete; go on from an earlier checkpoint"
+    "the run was cut short while it was laid out anew for the parameters that there are now, so that what its optimizers "
+    "have learnt is incomplete; go on from an earlier checkpoint"
 )
 
 

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,40 @@ def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains
 def test_what_callbacks_keep_of_weights_goes_on(strategy_at: MakeStrategy) -> None:
     ours = run(Adding, strategy_at("masters_on_disk"), max_epochs=3, callbacks=[EMAWeightAveraging()])
     assert_alike(ours, run(Adding, None, max_epochs=3, callbacks=[EMAWeightAveraging()]))
+
+
+def test_who_listens_goes_on_hearing(strategy_at: MakeStrategy) -> None:
+    heard: list[int] = []
+
+    class Heard(Adding):
+        def on_train_start(self) -> None:
+            self.listening = ExitStack()
+            told = lambda _: heard.append(self.current_epoch)  # noqa: E731
+            self.listening.enter_context(self.trainer.strategy.trace_events(told))  # type: ignore[attr-defined]
+
+        def on_train_end(self) -> None:
+            self.listening.close()
+
+    run(Heard, strategy_at("masters_on_disk"), max_epochs=2)
+    assert set(heard) == {0, 1}
+
+
+@pytest.mark.parametrize("home", ON_DISK)
+def test_a_disk_that_fails_when_weights_are_given_back_is_told(strategy_at: MakeStrategy, home: str) -> None:
+    """After a run that was laid out anew: parameters of which nobody knows the values any more cannot be read."""
+
+    class Ending(Adding):
+        def on_train_end(self) -> None:
+            files.anew, files.left = True, 0
+
+    strategy, module = strategy_at(home), Ending()
+    files = strategy.file_ops = Failing(0)
+    files.numbers = {"preadv": errno.EIO}
+    files.duplicate = FileOps.duplicate.__get__(files)  # type: ignore[method-assign]
+    with pytest.raises(PageIOError, match="Input/output error"):
+        trainer(strategy, max_epochs=2, precision="bf16-mixed").fit(module, batches())
+    with pytest.raises(UsageError, match="values ended with its run"):
+        module.head.weight.sum()
 
 
 def test_units_are_recomputed_as_before(strategy_at: MakeStrategy) -> None:

@@ -67,8 +67,9 @@ class Net(L.LightningModule):
             self.head.bias.requires_grad_(True)
             self.optimizers().add_param_group({"params": more})
         if self.current_epoch == 2 and self.cut:
-            self.head.weight.requires_grad_(False)
-            self.blocks[0].weight.requires_grad_(False)
+            gone = [self.head.weight.requires_grad_(False), self.blocks[0].weight.requires_grad_(False)]
+            for group in self.optimizers().param_groups:  # else they would rest where they are
+                group["params"] = [each for each in group["params"] if all(each is not other for other in gone)]
             # What unfreezes nothing lays nothing out anew.
             self.further = nn.Parameter(torch.zeros(3, dtype=self.wide.bias.dtype))
 
@@ -338,7 +339,9 @@ class LaterInTwo(Blocks):
             self.blocks[0].requires_grad_(self.current_epoch == 3)
 
 
-def weights_of_parts(ranks: int, tensor: int, settings: dict[str, Any], kind: type[Blocks] = Later) -> dict[str, Tensor]:
+def weights_of_parts(
+    ranks: int, tensor: int, settings: dict[str, Any], kind: type[Blocks] = Later
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = kind()
     clip = 0.5 if module.automatic_optimization else None

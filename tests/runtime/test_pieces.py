@@ -71,7 +71,7 @@ def test_a_reading_that_ends_early_gives_its_buffers_back(allocator: Allocator) 
         reading.close()  # type: ignore[attr-defined]
     taken = [buffers.take(torch.float32) for _ in range(BUFFERS)]
     assert all(taken) and buffers.take(torch.float32) is None
-    with pytest.raises(InternalError, match="all buffers of torch.float32 are in use"):
+    with pytest.raises(InternalError, match=r"all buffers of torch\.float32 are in use"):
         next(pieces.chosen(allocator, tensor, [(0, CELL)], buffers))
 
 
