@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_ptm.memory.links import LinkStats
 from lightning_ptm.planning.fetching import Lookups
@@ -65,6 +65,37 @@ def collect(engine: Engine) -> Statistics:
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,
         tokens=dataclasses.replace(engine.expert_groups.stats) if engine.expert_groups is not None else None,
     )
+
+
+def together(earlier: Statistics | None, now: Statistics) -> Statistics:
+    """Of a run that was laid out anew in between: totals of both parts. `updates_per_step` is of the one that goes on."""
+    if earlier is None:
+        return now
+    links = {name: _sum(earlier.links.get(name), now.links.get(name)) for name in {**earlier.links, **now.links}}
+    staleness = _sum(earlier.staleness, now.staleness)
+    if earlier.staleness is not None and now.staleness is not None:
+        staleness = dataclasses.replace(staleness, maximum=max(earlier.staleness.maximum, now.staleness.maximum))
+    causes = {**earlier.stall_s, **now.stall_s}
+    return Statistics(
+        links=links,
+        stall_s={cause: earlier.stall_s.get(cause, 0.0) + now.stall_s.get(cause, 0.0) for cause in causes},
+        busy_s=earlier.busy_s + now.busy_s,
+        uses=_sum(earlier.uses, now.uses),
+        update_arithmetic_s=earlier.update_arithmetic_s + now.update_arithmetic_s,
+        staleness=staleness,
+        updates_per_step=now.updates_per_step,
+        tokens=_sum(earlier.tokens, now.tokens),
+    )
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """Of two of a dataclass of numbers, of which either may be missing."""
+    if first is None or second is None:
+        return second if first is None else first
+    added = {
+        field.name: getattr(first, field.name) + getattr(second, field.name) for field in dataclasses.fields(first)
+    }
+    return dataclasses.replace(second, **added)
 
 
 def audit(engine: Engine) -> tuple[UpdateAudit, ...]:

@@ -87,7 +87,7 @@ class BuildingStrategy(CheckpointingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         backend = self._backend
         if not anew:
-            self._events = Events()
+            self._events, self._before_laid_out = Events(), None
         events = self._events
         progress = self._progress_for(trainer)
         if isinstance(self.checkpoint_io, FileCheckpointIO):

@@ -56,6 +56,7 @@ class RearrangingStrategy(EndingStrategy):
             return
         for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
             warn_of_resized(self._engine, optimizer)
+        counted = self.statistics()
         if self._engine.blueprint.may_be_outside and self._engine.changes.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
@@ -63,6 +64,7 @@ class RearrangingStrategy(EndingStrategy):
             self._refuse(self._engine)
             with self._engine.changes.at_rest_as_trained():
                 self._lay_out_anew()
+        self._before_laid_out = counted
         self._tell_where_states_are()
 
     def _follow_other_parameters(self) -> None:

@@ -35,7 +35,7 @@ from lightning_ptm.runtime.inspection import (
 )
 from lightning_ptm.runtime.parts import Boxes, declared
 from lightning_ptm.runtime.rendezvous import Together
-from lightning_ptm.runtime.statistics import Statistics, collect
+from lightning_ptm.runtime.statistics import Statistics, collect, together
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.connected import ConnectedStrategy
 
@@ -48,6 +48,8 @@ class RunningStrategy(ConnectedStrategy):
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._interruption: Interruption | None = None
+        self._before_laid_out: Statistics | None = None
+        """Of the run in progress, of the time before it was laid out anew."""
         self._cut_off = ""
         """Why the run in progress has no states any more of which a checkpoint could be made; empty while it has."""
         self._cut: CutModule | None = None
@@ -111,7 +113,7 @@ class RunningStrategy(ConnectedStrategy):
 
     def statistics(self) -> Statistics:
         """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
-        return collect(self.engine)
+        return together(self._before_laid_out, collect(self.engine))
 
     def plan_text(self) -> str:
         """The plan that is followed, as a table: what is issued before each tick. See `callbacks.PlanPrinter`."""

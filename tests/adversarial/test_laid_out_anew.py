@@ -9,13 +9,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -672,3 +673,19 @@ def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
     module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
     assert 14 * sum(each.numel() for each in module.large.parameters()) > 200 << 20
     assert max(more_bytes) < 64 << 20
+
+
+def test_what_a_run_has_moved_is_counted_from_its_beginning(strategy_at: MakeStrategy) -> None:
+    seen: list[tuple[int, int, float]] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            now = trainer.strategy.statistics()
+            uses = now.uses
+            moved = sum(link.bytes for link in now.links.values())
+            seen.append((moved, uses.kept + uses.ahead + uses.late, now.update_arithmetic_s))
+
+    run(Unfreezing, strategy_at("masters_on_disk"), max_epochs=3, callbacks=[Looks()])
+    assert len(seen) > 6
+    assert all(before[0] < after[0] and before[1] < after[1] for before, after in pairwise(seen))
+    assert all(before[2] <= after[2] for before, after in pairwise(seen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_ptm.planning.fetching import Lookups
 from lightning_ptm.runtime.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.experts import TokenStats
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
-from lightning_ptm.runtime.statistics import audit, collect, last_audit
+from lightning_ptm.runtime.statistics import audit, collect, last_audit, together
 from lightning_ptm.terms import Tier
 
 NOW = (UpdateAudit("layers.0", 3, 1, 2, 0),)
@@ -103,3 +104,25 @@ def test_audits_are_of_lock_free_updates() -> None:
 )
 def test_none_lost_and_none_twice(produced: int, applied: int, pending: int, skipped: int, balanced: bool) -> None:
     assert UpdateAudit("", produced, applied, pending, skipped).balanced is balanced
+
+
+def test_a_run_that_was_laid_out_anew_is_told_of_as_one() -> None:
+    before = collect(engine(updates=Counted()))
+    assert together(None, before) is before
+    after = dataclasses.replace(
+        before,
+        links={"host_to_disk": LinkStats(5, 2, 0.25), **before.links},
+        staleness=StalenessStats(reads=1, total=9, maximum=9, steps=1),
+        updates_per_step=0.25,
+        tokens=None,
+    )
+    both = together(before, after)
+    assert both.links == {
+        "host_to_disk": LinkStats(5, 2, 0.25),
+        **{name: LinkStats(2 * link.bytes, 2 * link.transfers, 2 * link.busy_s) for name, link in before.links.items()},
+    }
+    assert both.stall_s == {cause: 2 * seconds for cause, seconds in before.stall_s.items()}
+    assert (both.busy_s, both.update_arithmetic_s) == (2 * before.busy_s, 2 * before.update_arithmetic_s)
+    assert both.uses == Lookups(2 * before.uses.kept, 2 * before.uses.ahead, 2 * before.uses.late)
+    assert both.staleness == StalenessStats(reads=5, total=15, maximum=9, steps=3)
+    assert both.updates_per_step == 0.25 and both.tokens == before.tokens
