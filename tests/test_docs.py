@@ -40,7 +40,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 README_WORDS = 1200
 
 NOT_RUN = {
-    "launching.md": ["needs a SLURM cluster", "needs a Kubernetes cluster"],
+    "launching.md": ["needs two machines", "needs a SLURM cluster", "needs a Kubernetes cluster"],
     "measured.md": ["measures for half an hour, and needs a machine on which nothing else runs"],
 }
 """Why blocks are neither run nor, but for our own commands, looked at."""

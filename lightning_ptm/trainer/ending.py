@@ -20,6 +20,7 @@ from lightning_ptm.checkpoints import afterwards, restore
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, UsageError
+from lightning_ptm.events import Events
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.audits import UpdateAudit
 from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
@@ -157,7 +158,8 @@ class EndingStrategy(BuildingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        state = {**super().__getstate__(), "_began_with": None, "_spent": []}
+        state = {**super().__getstate__(), "_began_with": None, "_spent": [], "_before_laid_out": None}
+        del state["_events"]  # who listens to this run listens to no copy
         engine = self._engine
         if engine is None:
             return state
@@ -189,4 +191,5 @@ class EndingStrategy(BuildingStrategy):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         spend(state["_spent"])
+        self._events = Events()
         super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
