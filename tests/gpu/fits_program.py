@@ -13,14 +13,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
-import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import fake_device  # before torch
+import fake_device  # noqa: F401 before torch
 import lightning as L
+import told_cases
 import torch
 from fake_library import NAME
 from fit_cases import ACCUMULATED, CASES, CASES_OF_PARTS, CASES_OF_RANKS, CLIPS, HOMES, SAVES, settings_of
@@ -32,7 +31,6 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel import Columns, Rows
-from lightning_ptm.runtime import offload
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 ALL = CASES if WORLD_SIZE == 1 else [*CASES_OF_RANKS, *CASES_OF_PARTS]
@@ -204,39 +202,29 @@ def check(number: int, folder: Path) -> None:
     saves, model = case[2], training[0]
     disk, path = folder / "disk", folder / "half.ckpt"
     disk.mkdir(parents=True, exist_ok=True)  # another rank may have
-    before = fake_device.lib.fc_races()
-
     settings = settings_of(case)
 
     def strategy() -> AngelPTMStrategy:
         return AngelPTMStrategy(page_size="64KiB", poison=True, disk_path=disk, **settings, **UNITS[model])
 
-    whole = train(training, strategy(), None, *([Saves(path)] if SAVES[saves] else []))
-    same(whole, expected(training), EPOCHS)
-    assert (whole.sent_bytes > 0) == (settings["activations"] == "host"), whole.sent_bytes
-    if SAVES[saves]:
-        same(train(training, strategy(), path), whole, 1)
-    races = fake_device.lib.fc_races() - before
-    assert not races, f"{races} accesses that no wait has ordered behind an earlier one"
+    with told_cases.in_order():
+        whole = train(training, strategy(), None, *([Saves(path)] if SAVES[saves] else []))
+        same(whole, expected(training), EPOCHS)
+        assert (whole.sent_bytes > 0) == (settings["activations"] == "host"), whole.sent_bytes
+        if SAVES[saves]:
+            same(train(training, strategy(), path), whole, 1)
     assert not list(disk.iterdir())
 
 
 def prepare() -> None:
-    """This process."""
-    fake_device.watch_files()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    offload.LEAST_BYTES = 4096  # else activations as small as these stay
+    told_cases.prepare(least_bytes=4096)
 
 
 def main(folder: Path, numbers: list[int]) -> None:
     prepare()
-    for number in numbers:
-        try:
-            check(number, folder / str(number))
-            print(f"case {number}: ok", flush=True)
-        except Exception:
-            print(f"case {number}: failed\n{', '.join(ALL[number])}\n{traceback.format_exc()}", flush=True)
+    told_cases.go_through(
+        (f"case {number}", ", ".join(ALL[number]), partial(check, number, folder / str(number))) for number in numbers
+    )
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import fake_device  # before torch
+import fake_device  # noqa: F401 before torch
 import lightning as L
+import told_cases
 import torch
 from fit_cases import HOMES, SMALL
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -31,7 +30,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.runtime import offload
 
 VOCABULARY, WIDTH, LENGTH, ROWS, BATCHES = 64, 64, 16, 4, 8
 PLACES: dict[str, dict[str, Any]] = {**HOMES, "masters in RAM": {"parameter_home": "device", "master_home": "host"}}
@@ -364,31 +362,20 @@ def check(case: str, folder: Path) -> None:
     settings = {**PLACES[home], **ACTIVATIONS[activations[0] if activations else "keep"]}
     if home == "masters in RAM":
         settings = {**SMALL, **settings, "device_memory": "4MiB"}
-    before = fake_device.lib.fc_races()
     strategy = {"page_size": "64KiB", "poison": True, "disk_path": folder, **settings}
-    found = train(name, "gpu", lambda: AngelPTMStrategy(**strategy))
-    for what, ours, theirs in zip(("losses", "weights", "notes"), found, expected(name), strict=True):
-        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)), what
-    races = fake_device.lib.fc_races() - before
-    assert not races, f"{races} accesses that no wait has ordered behind an earlier one"
+    with told_cases.in_order():
+        found = train(name, "gpu", lambda: AngelPTMStrategy(**strategy))
+        for what, ours, theirs in zip(("losses", "weights", "notes"), found, expected(name), strict=True):
+            assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)), what
 
 
 def prepare() -> None:
-    """This process."""
-    fake_device.watch_files()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    offload.LEAST_BYTES = 1024  # else activations as small as these stay
+    told_cases.prepare(least_bytes=1024)
 
 
 def main(folder: Path, cases: list[str]) -> None:
     prepare()
-    for case in cases:
-        try:
-            check(case, folder)
-            print(f"{case}: ok", flush=True)
-        except Exception:
-            print(f"{case}: failed\n{traceback.format_exc()}", flush=True)
+    told_cases.go_through((case, case, partial(check, case, folder)) for case in cases)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ Each takes the same batches of tokens; its loss is in the dtype of its weights, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.comm import direct
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.moe import Router
 from lightning_ptm.models.t5 import shifted
@@ -169,6 +171,7 @@ class Run:
 
     Attributes:
         micro_batches: one rank goes through the batches of so many ranks, one after the other, and adds gradients up.
+        way: by which ranks reach each other, of WAYS.
     """
 
     model: str
@@ -184,6 +187,7 @@ class Run:
     evictions: int | None = None
     """Seed of random ones, others on each rank; None: the policy's alone."""
     micro_batches: int = 1
+    way: str = "neighbours"
 
     def on_one(self) -> Run:
         divided = ("tensor_parallel", "expert_parallel", "sequence_parallel")
@@ -270,8 +274,30 @@ def batches(how: Run) -> DataLoader[Any]:
     return DataLoader(rows, BATCH // data // how.micro_batches, sampler=sampler)  # type: ignore[arg-type]
 
 
+WAYS = ("neighbours", "gloo")
+"""Directly, as ranks of one machine do, or by process groups alone, as those of several machines."""
+
+
+@contextlib.contextmanager
+def by(way: str) -> Iterator[None]:
+    """This rank's process makes its connections so."""
+    kept, asked = (direct.connected, direct.neighbours), []
+    if way == "gloo":
+        direct.connected = direct.neighbours = lambda *args, **named: asked.append(args)  # type: ignore[assignment, func-returns-value]
+    try:
+        yield
+        assert asked or way != "gloo", "nobody has asked for connections, which are made otherwise now"
+    finally:
+        direct.connected, direct.neighbours = kept
+
+
 def train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     """One rank's part."""
+    with by(how.way):
+        return _train(how, disk, *callbacks)
+
+
+def _train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     os.environ.setdefault("RANK", "0")
     torch.manual_seed(0)
     module = build(how.model, how.sizes)

@@ -11,11 +11,11 @@ import pytest
 import rank_tensor_models
 import torch
 from rank_harness import End, run_ranks, watch_ranks
-from rank_tensor_models import Outcome, PreciseGPT, Run, assert_same_learning, train
+from rank_tensor_models import WAYS, Outcome, PreciseGPT, Run, assert_same_learning, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm.comm import ProcessGroupCommunicator, direct, patience
+from lightning_ptm.comm import ProcessGroupCommunicator, patience
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.models.gpt import Block
 
@@ -244,9 +244,6 @@ class SwapsInEvaluationAndGoesOn(SwapsInEvaluation):
         raise AssertionError("a batch of which ranks have computed different things has ended")
 
 
-WAYS = ["neighbours", "gloo"]
-
-
 def fail_together(
     kind: type[PreciseGPT], disk: Path, long_s: float = 5.0, way: str = "neighbours"
 ) -> tuple[str, float]:
@@ -254,20 +251,15 @@ def fail_together(
 
     Args:
         long_s: after which a rank says what it waits for, and asks what others do.
-        way: ranks exchange by way of each other, as on one machine, or of process groups alone.
+        way: of WAYS.
     """
     patience._LONG_S = long_s  # of this rank's process
     rank_tensor_models.MODELS["fails"] = kind
     began_s = time.monotonic()
-    kept = direct.connected, direct.neighbours
-    if way == "gloo":
-        direct.connected = direct.neighbours = lambda *args, **named: None  # type: ignore[assignment]
     try:
-        train(Run("fails", 2, 2, steps=STEPS), disk)
+        train(Run("fails", 2, 2, steps=STEPS, way=way), disk)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began_s
-    finally:
-        direct.connected, direct.neighbours = kept
     raise AssertionError("fit ended without an error")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from rank_harness import run_ranks
-from rank_tensor_models import STEPS, Outcome, Run, assert_same_learning, train
+from rank_tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learning, train
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,32 @@ def test_it_learns_what_one_rank_learns(ranks: int, tensor: int, tier: str, whol
     outcomes = run_ranks(train, ranks, Run("gpt", ranks, tensor, tier), disk, limit_s=240)
     assert_same_learning(outcomes, whole)
     assert all(each.mesh == {"data_parallel": ranks // tensor, "tensor_parallel": tensor} for each in outcomes)
+
+
+OVER_GLOO = {
+    "with data, masters on disk": Run("gpt", 4, 2, "masters_on_disk", way="gloo"),
+    "all on disk": Run("gpt", 2, 2, "all_on_disk", way="gloo"),
+    "between sequences": Run("gpt", 2, 2, settings={"sequence_parallel": True}, way="gloo"),
+    "units given up": Run("gpt", 2, 2, "all_on_disk", evictions=0, way="gloo"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each == "between sequences" else pytest.param(each, marks=pytest.mark.in_turn) for each in OVER_GLOO],
+)
+def test_ranks_that_are_not_on_one_machine_learn_it_too(name: str, whole: Outcome, disk: Path) -> None:
+    """They reach each other by process groups alone."""
+    how = OVER_GLOO[name]
+    assert_same_learning(run_ranks(train, how.ranks, how, disk, limit_s=240), whole)
+
+
+def test_two_ranks_have_the_same_bits_whichever_way_they_exchange(disk: Path) -> None:
+    """The sum of two numbers is the same in either order."""
+    found = [run_ranks(train, 2, Run("gpt", 2, 2, steps=3, way=way), disk) for way in WAYS]
+    for near, over_gloo in zip(*found, strict=True):
+        assert near.losses == over_gloo.losses
+        assert all(torch.equal(near.weights[name], value) for name, value in over_gloo.weights.items())
 
 
 def test_it_is_clipped_by_one_ranks_norm(disk: Path) -> None:
