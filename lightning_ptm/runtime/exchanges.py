@@ -13,7 +13,7 @@ I1: between an occasion and the next exchange lies a gathering of the group, whi
 have exchanged something else since the one before: each tells a digest of all that it has exchanged, of whose layers, and of
 which batches (`computes`), which so costs nothing more. Ranks of one machine tell the digest with each exchange, too, and
 compare before they read (comm/neighbours.py I1). What is exchanged behind the last gathering of a pass is compared where the
-pass ends (runtime/rendezvous.py I3), before an update uses it.
+pass ends (runtime/rendezvous.py I3), before the step; an update that begins in the backward may have used it by then.
 I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
 (`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
 """
