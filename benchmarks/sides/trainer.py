@@ -148,9 +148,10 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
     if settings is None:
         return "auto"
     import lightning_ptm
-    from lightning_ptm.parallel import Columns, Rows
 
     if settings.get("tensor_parallel_size", 1) > 1:
+        from lightning_ptm.parallel import Columns, Rows
+
         plan = {
             "attention.qkv": Columns(parts=3, heads="heads"),
             "attention.out": Rows(),
