@@ -31,6 +31,8 @@ _LENGTH = struct.Struct("<q")
 _RANK = struct.Struct("<q")
 _MOST_RANKS = 16
 """Of one machine: each has a socket for each of the others."""
+_PART_BYTES = 1 << 14
+"""Of a text, before the others' are read: a socket holds ten times as much, and nobody blocks who writes to it."""
 _CONNECT_S = 30.0
 """For ranks that have all said that they are about to."""
 _INTERRUPTED_S = 5.0
@@ -150,15 +152,17 @@ class Connections:
     def tell_text(self, text: str) -> list[str]:
         """What all ranks say, by rank. Raises as `tell`."""
         ours = text.encode()
-        lengths = self._exchange(_LENGTH.pack(len(ours)))
-        lengths.wait()
-        self._send(ours)
-        texts = {self.rank: ours}
-        for rank, told in lengths.messages().items():
-            (size,) = _LENGTH.unpack(told)
-            arriving = Arriving({rank: self._peers[rank]}, size, self._limit_s)
-            arriving.wait()
-            texts[rank] = arriving.messages()[rank]
+        arriving = self._exchange(_LENGTH.pack(len(ours)))
+        arriving.wait()
+        lengths = {rank: _LENGTH.unpack(told)[0] for rank, told in arriving.messages().items()}
+        texts = dict.fromkeys(range(self.world_size), b"") | {self.rank: ours}
+        for start in range(0, max(len(ours), *lengths.values()), _PART_BYTES):
+            self._send(ours[start : start + _PART_BYTES])
+            for rank, length in lengths.items():
+                size = min(_PART_BYTES, max(0, length - start))
+                part = Arriving({rank: self._peers[rank]}, size, self._limit_s)
+                part.wait()
+                texts[rank] += part.messages()[rank]
         return [texts[rank].decode() for rank in range(self.world_size)]
 
     def close(self) -> None:

@@ -142,25 +142,47 @@ def neighbours(
         gather: what every rank gives, on all of them. Collective.
         wait, differ: as of `Neighbours`.
     """
-    own: int | None = None
-    if hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate"):
-        try:
-            own = os.memfd_create("lightning_ptm")
-            os.posix_fallocate(own, 0, 2 * HALF_BYTES)  # a lack of memory shows here, and not when it is written to
-        except OSError:
-            own = None
+    own = _shared_file()
     found = connected(rank, world_size, limit, gather, own)
     files = [] if found is None else found[1]
     try:
-        if found is None or len(files) < world_size or min(files) < 0:
-            if found is not None:
-                found[0].close()
+        if found is None:
             return None
-        windows = [torch.frombuffer(mmap.mmap(file, 2 * HALF_BYTES), dtype=torch.uint8) for file in files]
+        windows = _windows(files, world_size)
+        # One rank alone may lack them: its limit of open files or of memory is its own.
+        if any(gather(windows is None)) or windows is None:
+            found[0].close()
+            return None
         return Neighbours(found[0], windows, wait, differ)
     finally:
         for file in {*files, *([] if own is None else [own])} - {-1}:
             os.close(file)
+
+
+def _shared_file() -> int | None:
+    """A new file in RAM that holds a window; None where there is none, or no room for it."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        file = os.memfd_create("lightning_ptm")
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, 2 * HALF_BYTES)  # a lack of memory shows here, and not when it is written to
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def _windows(files: Sequence[int], world_size: int) -> list[Tensor] | None:
+    """Of all ranks, by rank; None where one has given none, or it cannot be had here."""
+    if len(files) < world_size or min(files) < 0:
+        return None
+    try:
+        return [torch.frombuffer(mmap.mmap(file, 2 * HALF_BYTES), dtype=torch.uint8) for file in files]
+    except OSError:
+        return None
 
 
 __all__ = ["HALF_BYTES", "Neighbours", "neighbours"]

@@ -81,7 +81,7 @@ def test_all_ranks_are_told_what_each_tells_by_rank(size: int) -> None:
             assert all_ranks(size, lambda rank: made[rank].tell(rows[rank], wait)) == [rows] * size
 
 
-@pytest.mark.parametrize("lengths", [(0, 7), (3, 0, 200_000), (0, 0)])
+@pytest.mark.parametrize("lengths", [(0, 7), (3, 0, 200_000), (0, 0), (2_000_000, 2_000_000), (1 << 14, (1 << 14) + 1)])
 def test_texts_of_any_length_reach_all(lengths: tuple[int, ...]) -> None:
     texts = [str(rank) * length for rank, length in enumerate(lengths)]
     with ranks(len(lengths)) as made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from test_connections import Table, all_ranks
 from torch import Tensor
 
+from lightning_ptm.comm import connections
 from lightning_ptm.comm import neighbours as module
 from lightning_ptm.comm.connections import Connections
 from lightning_ptm.comm.neighbours import Neighbours, neighbours
@@ -125,19 +127,34 @@ def test_of_different_exchanges_nothing_is_read_and_all_are_told(ranks: list[Nei
         assert json.loads(str(found)) == [f"rank {rank} is here" for rank in range(len(ranks))]
 
 
-def test_a_rank_without_memory_to_share_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, calls = module.os.posix_fallocate, []
+@pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's"])
+def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever only one of them lacks, and no file stays open."""
+    owner, name = {
+        "room": (module.os, "posix_fallocate"),
+        "address space": (module.mmap, "mmap"),
+        "a file": (module.os, "memfd_create"),
+        "a file of another's": (connections.socket, "recv_fds"),
+    }[lacks]
+    kept, calls = getattr(owner, name), []
 
-    def fallocate(*args: Any) -> None:
+    def lacking(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == 1:
-            raise OSError("no memory")
-        kept(*args)
+        if len(calls) > 1:
+            return kept(*args)
+        if lacks != "a file of another's":
+            raise OSError("no room")
+        told, files, *more = kept(*args)
+        for file in files:
+            os.close(file)
+        return told, [], *more  # as the kernel does at the limit of open files
 
-    monkeypatch.setattr(module.os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(owner, name, lacking)
     table = Table(2)
+    before = len(os.listdir("/proc/self/fd"))
 
     def make(rank: int) -> Neighbours | None:
         return neighbours(rank, 2, timedelta(seconds=5), table.gather(rank), lambda work: work.wait(), differ)
 
     assert all_ranks(2, make) == [None, None]
+    assert len(os.listdir("/proc/self/fd")) <= before
