@@ -687,5 +687,7 @@ def test_what_a_run_has_moved_is_counted_from_its_beginning(strategy_at: MakeStr
 
     run(Unfreezing, strategy_at("masters_on_disk"), max_epochs=3, callbacks=[Looks()])
     assert len(seen) > 6
-    assert all(before[0] < after[0] and before[1] < after[1] for before, after in pairwise(seen))
-    assert all(before[2] <= after[2] for before, after in pairwise(seen))
+    assert all(before[1] < after[1] for before, after in pairwise(seen))
+    # Of a step's transfers and updates some are counted in the next one.
+    assert all(before[0] <= after[0] and before[2] <= after[2] for before, after in pairwise(seen))
+    assert seen[0][0] < seen[-1][0] and seen[0][2] < seen[-1][2]

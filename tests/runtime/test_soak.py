@@ -116,6 +116,9 @@ class ThingsNow:
     MOST_SAMPLES = 1 << 17
     """Their memory is taken at the beginning: lists that grow for an hour are found, too."""
 
+    LEAST_SAMPLES = 12
+    """For a line."""
+
     def __init__(self) -> None:
         self.samples = numpy.full((len(self.MOST), self.MOST_SAMPLES), numpy.nan)
         self.count = 0
@@ -154,7 +157,7 @@ class ThingsNow:
     def check(self) -> None:
         grown = self.grown()
         print(self.count, "samples,", {name: round(value, 1) for name, value in grown.items()})
-        assert self.count >= 12, "too few samples for a line"
+        assert self.count >= self.LEAST_SAMPLES
         too_much = {name: self.course(name) for name, value in grown.items() if value > self.MOST[name]}
         assert too_much == {}, "whether it grew bit by bit or at once is seen in these samples"
 
@@ -205,7 +208,7 @@ class Looks(L.Callback):
         if trainer.global_step % EVERY == EVERY // 2:
             trainer.strategy.wait_for_checkpoint()
             self.things.look(self._kept, trainer.strategy)
-            trainer.should_stop = time.monotonic() > self._end
+            trainer.should_stop = time.monotonic() > self._end and self.things.count >= ThingsNow.LEAST_SAMPLES
 
 
 def soak(strategy: Any, kept: Path, seconds: float, leak: Any = None) -> ThingsNow:
