@@ -50,17 +50,15 @@ def mark_slow(items: Sequence[pytest.Item], all_tiers: Sequence[str], turn: Turn
         left_out: set[str] = set()
         if set(map(_tier_of, cases)) == set(all_tiers):
             left_out = set(all_tiers) - set(all_tiers[zlib.crc32(name.encode()) % 3 :: 3])
-        quick = _covering(name, [case for case in cases if _is_quick(case, left_out)])
+        quick = _one_in(_covering(name, [case for case in cases if _is_quick(case, left_out)]))
         for case in cases:
             if case not in quick and not (turn or Turn()).has(case.nodeid):
                 case.add_marker(pytest.mark.slow)
 
 
 def _is_quick(case: pytest.Item, left_out: Set[str]) -> bool:
-    chosen, named = case.get_closest_marker("one_in"), case.get_closest_marker("quick_tiers")
+    named = case.get_closest_marker("quick_tiers")
     if case.get_closest_marker("slow") is not None or case.get_closest_marker("in_turn") is not None:
-        return False
-    if chosen is not None and zlib.crc32(case.nodeid.encode()) % chosen.args[0] > 0:
         return False
     tier = _tier_of(case)
     return tier not in left_out if named is None else tier in ("", *named.args)
@@ -81,3 +79,11 @@ def _covering(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
     assert len(by_choices) == len(cases), f"{name}: cases that differ in nothing"
     assert mark.args[0] <= len(next(iter(by_choices))), f"{name}: fewer choices than are to meet"
     return [by_choices[chosen] for chosen in few(list(by_choices), zlib.crc32(name.encode()), mark.args[0])]
+
+
+def _one_in(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of these cases of a test, as many as its mark `one_in` asks for; without the mark all."""
+    mark = cases[0].get_closest_marker("one_in") if cases else None
+    if mark is None:
+        return cases
+    return sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))[:: mark.args[0]]

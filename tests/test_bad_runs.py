@@ -129,6 +129,7 @@ class BreakableFiles(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("fault", "number", "what"),
@@ -334,6 +335,7 @@ def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", [_prune, _replace, _write])
 @pytest.mark.parametrize("tier", EVERYWHERE)
 def test_a_parameter_that_is_changed_by_hand(strategy_at: Any, tier: str, change: Callable[[Stack], None]) -> None:

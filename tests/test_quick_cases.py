@@ -51,6 +51,15 @@ def test_every_two_values_meet_where_that_is_asked_for() -> None:
     assert len(quick) < 24
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_one_case_in_so_many_is_quick_and_one_at_least(count: int) -> None:
+    quick = {name: quick_cases("abcd", "xy", marks=[pytest.mark.one_in(count)], name=name) for name in "pqr"}
+    assert {len(cases) for cases in quick.values()} == {-(-8 // count)}
+    assert count == 1 or len({tuple(cases) for cases in quick.values()}) > 1  # not those of all tests alike
+    both = quick_cases("abcd", "xyz", marks=[pytest.mark.covering(1), pytest.mark.one_in(count)])
+    assert len(both) == -(-4 // count)
+
+
 def test_without_the_mark_all_are_quick_and_what_is_slow_stays_so() -> None:
     assert len(quick_cases("abcd", "xyz", marks=[])) == 12
     assert quick_cases("abcd", "xyz", marks=[pytest.mark.covering(1), pytest.mark.slow]) == []

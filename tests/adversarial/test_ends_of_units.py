@@ -289,6 +289,7 @@ KINDS: list[Callable[[], LightningModule]] = [Program, Adapters, Survives, Survi
 KINDS += [Objects, Closures, Slots, Attributes, Cycles, RegionsInside, Mapped, AddedUp, AddedUpRaw, BackwardFirst]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
 @pytest.mark.parametrize("recompute", ["none", "all"])

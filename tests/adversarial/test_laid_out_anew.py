@@ -260,6 +260,7 @@ BUILDS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", ON_DISK)
@@ -468,6 +469,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
         run(Cut, strategy, max_epochs=2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("call", "after", "precision", "there"),
     [
@@ -583,6 +585,7 @@ def test_what_lies_elsewhere_is_moved_once(strategy_at: MakeStrategy) -> None:
     assert of_pages == in_ram + 3 * 4 * sum(each.numel() for each in was)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("home", PAGED)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=["true", "mixed"])
 def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, options: dict[str, Any]) -> None:
@@ -594,6 +597,7 @@ def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, optio
         judge(Cut, strategy_at(home), max_epochs=3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("build", [Adding, Cut, Refreezing])
 def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(

@@ -338,6 +338,7 @@ BUILDS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", HOMES)

@@ -56,6 +56,7 @@ def pruned(strategy: Any, how: dict[str, Any], build: type[Judged] = Validated, 
     return module
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("permanent", [True, False])
 @pytest.mark.parametrize("how", PRUNED)
@@ -65,6 +66,7 @@ def test_it_prunes_as_with_a_plain_trainer(strategy_at: MakeStrategy, place: str
     assert_alike(pruned(strategy_at(place), options), pruned(None, options))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("how", PRUNED)
 @pytest.mark.parametrize("place", ["masters_on_disk", "three_tiers"])

@@ -150,6 +150,7 @@ def after(program: Program, strategy: Any, folder: Path) -> Drawing:
     return module
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("program", "home"),
     [

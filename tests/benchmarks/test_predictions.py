@@ -27,6 +27,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "name"), RUNS)
 def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

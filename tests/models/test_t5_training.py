@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("where", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize(("name", "settings"), CASES)

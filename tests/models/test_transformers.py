@@ -337,6 +337,7 @@ def test_the_models_own_activation_checkpointing(strategy_at, name, where, setti
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_built_on_the_meta_device(strategy_at, name, where) -> None:

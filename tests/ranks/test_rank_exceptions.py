@@ -113,6 +113,7 @@ def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others
     return text, told, time.monotonic() - started
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("build", "kind", "callback", "why"),
     [

@@ -47,6 +47,7 @@ class RoundedBefore(Frozen):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)  # the loop goes through all
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("tiers", [["ram", "all_on_disk"], ["three_tiers", "lock_free"]])

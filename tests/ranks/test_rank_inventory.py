@@ -146,6 +146,7 @@ def every_third(named: dict[str, Case], first: int) -> dict[str, Case]:
     return dict(list(named.items())[first::3])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("build", "more", "third"),
     [

@@ -99,6 +99,7 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("home", "whole"),
     [

@@ -62,6 +62,7 @@ def test_every_tier_is_plain_data_parallelism(
     assert not torch.equal(ours[0].losses[0], ours[1].losses[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @tiers_together("masters_on_disk+lock_free", "three_tiers")
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -75,6 +76,7 @@ def test_settings_that_change_no_bit(settings: dict[str, Any], precision: str, t
         ours[rank].assert_equal(theirs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @tiers_together("ram+all_on_disk", "three_tiers")
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -86,6 +88,7 @@ def test_accumulation(world_size: int, precision: str, tiers: list[str], disk: P
         ours[rank].assert_equal(theirs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -43,6 +43,7 @@ def save(folder: Path, name: str = "model.safetensors", **changes: torch.Tensor)
     return folder / name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("world_size", "precision", "tiers"),
     [(2, "bf16-mixed", ["ram", "three_tiers", "lock_free"]), (3, "32-true", ["all_on_disk"])],

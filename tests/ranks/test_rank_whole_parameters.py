@@ -65,6 +65,7 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
     assert_as_plain(Training(build), 2, disk, list(TIERS))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @tiers_together("masters_on_disk+lock_free", "three_tiers")
 @pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])

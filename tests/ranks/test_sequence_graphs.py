@@ -118,6 +118,7 @@ def differences(request: pytest.FixtureRequest) -> list[dict[str, float]]:
     return run_ranks(largest_differences, 2, SHAPES[request.param])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_what_whole_blocks_give(differences: list[dict[str, float]], way: str) -> None:

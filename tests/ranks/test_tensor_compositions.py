@@ -33,6 +33,7 @@ def named(program: str) -> object:
     return pytest.param(program, id=program, marks=() if program in QUICK else pytest.mark.in_turn)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("program", [named(each) for each in PROGRAMS])

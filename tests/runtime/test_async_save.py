@@ -96,6 +96,7 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
     assert not list((tmp_path / "behind").glob(f"{PARTIAL}*"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
@@ -108,6 +109,7 @@ def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: P
         assert same(load(tmp_path / "it" / name), load(expected / name)), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "lock_free"])
 def test_updates_wait_when_there_is_no_room_for_copies(
     strategy_at, tier: str, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +232,7 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
 )

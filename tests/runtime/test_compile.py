@@ -127,6 +127,7 @@ BUILDS = [BlocksReplaced, BlocksInPlace, ForwardsOfBlocks, LayersOfBlocks, AFunc
 SMALL = {"device_memory": "768KiB"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*compiled as a whole")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)

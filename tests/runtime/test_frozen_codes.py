@@ -135,6 +135,7 @@ def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_co
     assert {size for name, size in kept.homes.items() if not coded(name)} == {4.0}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["full", "sharded", "async"])
 @pytest.mark.parametrize("code", ["int8", "nf4"])

@@ -166,6 +166,7 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 """Gradients that are held back are added up by compute where it has all cores, and they lie in `.grad`."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
@@ -314,6 +315,7 @@ class Plain(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
@@ -346,6 +348,7 @@ def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
     assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cores", [1, 2])
 def test_so_they_do_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(
     strategy_at, monkeypatch, cores
@@ -538,6 +541,7 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.in_turn)])
 def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
     """The first batch of a run too, of which nobody knows how many steps it will take."""
@@ -599,6 +603,7 @@ OFTEN = ("Adagrad", "NAdam", "RMSprop", "plain SGD")
 """AdamW is what others train with."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.in_turn) for name in OPTIMIZERS]
 )
@@ -709,6 +714,7 @@ def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_
     timer.join()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.in_turn), "bf16-mixed"])
 def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
     ours = run(strategy_at("lock_free"), built(), precision=precision)
@@ -847,6 +853,7 @@ class EndsPasses(Watch):
 FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("follows", [True, False])

@@ -372,6 +372,7 @@ class Alternating(Stack):
         return super().middle(x, index)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("bound", "settings", "options"),
     [

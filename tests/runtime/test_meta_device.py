@@ -137,6 +137,7 @@ def eager(build: type[Late]) -> type[Late]:
     return Eager
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "build",

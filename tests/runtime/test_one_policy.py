@@ -36,6 +36,7 @@ NARROW = {**LITTLE, "host_memory": "2944KiB"}
 """Of RAM, so that compute waits for updates where the gradients of more than two units do."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("where", "settings", "slow"),

@@ -65,6 +65,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.in_turn)])
 def test_kinds_of_file_systems_work(kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", kind, SIZE) as disk:
@@ -98,6 +99,7 @@ def expected(tmp_path: Path) -> Path:
     return tmp_path / "expected"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("kind", ["full", "sharded", "async", "lock-free"])
@@ -120,6 +122,7 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
         assert sorted(path.name for path in disk.iterdir() if path.name != "lost+found") == ["kept"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.in_turn), "async", "lock-free"])
 def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
@@ -131,6 +134,7 @@ def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: 
     check_kept(kept, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", list(SAVES))
 def test_the_disk_of_the_checkpoints_breaks_down(kind: str, tmp_path: Path) -> None:
     pages = tmp_path / "pages"

@@ -107,6 +107,7 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_decision_by_decision(disk: Path, name: str) -> None:
     kind, given = RUNS[name]

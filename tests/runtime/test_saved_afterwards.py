@@ -44,6 +44,7 @@ class SavesAtTheEnd(L.Callback):
 IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "master_home": "host"}}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", IN_RAM.values(), ids=IN_RAM)
 @pytest.mark.parametrize("kind", ["full", "sharded"])

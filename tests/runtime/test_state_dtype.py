@@ -35,6 +35,7 @@ def in_ram() -> dict[str, Outcome]:
     return {word: trained(AngelPTMStrategy(page_size="64KiB", state_dtype=word))[0] for word in ("auto", *WORDS)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("word", WORDS)
 def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
@@ -48,6 +49,7 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
     assert abs(float(rounded[-1]) / float(exact[-1]) - 1) < 0.01
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])

@@ -75,6 +75,7 @@ class PassesTheEmbedding(Stack):
         return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", ["none", "all", "every 2nd"])
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def with_options_plainly(name: str) -> dict[str, Any]:
     return with_options("auto", name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("name", OPTIONS)
@@ -222,6 +223,7 @@ def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
         trainer(strategy_at("ram", state_dict_type="sharded"), callbacks=[cb.EMAWeightAveraging()]).fit(model())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -340,6 +342,7 @@ def tuned_plainly() -> Any:
     return tuned("auto")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
 def test_tuner(strategy_at, tier) -> None:
     assert_same(tuned(strategy_at(tier)), tuned_plainly())
