@@ -308,7 +308,7 @@ class _Replay:
         pages = 0
         for flat in self._gradients_of(unit, alone=alone):
             reduced = 0 if alone else flat.longest_shard_bytes
-            so_far = flat.gradient_bytes if to_device and flat.world_size == 1 else 0
+            so_far = flat.gradient_bytes if to_device and not flat.shared else 0
             pages += -(-max(reduced, so_far) // self._layout.page_size)
         return pages
 
