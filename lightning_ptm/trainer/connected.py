@@ -38,10 +38,11 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.device_mesh import MeshOfOne, mesh_of
+from lightning_ptm.trainer.device_mesh import MeshOfOne, last_mesh, mesh_of
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.same_batches import SameBatches
+from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
 _UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
 
@@ -234,10 +235,20 @@ class ConnectedStrategy(ParallelStrategy):
         self._make_mesh()
 
     def _make_mesh(self) -> None:
-        """Process groups of the ranks that differ along one axis; collective."""
+        """Process groups of the ranks that differ along one axis; collective.
+
+        Raises:
+            RankError: ranks have settings by which they would wait for each other.
+        """
         size = self.settings.tensor_parallel_size
-        if self._device_mesh is None:  # groups are not made anew for each run
-            self._device_mesh = mesh_of(self.world_size, size, self.root_device.type)
+        made_of = (self.world_size, size, self.root_device.type)
+        mesh = self._device_mesh or last_mesh(*made_of)
+        told: list[Any] = [None] * self.world_size
+        ours = decisive(self.settings, str(self.precision_plugin.precision))
+        torch.distributed.all_gather_object(told, (ours, mesh is not None))
+        refuse_other_settings([words for words, _ in told])
+        # Groups are not made anew for each run, unless one has failed on some rank.
+        self._device_mesh = mesh if all(has for _, has in told) else mesh_of(*made_of)
         self._module._device_mesh = self._device_mesh
         if size == 1:
             return
