@@ -276,8 +276,11 @@ def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]
     """The machine and the path at which this rank can be found; "" where it cannot."""
     try:
         machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
-        folder = listening.enter_context(tempfile.TemporaryDirectory(prefix="ptm"))  # nobody else's to enter
+        folder = tempfile.mkdtemp(prefix="ptm")  # nobody else's to enter
         path = f"{folder}/rank"
+        # By names: at the limit of open files nothing else could be removed.
+        listening.callback(_removed, os.rmdir, folder)
+        listening.callback(_removed, os.unlink, path)
         door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         door.settimeout(_CONNECT_S)
         door.bind(path)
@@ -285,6 +288,11 @@ def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]
     except (OSError, AttributeError):  # another system, or no folder for it
         return "", None
     return f"{machine} {path}", door
+
+
+def _removed(remove: Callable[[str], None], path: str) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
 def _call(paths: Sequence[str], called: list[socket.socket]) -> None:

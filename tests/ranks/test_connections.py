@@ -292,27 +292,41 @@ def test_what_was_told_before_a_rank_left_is_heard() -> None:
 @pytest.mark.parametrize("how", ["another machine", "no folder", "unreachable", "alone", "too many"])
 def test_ranks_that_cannot_all_reach_each_other_have_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, whichever of them it is, and no socket stays open."""
-    opened = connections._opened
 
-    def of_rank(listening: contextlib.ExitStack) -> Any:
-        place, door = opened(listening)
-        if place in first:
-            return place, door
-        first.append(place)
-        if len(first) > 1:
-            return place, door
-        machine, _, path = place.partition(" ")
-        return {"another machine": f"elsewhere {path}", "no folder": "", "unreachable": f"{machine} {path}x"}[how], door
+    def of_rank(rank: int) -> Callable[[Any], Sequence[Any]]:
+        gather = table.gather(rank)
 
-    first: list[str] = []
+        def gathered(value: Any) -> Sequence[Any]:
+            if rank == 0 and isinstance(value, str):  # where it can be found
+                _, _, path = value.partition(" ")
+                value = {"another machine": f"elsewhere {path}", "no folder": "", "unreachable": f"{value}x"}[how]
+            return gather(value)
+
+        return gathered
+
     size = {"alone": 1, "too many": connections._MOST_RANKS + 1}.get(how, 3)
     monkeypatch.setattr(connections, "_CONNECT_S", 1.0)
-    if how not in ("alone", "too many"):
-        monkeypatch.setattr(connections, "_opened", of_rank)
     table = Table(size)
     before = len(os.listdir("/proc/self/fd"))
-    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
+    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, of_rank(rank))) == [None] * size
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_folders_go_when_no_file_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its limit of open files a rank failed to list its folder, and the run with it."""
+    monkeypatch.setattr(connections.tempfile, "tempdir", str(tmp_path))
+
+    def lacking(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "scandir", lacking)
+    monkeypatch.setattr(os, "open", lacking)
+    table = Table(2)
+    made = all_ranks(2, lambda rank: connected(rank, 2, LIMIT, table.gather(rank)))
+    monkeypatch.undo()
+    for each, _ in made:
+        each.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_rank_has_the_files_of_all() -> None:
