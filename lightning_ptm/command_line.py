@@ -38,7 +38,7 @@ from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.commands.top import parser_settings
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
-from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError
+from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
 from lightning_ptm.habits import unknown_setting
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
@@ -96,7 +96,9 @@ _REFUSED_NAME = re.compile(
     r"Problem with given class_path '([\w.]+)':\s+(?:Option '([\w.]+)' is not accepted|"
     r"Validation failed: Key '([\w.]+)' is not expected)"
 )
-_REFUSED_VALUE = re.compile(r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(Expected .*)")
+_REFUSED_VALUE = re.compile(
+    r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(?:Not of type \w+: )?(Expected .*)"
+)
 _UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
 _UNKNOWN_OPTION = re.compile(r"[Uu]nrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
 
@@ -271,6 +273,22 @@ def _of_users_code(error: BaseException) -> bool:
     return False
 
 
+_OTHER_MODEL = "Error(s) in loading state_dict for "
+"""So torch begins what it says of states that are another module's."""
+
+
+def _of_another_model(error: RuntimeError) -> str:
+    """What to do about a checkpoint that is another model's; empty for any other error."""
+    if not str(error).startswith(_OTHER_MODEL) or set(_modules_of(error)) - sys.stdlib_module_names - LIBRARIES:
+        return ""
+    name, *differences = str(error).removeprefix(_OTHER_MODEL).split("\n\t")
+    told = some([each.strip().rstrip(".") for each in differences], 2)
+    return (
+        f"the checkpoint is of another model than this {name.strip().rstrip(':')} ({told}); give the model the settings that "
+        f"it was saved with (config.yaml in the folder of its run has them), or another --ckpt_path"
+    )
+
+
 def run_trainer(args: list[str] | None) -> None:
     """Runs a subcommand of LightningCLI with `args`, or the process's. An error of ours ends the process with status 1.
 
@@ -282,5 +300,13 @@ def run_trainer(args: list[str] | None) -> None:
     except (*REFUSALS, PageIOError) as error:
         if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
             raise
-        given = sys.argv[1:] if args is None else args
-        sys.exit(f"lightning-ptm {' '.join(given[:1])}: {error}")
+        _stop(args, str(error))
+    except RuntimeError as error:
+        if not (told := _of_another_model(error)):
+            raise
+        _stop(args, told)
+
+
+def _stop(args: list[str] | None, told: str) -> NoReturn:
+    given = sys.argv[1:] if args is None else args
+    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {told}")

@@ -16,6 +16,15 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def in_a_line(error: BaseException) -> str:
+    """Its kind, and what it says; where it has a traceback (of a DataLoader's worker), what that ends with."""
+    text = str(error).strip()
+    lines = text.splitlines()
+    if any("Traceback (most recent call last)" in line for line in lines):
+        text = f"{lines[0].strip()} {lines[-1].strip()}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class AngelPTMError(Exception):
     """Base class of every error that lightning_ptm raises on purpose."""
 

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"units": "Block"}, r"units='Block': give 'auto' or a list of class names such as \['Block'\]"),
         ({"units": []}, r"units=\[\]: give 'auto' or a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\]: give 'auto' or a list of class names"),
+        ({"timeout": 60}, r"timeout=60 is no time that ranks could wait .*; write datetime\.timedelta\(minutes=30\)"),
+        ({"timeout": timedelta(0)}, r"timeout=.* above zero"),
+        ({"timeout": timedelta.max}, r"timeout=.* at most 3650 days"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:

@@ -94,6 +94,10 @@ def test_the_main_config_is_found_from_here() -> None:
             "trainer.strategy.init_args.max_staleness=1.5",
             "lightning_ptm.AngelPTMStrategy: max_staleness: Expected a <class 'int'>. Got value: 1.5",
         ),
+        (
+            "trainer.strategy.init_args.timeout=60",
+            'lightning_ptm.AngelPTMStrategy: timeout: Expected a string with form "h:m:s" or "d days, h:m:s" but got "60"',
+        ),
     ],
 )
 def test_a_mistake_is_answered_in_a_line(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +181,20 @@ def test_a_disk_without_room_is_said_in_a_sentence(text: Path, monkeypatch: pyte
         r"lightning-ptm fit: disk_path .* needs \d+ bytes for pages .*free some space", str(stop.value.code)
     )
     assert "\n" not in str(stop.value.code)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_another_model_is_said_in_a_sentence(text: Path) -> None:
+    saves = ("--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=3")
+    main(["fit", *quiet(text, "--trainer.limit_val_batches=0", *saves)])
+    (checkpoint,) = text.parent.glob("**/*.ckpt")
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *quiet(text, "--model.init_args.width=48", f"--ckpt_path={checkpoint}")])
+    assert re.fullmatch(
+        r"lightning-ptm fit: the checkpoint is of another model than this GPT \(size mismatch for token_embedding\.weight: .*"
+        r" and \d+ more\); give the model the settings that it was saved with .*, or another --ckpt_path",
+        str(stop.value.code),
+    )
 
 
 def test_errors_of_ones_own_code_keep_their_traceback(text: Path) -> None:

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from lightning_ptm import errors
-from lightning_ptm.errors import AngelPTMError, PageIOError, some
+from lightning_ptm.errors import AngelPTMError, PageIOError, in_a_line, some
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,18 @@ def test_every_error_comes_whole_out_of_another_process() -> None:
             assert type(again) is kind and str(again) == str(error) and vars(again) == vars(error)
             if isinstance(again, PageIOError):
                 assert (again.path, again.page, again.errno) == ("/disk", 3, 28)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (
+            OSError("Caught OSError in worker 0.\nOriginal Traceback (most recent call last):\n  f()\nOSError: gone\n"),
+            "OSError: Caught OSError in worker 0. OSError: gone",
+        ),
+    ],
+)
+def test_what_other_ranks_are_told_of_an_error_is_a_line(error: BaseException, words: str) -> None:
+    assert in_a_line(error) == words

@@ -3,10 +3,11 @@
 gloo hands a message of 24 bytes through three threads of each rank; here the thread that tells writes it to a socket, and the
 one that waits reads it: a fiftieth of the processor's time (benchmarks/LOG.md).
 
-Owns one socket for each other rank. Knows numbers and bytes, nothing of what they are about.
+Owns one socket for each other rank, and a handle of its process. Knows numbers and bytes, nothing of what they are about.
 
 I1: each message goes to all others, and all ranks send as many: who waits for the n-th has sent its own.
-I2: a rank that is gone, whatever other processes it has left behind, ends the waiting of all others.
+I2: a rank that is gone, whatever other processes it has left behind, ends the waiting of all others: one that was killed
+    could not hang up, and workers of its DataLoader still have copies of its sockets.
 I3: who waits for a while in vain goes on waiting where it was: nothing of a message is lost.
 I4: Ctrl-C takes effect when all messages are there, as it does where torch waits; or after some seconds, or the second time.
 """
@@ -14,13 +15,15 @@ I4: Ctrl-C takes effect when all messages are there, as it does where torch wait
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,7 +31,8 @@ from typing import Any
 Row = tuple[int, int, int]
 _ROW = struct.Struct("<3q")
 _LENGTH = struct.Struct("<q")
-_RANK = struct.Struct("<q")
+_HELLO = struct.Struct("<3q")
+"""A rank, and whether it gives a handle of its process, and a file."""
 _MOST_RANKS = 16
 """Of one machine: each has a socket for each of the others."""
 _PART_BYTES = 1 << 14
@@ -37,9 +41,34 @@ _CONNECT_S = 30.0
 """For ranks that have all said that they are about to."""
 _INTERRUPTED_S = 5.0
 """So long a rank waits on that has been interrupted."""
+_MOST_WAIT_S = 86400.0
+"""At a time: the kernel's limit is 24 days."""
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 _FILES = Path("/proc/self/ns/mnt")
 """Names what this process sees of the machine's files: others in a container of their own do not find its path."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """Another rank.
+
+    Attributes:
+        socket: to it.
+        process: a file that can be read when its process has ended (a pidfd); None where there are none.
+    """
+
+    socket: socket.socket
+    process: int | None = None
+
+    def close(self) -> None:
+        """It sees that this rank is gone. Idempotent."""
+        if self.socket.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):  # the other has gone first
+            self.socket.shutdown(socket.SHUT_RDWR)  # whoever else has a copy of it, such as a forked process (I2)
+        self.socket.close()
+        if self.process is not None:
+            os.close(self.process)
 
 
 class Arriving:
@@ -51,7 +80,7 @@ class Arriving:
         limit_s: after so long altogether none comes any more.
     """
 
-    def __init__(self, peers: Mapping[int, socket.socket], size: int, limit_s: float) -> None:
+    def __init__(self, peers: Mapping[int, Peer], size: int, limit_s: float) -> None:
         self._peers = peers
         self._size = size
         self._limit_s = limit_s
@@ -100,14 +129,24 @@ class Arriving:
     def _ready(self, until_s: float) -> list[int]:
         """Ranks that have sent something, or are gone; none where nothing came in time."""
         poll = select.poll()
-        ranks = {self._peers[rank].fileno(): rank for rank in self._missing}
-        for place in ranks:
-            poll.register(place, select.POLLIN)
-        return [ranks[place] for place, _ in poll.poll(max(0.0, 1000 * (until_s - monotonic())))]
+        ranks: dict[int, int] = {}
+        for rank in self._missing:
+            peer = self._peers[rank]
+            for place in (peer.socket.fileno(), peer.process):
+                if place is not None:
+                    ranks[place] = rank
+                    poll.register(place, select.POLLIN)
+        while True:
+            left_s = max(0.0, until_s - monotonic())
+            found = poll.poll(1000 * min(left_s, _MOST_WAIT_S))
+            if found or left_s <= _MOST_WAIT_S:
+                return list(dict.fromkeys(ranks[place] for place, _ in found))
 
     def _read(self, rank: int) -> None:
         try:
-            part = self._peers[rank].recv(self._missing[rank])
+            part = self._peers[rank].socket.recv(self._missing[rank], socket.MSG_DONTWAIT)
+        except BlockingIOError:  # its process has ended, and all is read that it had sent
+            part, reason = b"", ": its process has ended"
         except OSError as error:
             part, reason = b"", f": {error}"
         else:
@@ -129,7 +168,7 @@ class Connections:
         limit_s: after this long without an answer, waiting fails.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, socket.socket], limit_s: float) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, Peer], limit_s: float) -> None:
         self.rank = rank
         self.world_size = len(peers) + 1
         self._peers = peers
@@ -168,8 +207,6 @@ class Connections:
     def close(self) -> None:
         """The others see that this rank is gone. Idempotent."""
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # the other has gone first
-                peer.shutdown(socket.SHUT_RDWR)  # whoever else has a copy of it, such as a forked process (I2)
             peer.close()
 
     def _exchange(self, message: bytes) -> Arriving:
@@ -179,7 +216,7 @@ class Connections:
     def _send(self, message: bytes) -> None:
         for rank, peer in self._peers.items():
             try:
-                peer.sendall(message)
+                peer.socket.sendall(message)
             except OSError as error:
                 raise RuntimeError(f"the connection to rank {rank} has ended: {error}") from error
 
@@ -208,33 +245,42 @@ def connected(
         if "" in places or len({machine for machine, _, _ in (each.partition(" ") for each in places)}) > 1:
             return None
         assert door is not None
-        peers: dict[int, socket.socket] = {}
-        files: dict[int, int] = {}
-        failure = ""
-        try:
-            for other, peer, file in _met(rank, [each.partition(" ")[2] for each in places], door, own):
-                peers[other], files[other] = peer, file
-        except OSError as error:
-            failure = str(error) or type(error).__name__
-        if any(gather(failure)):
-            for peer in peers.values():
-                peer.close()
-            for file in files.values():
-                if file >= 0:
-                    os.close(file)
-            return None
-    if own is not None:
-        files[rank] = own
-    ordered = dict(sorted(peers.items()))
-    return Connections(rank, ordered, limit.total_seconds()), [file for _, file in sorted(files.items())]
+        paths = [each.partition(" ")[2] for each in places]
+        called: list[socket.socket] = []
+        met: dict[int, tuple[Peer, int]] = {}
+        # Before anybody waits for a call that never comes, as from a process of another user.
+        for step in (partial(_call, paths[:rank], called), partial(_meet, rank, world_size, called, door, own, met)):
+            if not all(gather(_done(step))):
+                for call in called:
+                    call.close()
+                for peer, file in met.values():
+                    peer.close()
+                    if file >= 0:
+                        os.close(file)
+                return None
+    files = {other: file for other, (_, file) in met.items()} | ({} if own is None else {rank: own})
+    peers = {other: peer for other, (peer, _) in sorted(met.items())}
+    return Connections(rank, peers, limit.total_seconds()), [file for _, file in sorted(files.items())]
+
+
+def _done(act: Callable[[], None]) -> bool:
+    """Whether the system has let it be done."""
+    try:
+        act()
+    except OSError:
+        return False
+    return True
 
 
 def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
     """The machine and the path at which this rank can be found; "" where it cannot."""
     try:
         machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
-        folder = listening.enter_context(tempfile.TemporaryDirectory(prefix="ptm"))  # nobody else's to enter
+        folder = tempfile.mkdtemp(prefix="ptm")  # nobody else's to enter
         path = f"{folder}/rank"
+        # By names: at the limit of open files nothing else could be removed.
+        listening.callback(_removed, os.rmdir, folder)
+        listening.callback(_removed, os.unlink, path)
         door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         door.settimeout(_CONNECT_S)
         door.bind(path)
@@ -244,27 +290,56 @@ def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]
     return f"{machine} {path}", door
 
 
-def _met(
-    rank: int, paths: Sequence[str], door: socket.socket, own: int | None
-) -> Iterator[tuple[int, socket.socket, int]]:
-    """Each other rank, the socket to it, and its file (-1: it has none): those below are called, those above call."""
-    given = [] if own is None else [own]
-    for other in range(len(paths)):
-        if other == rank:
-            continue
-        if other < rank:
-            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            peer.settimeout(_CONNECT_S)
-            peer.connect(paths[other])
-        else:
-            peer, _ = door.accept()
-            peer.settimeout(_CONNECT_S)
-        socket.send_fds(peer, [_RANK.pack(rank)], given)
-        told, files, _, _ = socket.recv_fds(peer, _RANK.size, 1)
-        if len(told) != _RANK.size:
-            raise ConnectionError("a rank has gone while it was connected")
-        peer.settimeout(None)
-        yield _RANK.unpack(told)[0], peer, files[0] if files else -1
+def _removed(remove: Callable[[str], None], path: str) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
-__all__ = ["Arriving", "Connections", "Row", "connected"]
+def _call(paths: Sequence[str], called: list[socket.socket]) -> None:
+    """Adds sockets to those who listen at these, whether they answer yet or not."""
+    for path in paths:
+        called.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        called[-1].settimeout(_CONNECT_S)
+        called[-1].connect(path)
+
+
+def _meet(
+    rank: int,
+    world_size: int,
+    called: Sequence[socket.socket],
+    door: socket.socket,
+    own: int | None,
+    met: dict[int, tuple[Peer, int]],
+) -> None:
+    """Adds each other rank, and its file (-1: it has none): those below have been called, those above call."""
+    with contextlib.ExitStack() as given:
+        files = [] if own is None else [own]
+        process = _own_process()
+        if process is not None:
+            given.callback(os.close, process)
+            files.insert(0, process)
+        for call in [*called, *(None for _ in range(rank + 1, world_size))]:
+            peer = call or door.accept()[0]
+            peer.settimeout(_CONNECT_S)
+            socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
+            told, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+            if len(told) != _HELLO.size:
+                raise ConnectionError("a rank has gone while it was connected")
+            peer.settimeout(None)
+            other, has_process, has_file = _HELLO.unpack(told)
+            if len(theirs) != has_process + has_file:  # this process may open no more
+                for each in theirs:
+                    os.close(each)
+                has_process = has_file = 0
+            met[other] = (Peer(peer, theirs[0] if has_process else None), theirs[-1] if has_file else -1)
+
+
+def _own_process() -> int | None:
+    """See `Peer.process`."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except (OSError, AttributeError):  # another system, or an old one
+        return None
+
+
+__all__ = ["Arriving", "Connections", "Peer", "Row", "connected"]

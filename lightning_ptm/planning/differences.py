@@ -19,8 +19,8 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
     for place, flat in enumerate(layout.everywhere()):
         for slot in flat.slots:
             spec = slot.spec
-            cut = "" if spec.box is None else f", {spec.box.cut},"
-            strides = "" if spec.stride is None else f" with strides {spec.stride}"
+            cut = "" if spec.box is None else f", {spec.box.cut}"
+            strides = "" if spec.stride is None else f"{',' * bool(cut)} with strides {spec.stride}"
             numbers = " and ".join(map(str, spec.optimizers))
             trained = f"trained by optimizer {numbers}" if spec.trainable else "frozen"
             kind = f"{spec.shape}{cut}{strides}, {spec.dtype}, {trained}"

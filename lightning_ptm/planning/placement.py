@@ -343,6 +343,9 @@ class _Problem:
     def _device_error(self) -> CapacityError:
         left = min(self._left[Tier.DEVICE])
         have_pages = left // self._layout.page_size
+        setting = self._setting(Tier.DEVICE)
+        if self._unified and not self._budget[Tier.DISK]:
+            setting += ", give a disk_path"  # which nothing else says to who has RAM alone
         return device_refusal(
             self._layout,
             self._trace,
@@ -350,7 +353,7 @@ class _Problem:
             need_pages=self._demand.peak(),
             have_pages=have_pages,
             reserved_bytes=self._budget[Tier.DEVICE] - left,
-            setting=self._setting(Tier.DEVICE),
+            setting=setting,
             uses=self._given[Tier.DEVICE],
         )
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_ptm.comm import Communicator, Communicators, Teams
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.behind import Channel
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import UsageError, in_a_line
 from lightning_ptm.events import Events
 from lightning_ptm.memory import Allocator, FileOps
 from lightning_ptm.memory.backend import Backend
@@ -461,7 +461,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
-        self.rendezvous.fail(f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS])
+        self.rendezvous.fail(in_a_line(error)[:_REASON_CHARACTERS])
         self.abandon()
 
     # -- between iterations -------------------------------------------------------------------------------------------

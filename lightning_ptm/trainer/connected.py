@@ -38,11 +38,14 @@ from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.device_mesh import MeshOfOne, mesh_of
+from lightning_ptm.trainer.device_mesh import MeshOfOne, last_mesh, mesh_of
 from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.same_batches import SameBatches
+from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
+_LONGEST = datetime.timedelta(days=3650)
+"""torch counts nanoseconds in 64 bits."""
 _UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
 
 
@@ -52,6 +55,11 @@ class ConnectedStrategy(ParallelStrategy):
     strategy_name = "angel_ptm"
 
     def __init__(self, *, settings: Settings, timeout: datetime.timedelta, **given: Any) -> None:
+        if not isinstance(timeout, datetime.timedelta) or not datetime.timedelta(0) < timeout <= _LONGEST:
+            raise ConfigError(
+                f"timeout={timeout!r} is no time that ranks could wait for each other; write datetime.timedelta(minutes=30), "
+                f"or whatever is above zero and at most {_LONGEST.days} days"
+            )
         self.settings = settings
         self._connected: LightningModule | None = None
         super().__init__(**given)
@@ -234,16 +242,28 @@ class ConnectedStrategy(ParallelStrategy):
         self._make_mesh()
 
     def _make_mesh(self) -> None:
-        """Process groups of the ranks that differ along one axis; collective."""
+        """Process groups of the ranks that differ along one axis; collective.
+
+        Raises:
+            RankError: ranks have settings by which they would wait for each other.
+        """
         size = self.settings.tensor_parallel_size
-        if self._device_mesh is None:  # groups are not made anew for each run
-            self._device_mesh = mesh_of(self.world_size, size, self.root_device.type)
-        self._module._device_mesh = self._device_mesh
+        made_of = (self.world_size, size, self.root_device.type)
+        mesh = self._device_mesh or last_mesh(*made_of)
+        told: list[Any] = [None] * self.world_size
+        ours = decisive(self.settings, str(self.precision_plugin.precision))
+        torch.distributed.all_gather_object(told, (ours, mesh is not None))
+        refuse_other_settings([words for words, _ in told])
+        # Groups are not made anew for each run, unless one has failed on some rank.
+        if mesh is None or not all(has for _, has in told):
+            mesh = mesh_of(*made_of)
+        self._device_mesh = mesh
+        self._module._device_mesh = mesh
         if size == 1:
             return
-        group = self._device_mesh["tensor_parallel"].get_group()
+        group = mesh["tensor_parallel"].get_group()
         self._tensor_group = RankGroup(group, self._backend)
-        self._data_group = self._device_mesh["data_parallel"].get_group()
+        self._data_group = mesh["data_parallel"].get_group()
         self._same_batches = SameBatches(group, self._backend, self._tensor_group.computes)
         # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
         box = [randomness.sent(randomness.states(self._backend))]

@@ -1,11 +1,14 @@
 """What `LightningModule.device_mesh` is in a run. Knows ranks and process groups, no module.
 
+Owns the mesh of the last run of this process: torch keeps groups, with their connections and threads, until the process ends,
+so the next run has them, too.
+
 A module that asks for the axes of Lightning's ModelParallelStrategy gets them however many ranks there are, or hears why not.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,7 +18,32 @@ from lightning_ptm.errors import UsageError
 _AXES = ("data_parallel", "tensor_parallel")
 
 
+_last: tuple[Any, DeviceMesh] | None = None
+"""What it is made of, and the mesh."""
+
+
+def last_mesh(world_size: int, tensor_size: int, device: str) -> DeviceMesh | None:
+    """That of a run before this one; None where that was another one, or has failed."""
+    if _last is None or _last[0] != (torch.distributed.group.WORLD, world_size, tensor_size, device):
+        return None
+    return _last[1]
+
+
+def forget_mesh() -> None:
+    """Collectives on its groups have failed, maybe."""
+    global _last
+    _last = None
+
+
 def mesh_of(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
+    """A new one, which is kept. See `_made`; collective."""
+    global _last
+    mesh = _made(world_size, tensor_size, device)
+    _last = (torch.distributed.group.WORLD, world_size, tensor_size, device), mesh
+    return mesh
+
+
+def _made(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
     """Of all ranks, `tensor_size` neighbours with parts of the same layers; collective."""
     if tensor_size > 1:
         return init_device_mesh(device, (world_size // tensor_size, tensor_size), mesh_dim_names=_AXES)

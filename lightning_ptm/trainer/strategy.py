@@ -30,10 +30,12 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import optimizer_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
+from lightning_ptm.errors import in_a_line
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
 from lightning_ptm.runtime.moving import move_beside_parameters
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
+from lightning_ptm.trainer.device_mesh import forget_mesh
 from lightning_ptm.trainer.elsewhere import asked_elsewhere
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.rearranging import RearrangingStrategy
@@ -211,12 +213,14 @@ class AngelPTMStrategy(RearrangingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._device_mesh = None
+        forget_mesh()
         if self._steps is not None:
             self._steps.settle()
         if self._engine is not None:
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up
-            self._communicator.fail(f"{type(exception).__name__}: {exception}")
+            self._communicator.fail(in_a_line(exception))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -206,6 +206,8 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(layout, pages(100, host=10), wishes=Wishes(parameter=Tier.HOST), update_on_device=False)
+    with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path or use smaller units"):
+        placed(layout, pages(4), update_on_device=True)
     told = r"raise host_memory or use smaller units \(the device tier is for staging of updates 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_ptm.comm import connections
-from lightning_ptm.comm.connections import Arriving, Connections, connected
+from lightning_ptm.comm.connections import Arriving, Connections, Peer, connected
 
 LIMIT = timedelta(seconds=5)
 
@@ -94,7 +95,7 @@ def test_texts_of_any_length_reach_all(lengths: tuple[int, ...]) -> None:
 def test_who_waits_in_vain_goes_on_where_it_was() -> None:
     """I3: a message may come in parts, between which the waiting ends."""
     ours, theirs = socket.socketpair()
-    arriving = Arriving({1: ours}, 4, 60.0)
+    arriving = Arriving({1: Peer(ours)}, 4, 60.0)
     with ours, theirs:
         for part in (b"ab", b"c"):
             theirs.send(part)
@@ -132,7 +133,7 @@ def interrupted(after_s: Sequence[float]) -> threading.Thread:
 def test_ctrl_c_waits_for_messages_that_come() -> None:
     """I4: else this rank would have left a round that the others have ended."""
     ours, theirs = socket.socketpair()
-    arriving = Arriving({1: ours}, 4, 60.0)
+    arriving = Arriving({1: Peer(ours)}, 4, 60.0)
     with ours, theirs:
         later = threading.Timer(0.6, theirs.send, [b"abcd"])
         later.start()
@@ -150,7 +151,7 @@ def test_ctrl_c_ends_the_waiting_for_messages_that_do_not_come(how: str, monkeyp
     if how != "again":
         monkeypatch.setattr(connections, "_INTERRUPTED_S", 0.3)
     ours, theirs = socket.socketpair()
-    arriving = Arriving({1: ours}, 4, 60.0)
+    arriving = Arriving({1: Peer(ours)}, 4, 60.0)
     with ours, theirs:
         theirs.send(b"ab")
         thread = interrupted([0.1, 0.3] if how == "again" else [0.1])
@@ -197,6 +198,83 @@ def test_a_forked_process_of_a_rank_that_is_gone_keeps_nobody_waiting() -> None:
             os.waitpid(child, 0)
 
 
+def asleep() -> int:
+    """A process with copies of all files of this one."""
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize("told", [b"", b"ab", b"abcd"])
+def test_a_killed_rank_whose_workers_live_on_keeps_nobody_waiting(told: bytes) -> None:
+    """I2: it cannot hang up, and they have copies of its socket; what it has told is heard."""
+    ours, theirs = socket.socketpair()
+    killed, worker = asleep(), asleep()
+    process = os.pidfd_open(killed)
+    peer = Peer(ours, process)
+    try:
+        theirs.send(told)
+        theirs.close()
+        arriving = Arriving({1: peer}, 4, 60.0)
+        kill = threading.Timer(0.2, os.kill, [killed, signal.SIGKILL])
+        kill.start()
+        began_s = time.monotonic()
+        if len(told) == 4:
+            kill.join()
+            arriving.wait()
+            assert arriving.messages() == {1: told}
+        else:
+            with pytest.raises(RuntimeError, match="the connection to rank 1 has ended: its process has ended"):
+                arriving.wait()
+        assert time.monotonic() - began_s < 30
+    finally:
+        for child in (killed, worker):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        peer.close()
+
+
+def test_ranks_have_handles_of_each_other_s_processes() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with ranks(3) as made:
+        for rank, each in enumerate(made):
+            assert sorted(each._peers) == [other for other in range(3) if other != rank]
+            for peer in each._peers.values():
+                assert peer.process is not None
+                assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{peer.process}").read_text()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_who_waits_for_months_waits() -> None:
+    """A limit that the kernel would refuse."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arriving = Arriving({1: Peer(ours)}, 4, timedelta(days=365).total_seconds())
+        later = threading.Timer(0.2, theirs.send, [b"abcd"])
+        later.start()
+        arriving.wait()
+        later.join()
+    assert arriving.messages() == {1: b"abcd"}
+
+
+def test_nobody_waits_for_a_rank_that_cannot_call() -> None:
+    """Such as one of another user, who may not enter the folder."""
+    table = Table(3)
+
+    def connect(rank: int) -> Any:
+        gather = table.gather(rank)
+
+        def gathered(value: Any) -> Sequence[Any]:
+            found = gather(value)
+            return [f"{place}x" for place in found] if rank == 2 and value and isinstance(value, str) else found
+
+        return connected(rank, 3, LIMIT, gathered)
+
+    assert all_ranks(3, connect) == [None] * 3  # `all_ranks` and the table wait for less than a rank would
+
+
 def test_what_was_told_before_a_rank_left_is_heard() -> None:
     with ranks(2) as made:
         told: list[Any] = []
@@ -214,27 +292,41 @@ def test_what_was_told_before_a_rank_left_is_heard() -> None:
 @pytest.mark.parametrize("how", ["another machine", "no folder", "unreachable", "alone", "too many"])
 def test_ranks_that_cannot_all_reach_each_other_have_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, whichever of them it is, and no socket stays open."""
-    opened = connections._opened
 
-    def of_rank(listening: contextlib.ExitStack) -> Any:
-        place, door = opened(listening)
-        if place in first:
-            return place, door
-        first.append(place)
-        if len(first) > 1:
-            return place, door
-        machine, _, path = place.partition(" ")
-        return {"another machine": f"elsewhere {path}", "no folder": "", "unreachable": f"{machine} {path}x"}[how], door
+    def of_rank(rank: int) -> Callable[[Any], Sequence[Any]]:
+        gather = table.gather(rank)
 
-    first: list[str] = []
+        def gathered(value: Any) -> Sequence[Any]:
+            if rank == 0 and isinstance(value, str):  # where it can be found
+                _, _, path = value.partition(" ")
+                value = {"another machine": f"elsewhere {path}", "no folder": "", "unreachable": f"{value}x"}[how]
+            return gather(value)
+
+        return gathered
+
     size = {"alone": 1, "too many": connections._MOST_RANKS + 1}.get(how, 3)
     monkeypatch.setattr(connections, "_CONNECT_S", 1.0)
-    if how not in ("alone", "too many"):
-        monkeypatch.setattr(connections, "_opened", of_rank)
     table = Table(size)
     before = len(os.listdir("/proc/self/fd"))
-    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
+    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, of_rank(rank))) == [None] * size
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_folders_go_when_no_file_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its limit of open files a rank failed to list its folder, and the run with it."""
+    monkeypatch.setattr(connections.tempfile, "tempdir", str(tmp_path))
+
+    def lacking(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "scandir", lacking)
+    monkeypatch.setattr(os, "open", lacking)
+    table = Table(2)
+    made = all_ranks(2, lambda rank: connected(rank, 2, LIMIT, table.gather(rank)))
+    monkeypatch.undo()
+    for each, _ in made:
+        each.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_rank_has_the_files_of_all() -> None:

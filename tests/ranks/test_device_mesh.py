@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from typing import Any
 
 import lightning as L
@@ -12,7 +14,7 @@ from rank_harness import run_ranks
 from tensor_blocks import Blocks, loader, module_of, trainer_of
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import RankError, UsageError
 
 
 class Asks(Blocks):
@@ -74,3 +76,43 @@ def test_one_rank_has_axes_of_one_without_groups(monkeypatch: pytest.MonkeyPatch
         trainer_of(1, 1).fit(Needs(), loader(2))
     with pytest.raises(UsageError, match=r"there is a device mesh in runs of several ranks, from their set-up on"):
         AngelPTMStrategy(tensor_parallel_size=2).device_mesh["data_parallel"]
+
+
+def left_over(tensor: int) -> list[tuple[int, int]]:
+    """Files and threads of this process after each of some runs."""
+    seen = []
+    for _ in range(4):
+        trainer_of(2, tensor).fit(module_of(), loader(2))
+        gc.collect()
+        seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return seen
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_runs_of_one_process_have_the_groups_of_the_first(tensor: int) -> None:
+    """torch keeps groups, with their connections and threads: a search with hundreds of Trainers ran out of files."""
+    for seen in run_ranks(left_over, 2, tensor):
+        assert seen[-1] <= seen[0], seen
+
+
+class Breaks(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1:
+            raise ValueError("of one rank")
+        return super().training_step(batch, batch_idx)
+
+
+def after_a_failure() -> tuple[str, float]:
+    trainer_of(2, 2).fit(module_of(), loader(2))
+    try:
+        trainer_of(2, 2).fit(Breaks(), loader(2))
+    except (RankError, ValueError) as error:
+        told = str(error)
+    trainer_of(2, 2).fit(module := module_of(), loader(2))
+    return told, module.losses[-1]
+
+
+def test_a_run_behind_one_that_has_failed_on_a_rank_has_new_groups() -> None:
+    (told, ours), (_, theirs) = run_ranks(after_a_failure, 2)
+    assert "rank 1 failed with ValueError: of one rank" in told
+    assert ours == theirs

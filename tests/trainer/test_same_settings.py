@@ -1,0 +1,23 @@
+"""Settings by which ranks would wait for each other: all are told which, before anything waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import RankError
+from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
+
+
+def test_equal_settings_and_budgets_of_a_rank_s_own_are_accepted() -> None:
+    ours = decisive(Settings(), "32-true")
+    theirs = decisive(Settings(host_memory="1GiB", disk_path="/elsewhere"), "32-true")
+    refuse_other_settings([ours, theirs, ours])
+
+
+def test_all_are_told_whose_setting_differs() -> None:
+    ours = decisive(Settings(), "32-true")
+    with pytest.raises(
+        RankError, match=r"rank 2 has async_save=True, where rank 0 has async_save=False; .* use the same"
+    ):
+        refuse_other_settings([ours, ours, decisive(Settings(async_save=True, state_dict_type="sharded"), "32-true")])
