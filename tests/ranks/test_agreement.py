@@ -350,6 +350,13 @@ def test_ranks_that_come_together_for_different_things_are_told() -> None:
     assert ran.results == [8] * 3
 
 
+@pytest.mark.parametrize("rows", [[Boundary(1).row()], [Gathering(1, 2).row()]], ids=["at a boundary", "stuck"])
+def test_a_round_without_this_ranks_request_is_of_another_version(rows: list[Row]) -> None:
+    agreement = Agreement(lambda row: rows, lambda decision: None)
+    with pytest.raises(RankError, match="different versions of lightning_ptm"):
+        agreement.request(NeededCollective(GATHER, 1))
+
+
 def test_what_one_rank_gives_up_all_give_up() -> None:
     def leaves(agreement: Agreement) -> None:
         agreement.reach(Boundary(3))

@@ -14,7 +14,7 @@ from rank_harness import End, run_ranks, watch_ranks
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
-from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.errors import CheckpointError, RankError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 
@@ -212,7 +212,17 @@ def parts_of_four() -> None:
             assert torch.equal(came, torch.cat(expected)), (dtype, sent)
 
     assert holders.broadcast_object(rank, source=1) == rank % 2 + 2
+    behind = whole.behind([(0, 1), (2, 3)])
+    assert behind is not None and (behind.rank, behind.world_size) == (rank % 2, 2)
+    came, arriving = behind.start_all_to_all(torch.full((2,), rank), [1, 1], [1, 1])
+    arriving.wait()
+    assert came.tolist() == [rank - rank % 2, rank - rank % 2 + 1]
+    assert set(whole.group_names) > {behind.group_name}
     whole.close()
+    whole.close()
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # torch's first, which is not ours
+    with pytest.raises(CheckpointError, match="the run has ended"):
+        behind.start_all_to_all(torch.zeros(2), [1, 1], [1, 1])
     with pytest.raises(UsageError, match=f"rank {rank} has left"):
         group.all_to_all(torch.zeros(0, 3), [0, 0], [0, 0])
 

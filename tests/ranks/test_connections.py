@@ -237,6 +237,57 @@ def test_ranks_that_cannot_all_reach_each_other_have_none(how: str, monkeypatch:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_it_is_connected_is_waited_for_so_long(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls, or is called, and says nothing."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 0.2)
+    with contextlib.ExitStack() as listening:
+        opened = [connections._opened(listening) for _ in range(2)]
+        paths, door = [place.partition(" ")[2] for place, _ in opened], opened[rank][1]
+        assert door is not None
+        if rank == 0:
+            listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(paths[0])
+        found = all_ranks(1, lambda _: list(connections._met(rank, paths, door, None)))
+        assert isinstance(found[0], TimeoutError), found
+
+
+def test_a_rank_that_ends_while_it_is_connected_is_gone() -> None:
+    with contextlib.ExitStack() as listening:
+        place, door = connections._opened(listening)
+        assert door is not None
+        path = place.partition(" ")[2]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.connect(path)
+        with pytest.raises(ConnectionError):
+            list(connections._met(0, [path, path], door, None))
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with peer:
+            peer.connect(path)
+            peer.send(b"abc")
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionError, match="gone while it was connected"):
+                list(connections._met(0, [path, path], door, None))
+
+
+def test_who_is_slow_to_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it takes to connect says nothing of what comes after it."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 0.1)
+    message = b"x" * (1 << 22)  # more than a socket holds
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            made[0]._send(message)
+        else:
+            time.sleep(0.3)
+            arriving = Arriving({0: made[1]._peers[0]}, len(message), 5.0)
+            arriving.wait()
+
+    with ranks(2) as made:
+        assert all_ranks(2, act) == [None, None]
+
+
 def test_each_rank_has_the_files_of_all() -> None:
     table = Table(3)
     files = [os.memfd_create(f"rank {rank}") for rank in range(3)]

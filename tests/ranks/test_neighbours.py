@@ -127,6 +127,14 @@ def test_of_different_exchanges_nothing_is_read_and_all_are_told(ranks: list[Nei
         assert json.loads(str(found)) == [f"rank {rank} is here" for rank in range(len(ranks))]
 
 
+def test_a_rank_that_has_left_ends_the_exchanges_of_the_others(ranks: list[Neighbours]) -> None:
+    def run(rank: int) -> Any:
+        return ranks[rank].close() if rank == 0 else ranks[rank].sum(torch.ones(3), 1)
+
+    for found in all_ranks(len(ranks), run)[1:]:
+        assert isinstance(found, RuntimeError) and "the connection to rank 0 has ended" in str(found)
+
+
 @pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's"])
 def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever only one of them lacks, and no file stays open."""
