@@ -295,6 +295,9 @@ def test_one_rank_is_its_own_collective() -> None:
     assert torch.equal(reduced, shard)
     communicator.reduce_scatter(full, reduced, flat, 4).wait()
     assert torch.equal(reduced, shard / 4)
+    communicator.gather_shares(shard, gathered := torch.zeros_like(full), [0, full.numel()]).wait()
+    communicator.gather_shares(None, gathered, [0, 0]).wait()
+    assert torch.equal(gathered, shard)
     # Where the shard is the full flat, there is nothing to copy and nothing changes.
     communicator.all_gather(full, full, flat).wait()
     communicator.reduce_scatter(full, full, flat, 1).wait()

@@ -135,7 +135,7 @@ def test_a_rank_that_has_left_ends_the_exchanges_of_the_others(ranks: list[Neigh
         assert isinstance(found, RuntimeError) and "the connection to rank 0 has ended" in str(found)
 
 
-@pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's"])
+@pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's", "a folder"])
 def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever only one of them lacks, and no file stays open."""
     owner, name = {
@@ -143,13 +143,14 @@ def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: 
         "address space": (module.mmap, "mmap"),
         "a file": (module.os, "memfd_create"),
         "a file of another's": (connections.socket, "recv_fds"),
+        "a folder": (connections.tempfile, "TemporaryDirectory"),
     }[lacks]
     kept, calls = getattr(owner, name), []
 
-    def lacking(*args: Any) -> Any:
+    def lacking(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) > 1:
-            return kept(*args)
+            return kept(*args, **kwargs)
         if lacks != "a file of another's":
             raise OSError("no room")
         told, files, *more = kept(*args)
@@ -166,3 +167,8 @@ def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: 
 
     assert all_ranks(2, make) == [None, None]
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_system_without_such_memory_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module.os, "memfd_create")
+    assert module._shared_file() is None
