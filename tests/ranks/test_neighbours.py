@@ -92,13 +92,13 @@ def test_what_does_not_lie_in_a_row_is_exchanged_in_the_order_of_its_shape(ranks
         assert found.is_contiguous()
 
 
-def test_windows_are_in_no_graph(ranks: list[Neighbours]) -> None:
+def test_windows_are_in_no_graph_nor_is_what_comes_from_them(ranks: list[Neighbours]) -> None:
     """Else each would keep the graphs of all that was ever exchanged."""
     size = len(ranks)
     given = [torch.ones(size, 3, requires_grad=True) for _ in ranks]
     for act in ("sum", "gathered", "pieces"):
         for found in all_ranks(size, lambda rank: getattr(ranks[rank], act)(given[rank], 0)):  # noqa: B023
-            assert isinstance(found, Tensor), found
+            assert isinstance(found, Tensor) and not found.requires_grad, found
     assert not any(window.requires_grad for each in ranks for window in each._windows)
 
 
