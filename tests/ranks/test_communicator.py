@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from rank_harness import End, run_ranks, watch_ranks
 from torch import Tensor
 
-from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
 from lightning_ptm.errors import CheckpointError, RankError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
@@ -278,6 +279,62 @@ def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
     for rank in range(world_size):
         if rank != 1:
             assert outcomes[rank].value.startswith((f"a collective of rank {rank} failed (", "rank "))
+
+
+def refuse(error: RuntimeError) -> None:
+    raise error
+
+
+def errors_of_ours() -> None:
+    """What we raise ourselves inside of a collective is told as it is; what others do, as a collective that failed."""
+    communicator = connect()
+    for error in (RankError("rank 1 will not come"), UsageError("not now")):
+        with pytest.raises(type(error), match=f"^{error}$"):
+            communicator._lines.issue(lambda: refuse(error))  # noqa: B023
+    with pytest.raises(RankError, match=r"a collective of rank \d failed \(no route\)"):
+        communicator._lines.issue(lambda: refuse(RuntimeError("no route")))
+    communicator.close()
+
+
+def late_words() -> None:
+    """Of a rank that has left: nobody meets it, and it has not failed."""
+    communicator = connect()
+    lines = communicator._lines
+    assert communicator.meet("in time", 30.0)
+    communicator.close()
+    assert not communicator.meet("too late", 0.1)
+    communicator.fail("ValueError: too late")
+    assert not lines._board.check([lines._failure_key])
+
+
+def test_errors_of_ours_are_told_as_they_are() -> None:
+    run_ranks(errors_of_ours, 2)
+
+
+def test_a_rank_that_has_left_meets_nobody_and_does_not_fail() -> None:
+    run_ranks(late_words, 2)
+
+
+def test_a_work_is_waited_for_once_and_then_it_is_over() -> None:
+    seen: list[str] = []
+
+    class Handle:
+        def wait(self) -> None:
+            seen.append("wait")
+
+        def is_completed(self) -> bool:
+            return bool(seen)
+
+    def guard(call: Callable[[], Any]) -> Any:
+        seen.append("guarded")
+        return call()
+
+    work = Work([Handle()], [torch.ones(1)], lambda: seen.append("finish"), guard, lambda: seen.append("done"))
+    assert not work.done()
+    for _ in range(2):
+        work.wait()
+    assert work.done() and work._buffers == []
+    assert seen == ["guarded", "wait", "finish", "done"]
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------

@@ -147,8 +147,7 @@ def test_ctrl_c_waits_for_messages_that_come() -> None:
 
 @pytest.mark.parametrize("how", ["again", "for some seconds"])
 def test_ctrl_c_ends_the_waiting_for_messages_that_do_not_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how != "again":
-        monkeypatch.setattr(connections, "_INTERRUPTED_S", 0.3)
+    monkeypatch.setattr(connections, "_INTERRUPTED_S", 60.0 if how == "again" else 0.3)
     ours, theirs = socket.socketpair()
     arriving = Arriving({1: ours}, 4, 60.0)
     with ours, theirs:
@@ -235,6 +234,22 @@ def test_ranks_that_cannot_all_reach_each_other_have_none(how: str, monkeypatch:
     before = len(os.listdir("/proc/self/fd"))
     assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_files_of_ranks_that_others_cannot_reach_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank has met the first when it finds that it does not come to the second."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 1.0)
+    table, files = Table(3), [os.memfd_create(f"rank {rank}") for rank in range(3)]
+    before = len(os.listdir("/proc/self/fd"))
+
+    def gather(rank: int) -> Callable[[Any], Sequence[Any]]:
+        kept = table.gather(rank)
+        return lambda value: kept(f"{value}x" if rank == 1 else value)
+
+    assert all_ranks(3, lambda rank: connected(rank, 3, LIMIT, gather(rank), files[rank])) == [None] * 3
+    assert len(os.listdir("/proc/self/fd")) == before
+    for file in files:
+        os.close(file)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

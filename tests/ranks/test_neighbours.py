@@ -113,13 +113,17 @@ def test_exchanges_one_behind_the_other_do_not_overwrite_what_others_still_read(
     assert all_ranks(size, run) == [[float(sum(range(size)) + size * n) for n in numbers]] * size
 
 
-@pytest.mark.parametrize("what", ["another word", "another size", "another kind"])
+@pytest.mark.parametrize("what", ["another word", "another size", "another kind", "nothing", "pieces of nothing"])
 def test_of_different_exchanges_nothing_is_read_and_all_are_told(ranks: list[Neighbours], what: str) -> None:
     def run(rank: int) -> Any:
         each, last = ranks[rank], rank == len(ranks) - 1
         each.sum(torch.ones(3), 7)
         if last and what == "another kind":
             return each.gathered(torch.ones(3), 9)
+        if last and what == "pieces of nothing":
+            return each.pieces(torch.ones(len(ranks), 0), 8)
+        if last and what == "nothing":
+            return each.sum(torch.ones(0), 8)
         return each.sum(torch.ones(5 if last and what == "another size" else 3), 9 if last and "word" in what else 8)
 
     for found in all_ranks(len(ranks), run):
