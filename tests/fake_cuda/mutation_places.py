@@ -52,7 +52,7 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "communicator": ("ranks/test_communicator.py",),
     "connections": ("ranks/test_connections.py", "ranks/test_neighbours.py"),
     "copier": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
-    "direct": ("ranks/test_tensor_exchanges.py",),
+    "direct": ("ranks/test_communicator.py", "ranks/test_tensor_exchanges.py"),
     "flat_clock": ("runtime/test_flat_clock.py", "runtime/test_lockfree.py"),
     "foreign": ("adversarial/ranks/test_raw_collectives.py", "adversarial/ranks/test_one_rank_alone.py"),
     "gradient_pages": ("runtime/test_gradient_pages.py", "runtime/test_lockfree.py"),
@@ -123,6 +123,7 @@ class Stage:
     tests: tuple[str, ...] = ()
     fits: tuple[int, ...] = ()
     users: tuple[str, ...] = ()
+    collectives: bool = False
     only_expected: bool = False
     """Computes what cases are compared with, and keeps it for later processes."""
 
@@ -179,6 +180,8 @@ def stages_of(place: Place, *, quick: bool) -> list[Stage]:
         stages.append(Stage("tests of the file", "cpu", (*closest, "-m", "not gpu and not slow", *more)))
     if room in ON_DEVICE:
         stages.append(Stage(f"tests/{room} on the device", "fake", (*ON_DEVICE[room], "-m", "gpu")))
+    if stem == "process_group":
+        stages.append(Stage("collectives on the device", "ranks", collectives=True))
     if room == "comm" or any(word in place.text for word in ("communicator", "_shard_pending", "arriving.work")):
         stages.append(Stage("fits of two ranks", "ranks", fits=RANKED))
     if room != "comm":

@@ -83,6 +83,15 @@ def know_expected(program: Any, *, keep: bool) -> None:
 
 def noticed(stage: Stage) -> str | None:
     """What fails; None if nothing does."""
+    if stage.collectives:
+        import collectives_program
+
+        for name, _, check in collectives_program.checks():
+            try:
+                check()
+            except BaseException as error:
+                return f"{name}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
     if stage.fits:
         import fits_program
 

@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,46 @@ def late_words() -> None:
     assert not communicator.meet("too late", 0.1)
     communicator.fail("ValueError: too late")
     assert not lines._board.check([lines._failure_key])
+
+
+def wait_in_vain() -> int:
+    """How often a rank looks whether others have come that do not."""
+    communicator = connect()
+    looks, lines = [], communicator._lines
+    if communicator.rank == 0:
+        board: Any = lines._board
+        lines._board = SimpleNamespace(
+            set=board.set,
+            get=board.get,
+            compare_set=board.compare_set,
+            check=lambda keys: looks.append(0) or board.check(keys),
+        )
+        assert not communicator.meet("alone", 0.3)
+    dist.barrier()
+    communicator.close()
+    return len(looks)
+
+
+def test_who_waits_for_others_sleeps_between_two_looks() -> None:
+    assert 6 <= run_ranks(wait_in_vain, 2)[0] < 60
+
+
+def differ() -> str:
+    """Ranks of one machine come to different exchanges of values in RAM."""
+    communicator = connect()
+    part = communicator.part([(0, 1)], exchanging=True)
+    assert part._direct.exchanges is not None
+    part.patience.exchanged = lambda: (0, ["a", f"b{part.rank}"])
+    with pytest.raises(RankError) as caught:
+        part.issue(refuse, torch.ones(3), lambda near, word: near.sum(torch.ones(3), word), part.rank)
+    communicator.close()
+    return str(caught.value)
+
+
+def test_ranks_of_one_machine_are_told_at_once_which_exchanges_differ() -> None:
+    for rank, told in enumerate(run_ranks(differ, 2)):
+        assert told.startswith(f"rank {rank} and another rank of its tensor group have come to different exchanges: ")
+        assert "rank 0 has come to b0 where rank 1 has come to b1" in told
 
 
 def test_errors_of_ours_are_told_as_they_are() -> None:

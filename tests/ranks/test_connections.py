@@ -116,6 +116,19 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
         assert 0.15 < time.monotonic() - began_s < 5
 
 
+@pytest.mark.parametrize("why", ["gone", "too late", "too late from the beginning"])
+def test_to_wait_again_for_who_does_not_come_any_more_is_of_no_use(why: str) -> None:
+    """Who waits for a while again and again, as long as that is of use, would do so for ever."""
+    ours, theirs = socket.socketpair()
+    arriving = Arriving({1: ours}, 4, {"gone": 60.0, "too late": 0.05}.get(why, -1.0))
+    with ours:
+        if why == "gone":
+            theirs.close()
+        with theirs, pytest.raises(RuntimeError, match="has ended" if why == "gone" else "Timed out"):
+            arriving.wait(timedelta(seconds=5))
+        assert arriving.is_completed()
+
+
 def interrupted(after_s: Sequence[float]) -> threading.Thread:
     """Ctrl-C comes so long after each other."""
 
