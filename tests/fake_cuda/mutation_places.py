@@ -69,7 +69,11 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "pipeline": ("update/test_update_pipeline.py",),
     "process_group": ("ranks/test_communicator.py", "ranks/test_token_exchange.py", "ranks/test_tensor_exchanges.py"),
     "stepping": ("runtime/test_stepping.py", "runtime/test_manual_optimization.py"),
-    "together": ("adversarial/ranks/test_one_rank_alone.py", "ranks/test_rank_weights.py"),
+    "together": (
+        "runtime/test_rendezvous.py",
+        "adversarial/ranks/test_one_rank_alone.py",
+        "ranks/test_rank_weights.py",
+    ),
     "transfer": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
     "updater": ("update/test_update_pipeline.py", "update/test_buffering.py"),
     "updates": ("runtime/test_updates.py", "runtime/test_manual_optimization.py", "runtime/test_gradient_norm.py"),

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from test_communicator import OWNED, SIZES, flat_of, shard_of
 
 LIMIT = datetime.timedelta(seconds=60)
-NAMES = ("gather", "gather owned", "gather shares", "reduce", "reduce owned", "all to all")
+NAMES = ("gather", "gather owned", "gather shares", "reduce", "reduce owned", "all to all", "sum")
 
 
 def late(values: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Cases:
         flat = flat_of(
             OWNED["owned"] if owned else SIZES["several_stripes"], torch.float32, self.size, self.rank, owned=owned
         )
-        total = sum((numbers(flat.padded_numel, rank) for rank in range(self.size)), torch.zeros(flat.padded_numel))
+        total = torch.stack([numbers(flat.padded_numel, rank) for rank in range(self.size)]).sum(0)
         for divisor in (self.size, 2 * self.size):
             shard = late(torch.zeros(flat.shard_numel))
             self.it.reduce_scatter(late(numbers(flat.padded_numel, self.rank)), shard, flat, divisor).wait()
@@ -80,6 +80,12 @@ class Cases:
         out = self.it.all_to_all(rows, self.size * [1], self.size * [1])
         assert (out + 1).cpu()[:, 0].tolist() == [rank + 1.0 for rank in range(self.size)]
 
+    def sum(self) -> None:
+        """Of a few values, which the host needs."""
+        values = late(torch.tensor([1.0, self.rank]))
+        assert self.it.all_reduce(values) is values
+        assert (values + 1).cpu().tolist() == [self.size + 1, self.size * (self.size - 1) / 2 + 1]
+
 
 def checks() -> Iterator[tuple[str, str, Callable[[], None]]]:
     """Name, description, and check of each, of ranks that are connected meanwhile."""
@@ -87,12 +93,12 @@ def checks() -> Iterator[tuple[str, str, Callable[[], None]]]:
     dist.init_process_group("gloo", timeout=LIMIT)
     communicator = ProcessGroupCommunicator(backend_here(), LIMIT)
     cases = Cases(communicator)
-    acts: list[Callable[[], None]] = [partial(cases.gather, owned=False), partial(cases.gather, owned=True)]
-    acts += [
+    acts: list[Callable[[], None]] = [
+        *(partial(cases.gather, owned=owned) for owned in (False, True)),
         cases.gather_shares,
-        partial(cases.reduce, owned=False),
-        partial(cases.reduce, owned=True),
+        *(partial(cases.reduce, owned=owned) for owned in (False, True)),
         cases.all_to_all,
+        cases.sum,
     ]
 
     def check(act: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_process import ORDERS, need_fake_device, ranks_on_fake
 
-NAMES = ("gather", "gather owned", "gather shares", "reduce", "reduce owned", "all to all")
+NAMES = ("gather", "gather owned", "gather shares", "reduce", "reduce owned", "all to all", "sum")
 
 
 @pytest.fixture(scope="module", autouse=True)

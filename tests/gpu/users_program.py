@@ -113,11 +113,23 @@ class Plain(L.LightningModule):
 
 
 class LooksAside(Plain):
-    """At gradients in pages, on a stream that nothing waits for."""
+    """At gradients in pages, on two streams that nothing waits for, neither the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sides: list[torch.cuda.Stream | None] = [None, None]
 
     def on_after_backward(self) -> None:
-        with self.aside(joined=False):
-            self.notes += [parameter.grad.mul(2).sum() for parameter in self.parameters() if parameter.grad is not None]
+        for number in range(2):
+            self._side = self._sides[number]
+            with self.aside(joined=False):
+                self.notes += [each.grad.mul(2).sum() for each in self.parameters() if each.grad is not None]
+            self._sides[number] = self._side
+
+    def end(self) -> None:
+        for side in self._sides:
+            if side is not None:
+                side.synchronize()
 
 
 class ChangesAside(Plain):

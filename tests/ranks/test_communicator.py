@@ -306,6 +306,7 @@ def late_words() -> None:
     assert not communicator.meet("too late", 0.1)
     communicator.fail("ValueError: too late")
     assert not lines._board.check([lines._failure_key])
+    dist.barrier()  # the board is gone with the rank that keeps it
 
 
 def wait_in_vain() -> int:
@@ -336,9 +337,15 @@ def differ() -> str:
     part = communicator.part([(0, 1)], exchanging=True)
     assert part._direct.exchanges is not None
     part.patience.exchanged = lambda: (0, ["a", f"b{part.rank}"])
-    with pytest.raises(RankError) as caught:
+
+    def exchange() -> None:
         part.issue(refuse, torch.ones(3), lambda near, word: near.sum(torch.ones(3), word), part.rank)
+
+    with pytest.raises(RankError) as caught:
+        exchange()
     communicator.close()
+    with pytest.raises(UsageError, match=f"rank {part.rank} has left"):
+        exchange()
     return str(caught.value)
 
 

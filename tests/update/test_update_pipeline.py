@@ -203,6 +203,24 @@ def test_pump_does_not_wait(twins: list[Twin], tmp_path: Path, ops: HandOps) -> 
     assert twin.updater.stats.read_stall_s > 0
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_who_drains_waits_and_does_not_only_look(
+    twins: list[Twin], tmp_path: Path, ops: HandOps, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins.append(make_twin(adamw, make_allocator(tmp_path, file_ops=ops), home=Tier.DISK))
+    updater, looks = twins[0].updater, []
+    if in_thread:
+        updater.run_in_thread()
+        monkeypatch.setattr(updater._thread, "is_alive", lambda: looks.append(0) or True)
+    ops.may_write.clear()
+    twins[0].submit(gradients())
+    later = threading.Timer(0.3, ops.may_write.set)
+    later.start()
+    updater.drain()
+    later.join()
+    assert updater.stats.write_stall_s > 0 and len(looks) < 10
+
+
 def test_reads_ahead_are_used(twins: list[Twin], tmp_path: Path) -> None:
     first, second = siblings(twins, tmp_path, home=Tier.DISK, staging=3)
     updater = first.updater
