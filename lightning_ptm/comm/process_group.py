@@ -1,17 +1,18 @@
 """The collectives of pages over several ranks: one stripe of a flat at a time (section 3 of the design).
 
-Owns the stream that collectives run on; the process groups are `lines.py`'s, and what ranks of one machine tell each other
-without one is `direct.py`'s. What some ranks only share has a communicator of
-theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and it ends with the one of all.
+The process groups are `lines.py`'s, and what ranks of one machine tell each other without one is `direct.py`'s. What some
+ranks only share has a communicator of theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and
+it ends with the one of all.
 
 I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged. Shares of
     different lengths (whole parameters of each rank) go from their owner to all others, and come to it.
 I2: a reduction adds the ranks' pieces in rank order, in fp32 on CPU, and rounds once.
+I3: on a device, torch's own groups keep the order: a collective is behind what the current stream has queued when it is
+    issued, on a stream of its group's, and its handle's `wait` has the stream wait that is the current one then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 from collections.abc import Callable, Sequence
@@ -73,7 +74,6 @@ class ProcessGroupCommunicator:
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._stream = backend.stream()
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
@@ -117,9 +117,7 @@ class ProcessGroupCommunicator:
             ]
 
         told = _told(self._events, "all_gather", full)
-        with self._on_stream():
-            handles = self._lines.issue(start)
-        return Work(handles, [shard, full], self._stream.join, self._lines.guard, told)
+        return Work(self._lines.issue(start), [shard, full], guard=self._lines.guard, done=told)
 
     def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
         places = [full[start:end] for start, end in itertools.pairwise(shares)]
@@ -134,9 +132,8 @@ class ProcessGroupCommunicator:
             ]
 
         told = _told(self._events, "all_gather", full)
-        with self._on_stream():
-            handles = self._lines.issue(start)
-        return Work(handles, [full] if share is None else [share, full], self._stream.join, self._lines.guard, told)
+        buffers = [full] if share is None else [share, full]
+        return Work(self._lines.issue(start), buffers, guard=self._lines.guard, done=told)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         if flat.shares and self._backend.collectives != GLOO:
@@ -151,7 +148,7 @@ class ProcessGroupCommunicator:
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
 
-            return self._average(start, self._stream.join, full, shard, divisor)
+            return self._average(start, full, shard, divisor)
         return self._exchange_and_add(full, shard, flat, divisor)
 
     def _reduce_to_owners(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
@@ -163,30 +160,25 @@ class ProcessGroupCommunicator:
                 for place, owner in zip(places, self._ranks, strict=True)
             ]
 
-        def land() -> None:
-            self._stream.join()
-            shard.copy_(places[self.rank])
-
-        return self._average(start, land, full, shard, divisor)
+        return self._average(start, full, shard, divisor, places[self.rank])
 
     def _average(
-        self, start: Callable[[], list[Any]], land: Callable[[], None], full: Tensor, shard: Tensor, divisor: float
+        self, start: Callable[[], list[Any]], full: Tensor, shard: Tensor, divisor: float, mean: Tensor | None = None
     ) -> Work:
-        """A reduction whose mean over the ranks is in `shard` behind `land`."""
+        """A reduction whose mean over the ranks comes to `mean`, by default to `shard`."""
 
         def finish() -> None:
-            land()
+            if mean is not None:
+                shard.copy_(mean)
             if divisor != self.world_size:
                 shard.mul_(self.world_size / divisor)
 
         told = _told(self._events, "reduce_scatter", full)
-        with self._on_stream():
-            handles = self._lines.issue(start)
-        return Work(handles, [full, shard], finish, self._lines.guard, told)
+        return Work(self._lines.issue(start), [full, shard], finish, self._lines.guard, told)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
-        # once, and we add in fp32, in rank order (I3).
+        # once, and we add in fp32, in rank order (I2).
         sent: list[int] | None = None
         theirs: list[int] | None = None
         if flat.shares:
@@ -230,9 +222,7 @@ class ProcessGroupCommunicator:
             return dist.all_to_all_single(out, rows, list(received), list(sent), group=group, async_op=True)
 
         told = _told(self._events, "all_to_all", rows)
-        with self._on_stream():
-            handle = self._lines.issue(start)
-        return out, Work([handle], [rows, out], self._stream.join, self._lines.guard, told)
+        return out, Work([self._lines.issue(start)], [rows, out], guard=self._lines.guard, done=told)
 
     def issue(self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0) -> Tensor:
         """An exchange of activations, behind what the current stream has queued, and before what it queues next. These ranks
@@ -309,10 +299,6 @@ class ProcessGroupCommunicator:
     def receive(self, page: Tensor, rank: int) -> Work:
         handle = self._lines.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._lines.data))
         return Work([handle], [page], guard=self._lines.guard)
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        self._stream.follow()
-        return self._stream.entered()
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return self._lines.meet(word, within_s)

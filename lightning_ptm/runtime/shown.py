@@ -76,9 +76,10 @@ class ShownGradient(Tensor):
             with torch.no_grad():
                 self._held = self._read()
             self._fetch = self._backend.mark() if self._backend is not None else None
-        elif self._fetch is not None:
+        elif self._fetch is not None and self._backend is not None:
             # To its user the gradient was there before the fetch: another stream may be behind no more than that.
             self._fetch.order()
+            self._backend.used_here(self._held)  # and may be at it yet when it is let go of
         return self._held
 
     @classmethod

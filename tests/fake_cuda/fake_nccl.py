@@ -112,6 +112,13 @@ class FakeNccl(dist.ProcessGroup):
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp
         return self._run(tensors, tensors, lambda given: [self._reduced(each, operation) for each in given])
 
+    def reduce(self, tensors: Sequence[Tensor], options: Any) -> Any:
+        def mine(given: Sequence[Tensor]) -> list[Tensor]:
+            reduced = [self._reduced(each, options.reduceOp) for each in given]
+            return reduced if options.rootRank == self._rank else list(given)
+
+        return self._run(tensors, tensors, mine)
+
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Any:
         return self._run(tensors, tensors, lambda given: [self._gathered(each)[options.rootRank] for each in given])
 

@@ -12,6 +12,9 @@ ROOMS = ("memory", "runtime", "update", "comm")
 ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "settle", "synchronize", "wait"}
 ORDERS |= {"wait_event", "wait_stream", "used_here", "follow"}
 DECORATORS = {"on_compute_stream"}
+WHOLE_ROOM = "comm"
+"""What ranks agree on is in no word of `ORDERS`: of this room, every call that is a statement, every `raise`, whatever is
+counted, and every `return` that leaves a function early."""
 CONTEXTS = {"entered", "_on_stream"}
 EARLY = (10, 5, 1)
 """Of fit_cases.CASES: sums and activations in RAM, saves behind training, everything on the device and on disk."""
@@ -24,6 +27,18 @@ USERS = (
     "UnitsAside:host",
 )
 """Of users_program.py."""
+LEAVING = ("LeavesAside:host", "LeavesAside:device", "LeavesAside:all on disk")
+USERS_OF: dict[str, tuple[str, ...]] = {
+    "hooks": ("UnitsAside:host", "LeavesAside:host", "StepsAside:all on disk", "HooksAside:host:host"),
+    "offload": ("UnitsAside:host:host", "StepsAside:all on disk:host", "HooksAside:host:host"),
+    "pass_in_progress": (*LEAVING, "PassesOfOneGraph:host", "PassesOfOneGraph:device"),
+    "saved": ("UnitsAside:host:host", "StepsAside:host:recomputed", "PassesOfOneGraph:host"),
+    "shown": ("LooksAside:all on disk", "ChangesAside:all on disk", "AssignsAside:host"),
+    "stepping": (*LEAVING, "GoesOnAside:host", "ChangesAside:host"),
+    "streams": ("UnitsAside:host", "LeavesAside:device", "StepsAside:all on disk:host"),
+    "updater": LEAVING,
+}
+"""Those that look at a file from near, and therefore first."""
 RANKED = (2, 10, 9)
 """Of fit_cases.CASES_OF_RANKS."""
 CLOSEST: dict[str, tuple[str, ...]] = {
@@ -32,22 +47,39 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "buffering": ("update/test_buffering.py", "runtime/test_lockfree.py", "update/test_two_drivers_of_waiting.py"),
     "buffers": ("update/test_buffers.py", "update/test_forecast.py"),
     "clipping": ("runtime/test_clipping.py", "runtime/test_gradient_norm.py", "runtime/test_manual_optimization.py"),
+    "agreement": ("ranks/test_agreement.py", "ranks/test_rank_differences.py"),
+    "behind": ("ranks/test_rows_behind.py", "ranks/test_communicator.py"),
+    "communicator": ("ranks/test_communicator.py",),
+    "connections": ("ranks/test_connections.py", "ranks/test_neighbours.py"),
     "copier": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
+    "direct": ("ranks/test_communicator.py", "ranks/test_tensor_exchanges.py"),
     "flat_clock": ("runtime/test_flat_clock.py", "runtime/test_lockfree.py"),
+    "foreign": ("adversarial/ranks/test_raw_collectives.py", "adversarial/ranks/test_one_rank_alone.py"),
     "gradient_pages": ("runtime/test_gradient_pages.py", "runtime/test_lockfree.py"),
     "gradients": ("runtime/test_gradients.py", "runtime/test_manual_optimization.py"),
     "handing_over": ("runtime/test_handing_over.py", "runtime/test_lockfree.py"),
     "io": ("memory/test_allocator.py", "memory/test_disk.py"),
     "jobs": ("memory/test_disk.py", "memory/test_allocator.py"),
+    "lines": ("ranks/test_communicator.py", "ranks/test_rank_failures.py", "ranks/test_rank_exceptions.py"),
+    "mesh": ("ranks/test_mesh.py",),
+    "neighbours": ("ranks/test_neighbours.py", "ranks/test_tensor_exchanges.py"),
+    "page_rates": ("runtime/test_page_size.py",),
     "patience": ("ranks/test_patience.py", "ranks/test_tensor_exchanges.py"),
     "pieces": ("runtime/test_pieces.py", "runtime/test_weights.py"),
     "pipeline": ("update/test_update_pipeline.py",),
-    "process_group": ("ranks/test_communicator.py",),
+    "process_group": ("ranks/test_communicator.py", "ranks/test_token_exchange.py", "ranks/test_tensor_exchanges.py"),
     "stepping": ("runtime/test_stepping.py", "runtime/test_manual_optimization.py"),
+    "together": (
+        "runtime/test_rendezvous.py",
+        "adversarial/ranks/test_one_rank_alone.py",
+        "ranks/test_rank_weights.py",
+    ),
     "transfer": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
     "updater": ("update/test_update_pipeline.py", "update/test_buffering.py"),
     "updates": ("runtime/test_updates.py", "runtime/test_manual_optimization.py", "runtime/test_gradient_norm.py"),
     "versions": ("runtime/test_versions.py", "runtime/test_lockfree.py"),
+    "wholes": ("runtime/test_wholes.py", "ranks/test_rank_weights.py", "ranks/test_rank_whole_parameters.py"),
+    "work": ("ranks/test_communicator.py",),
 }
 """Tests on the CPU that look at a file from near, where they are not those of its own name."""
 ON_DEVICE = {
@@ -58,7 +90,8 @@ ON_DEVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What orders, and nothing else, on lines [first, last] of a file: a statement, a decorator, or a context in a `with`."""
+    """What orders, and nothing else, on lines [first, last] of a file: a statement, a decorator, a context in a `with`, or
+    what is handed to others so that they call it."""
 
     file: str
     first: int
@@ -72,6 +105,9 @@ class Place:
         line = lines[self.first - 1]
         if self.text.startswith("with "):
             left = line.replace(self.text.removeprefix("with "), '__import__("contextlib").nullcontext()')
+            assert left != line
+        elif self.text.startswith("argument "):
+            left = line.replace(self.text.removeprefix("argument "), "(lambda *_: None)")
             assert left != line
         else:
             left = "\n" if self.text.startswith("@") else line[: len(line) - len(line.lstrip())] + "pass\n"
@@ -91,6 +127,7 @@ class Stage:
     tests: tuple[str, ...] = ()
     fits: tuple[int, ...] = ()
     users: tuple[str, ...] = ()
+    collectives: bool = False
     only_expected: bool = False
     """Computes what cases are compared with, and keeps it for later processes."""
 
@@ -102,8 +139,9 @@ def places(root: Path = ROOT) -> Iterator[Place]:
             found = [
                 Place(str(path.relative_to(root)), node.lineno, node.end_lineno or node.lineno, text)
                 for node in ast.walk(ast.parse(path.read_text()))
-                for node, text in _of(node)
+                for node, text in (*_of(node), *(_of_whole_room(node) if room == WHOLE_ROOM else ()))
             ]
+            found = list(dict.fromkeys(found))
             yield from sorted(found, key=lambda place: (place.first, place.text))
 
 
@@ -122,6 +160,17 @@ def _of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         for each in (item.context_expr for item in node.items):
             if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in CONTEXTS:
                 yield each, f"with {ast.unparse(each)}"
+    elif isinstance(node, ast.Call):
+        for argument in node.args:
+            if isinstance(argument, ast.Attribute) and argument.attr in ORDERS:
+                yield argument, f"argument {ast.unparse(argument)}"
+
+
+def _of_whole_room(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    if isinstance(node, ast.Raise | ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield node, ast.unparse(node)
+    elif isinstance(node, ast.If) and isinstance(last := node.body[-1], ast.Return) and not node.orelse:
+        yield last, f"{ast.unparse(last)} if {ast.unparse(node.test)}"
 
 
 def stages_of(place: Place, *, quick: bool) -> list[Stage]:
@@ -131,12 +180,17 @@ def stages_of(place: Place, *, quick: bool) -> list[Stage]:
     closest = [name for name in closest if (ROOT / name).exists()]
     stages = []
     if closest:  # seconds
-        stages.append(Stage("tests of the file", "cpu", (*closest, "-m", "not gpu and not slow")))
+        more = ("--timeout=100",) if room == WHOLE_ROOM else ()  # ranks that lack something wait for each other
+        stages.append(Stage("tests of the file", "cpu", (*closest, "-m", "not gpu and not slow", *more)))
     if room in ON_DEVICE:
         stages.append(Stage(f"tests/{room} on the device", "fake", (*ON_DEVICE[room], "-m", "gpu")))
+    if stem == "process_group":
+        stages.append(Stage("collectives on the device", "ranks", collectives=True))
     if room == "comm" or any(word in place.text for word in ("communicator", "_shard_pending", "arriving.work")):
         stages.append(Stage("fits of two ranks", "ranks", fits=RANKED))
     if room != "comm":
+        if stem in USERS_OF:
+            stages.append(Stage("users of the file", "fake", users=USERS_OF[stem]))
         stages.append(Stage("streams", "fake", ("tests/gpu/test_device_streams.py", "-m", "gpu")))
         if room == "runtime":
             stages.append(Stage("users", "fake", users=USERS))

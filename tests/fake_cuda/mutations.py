@@ -83,6 +83,15 @@ def know_expected(program: Any, *, keep: bool) -> None:
 
 def noticed(stage: Stage) -> str | None:
     """What fails; None if nothing does."""
+    if stage.collectives:
+        import collectives_program
+
+        for name, _, check in collectives_program.checks():
+            try:
+                check()
+            except BaseException as error:
+                return f"{name}: {type(error).__name__}: {str(error).strip()[:90]}"
+        return None
     if stage.fits:
         import fits_program
 
@@ -194,6 +203,7 @@ def _in_child(place: Place | None, stages: Sequence[Stage]) -> str | None:
     if child == 0:
         os.setsid()
         os.close(reader)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what they start behind them ignore it
         with contextlib.suppress(BaseException):
             if place is not None:
                 remove(place)
@@ -301,6 +311,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="places whose file, line or text has one of these in it, by comma")
     parser.add_argument("--sure", action="store_true", help="without the run in which nothing is removed")
     parser.add_argument("--quick", action="store_true", help="the first stages alone")
+    parser.add_argument("--closest", action="store_true", help="the tests of the file alone, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the places and end")
     parser.add_argument("--serve", choices=("fake", "cpu"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -317,11 +328,14 @@ def main() -> None:
         for place in chosen:
             print(f"{place.file}:{place.first}: {place.text}")
         return
+    stages_for = {place: stages_of(place, quick=args.quick) for place in chosen}
+    if args.closest:
+        stages_for = {place: [each for each in stages if each.server == "cpu"] for place, stages in stages_for.items()}
     servers, missed = Servers(), 0
     expected = tempfile.TemporaryDirectory()
     os.environ["MUTATIONS_EXPECTED"] = expected.name
     try:
-        every = {stage: None for place in chosen for stage in stages_of(place, quick=args.quick)}
+        every = {stage: None for place in chosen for stage in stages_for[place]}
         for name in () if args.sure else ("fake", "cpu", "ranks"):
             begun = time.perf_counter()
             if (why := found_by(servers, None, [stage for stage in every if stage.server == name])) is not None:
@@ -332,7 +346,7 @@ def main() -> None:
                 servers.ask(None, [replace(stage, only_expected=True)])
         for place in chosen:
             begun = time.perf_counter()
-            found = found_by(servers, place, stages_of(place, quick=args.quick))
+            found = found_by(servers, place, stages_for[place])
             missed += found is None
             seconds = time.perf_counter() - begun
             print(

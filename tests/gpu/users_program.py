@@ -113,11 +113,23 @@ class Plain(L.LightningModule):
 
 
 class LooksAside(Plain):
-    """At gradients in pages, on a stream that nothing waits for."""
+    """At gradients in pages, on two streams that nothing waits for, neither the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sides: list[torch.cuda.Stream | None] = [None, None]
 
     def on_after_backward(self) -> None:
-        with self.aside(joined=False):
-            self.notes += [parameter.grad.mul(2).sum() for parameter in self.parameters() if parameter.grad is not None]
+        for number in range(2):
+            self._side = self._sides[number]
+            with self.aside(joined=False):
+                self.notes += [each.grad.mul(2).sum() for each in self.parameters() if each.grad is not None]
+            self._sides[number] = self._side
+
+    def end(self) -> None:
+        for side in self._sides:
+            if side is not None:
+                side.synchronize()
 
 
 class ChangesAside(Plain):
@@ -260,6 +272,52 @@ class AllAside(ByHand):
                 optimizer.zero_grad(set_to_none=index % 4 == 1)
 
 
+class LeavesAside(ByHand):
+    """Backward, norm, clipping, step and forgetting, each on a stream of its own, behind the current one, that nothing waits
+    for: the run itself has one order for all it does."""
+
+    @contextmanager
+    def left(self, *given: Tensor) -> Iterator[None]:
+        if self.device.type == "cpu":
+            yield
+            return
+        self.sides.append(torch.cuda.Stream())
+        self.sides[-1].wait_stream(torch.cuda.current_stream())
+        for each in given:
+            each.record_stream(self.sides[-1])
+        with torch.cuda.stream(self.sides[-1]):
+            yield
+
+    def on_train_start(self) -> None:
+        self.sides: list[torch.cuda.Stream] = []
+
+    def norm(self, optimizer: Any) -> Tensor:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, AngelPTMStrategy):
+            return strategy.gradient_norm(optimizer)
+        norms = [torch.linalg.vector_norm(each.grad) for each in self.parameters() if each.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        with self.left(loss):
+            self.manual_backward(loss)
+        if index % 2:
+            with self.left():
+                self.notes.append(self.norm(optimizer))
+            with self.left():
+                algorithm = "norm" if index % 4 == 1 else "value"
+                self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm=algorithm)
+            with self.left():
+                optimizer.step()
+            with self.left():
+                optimizer.zero_grad(set_to_none=index % 4 == 1)
+
+    def end(self) -> None:
+        torch.cuda.synchronize()
+
+
 class ReadsWeightsAside(Plain):
     """And writes them."""
 
@@ -327,7 +385,7 @@ class FitsAside(Plain):
 
 
 KINDS: list[type[Plain]] = [LooksAside, ChangesAside, AssignsAside, HooksAside, UnitsAside, StepsAside, GoesOnAside]
-KINDS += [PassesOfOneGraph, TwoGraphs, AllAside, ReadsWeightsAside, FitsAside]
+KINDS += [PassesOfOneGraph, TwoGraphs, AllAside, LeavesAside, ReadsWeightsAside, FitsAside]
 USERS: dict[str, type[Plain]] = {kind.__name__: kind for kind in KINDS}
 for _where in ("in the forward", "in the backward", "behind the backward", "before the step", "behind the step"):
     USERS[f"Breaks {_where}"] = type("Breaks", (Breaks,), {"where": _where})

@@ -121,6 +121,14 @@ def test_a_device_without_streams_is_refused_and_its_machine_computes_on_the_cpu
     monkeypatch.setattr(torch, "Stream", lambda device: torch.device("nothing"))  # raises
     with pytest.raises(ConfigError, match="no streams"):
         backend_of("mps")
+    pretend(monkeypatch, "mps")
+
+    def record(stream: object) -> None:
+        raise NotImplementedError("no events")
+
+    monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=record))
+    with pytest.raises(ConfigError, match="no streams"):
+        backend_of("mps")
 
 
 def test_collectives_that_nobody_has_registered_are_an_error() -> None:

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.comm import DIFFERENT, TOGETHER, Agreement, Boundary, Gathering, Meeting, NeededCollective, Teams
+from lightning_ptm.comm import (
+    DIFFERENT,
+    TOGETHER,
+    UNLIKE,
+    Agreement,
+    Boundary,
+    Gathering,
+    Meeting,
+    NeededCollective,
+    Teams,
+)
 from lightning_ptm.comm.agreement import Decision, Met, Row, Stuck, choose
 from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
@@ -348,6 +358,31 @@ def test_ranks_that_come_together_for_different_things_are_told() -> None:
     assert ran.results == [8 | DIFFERENT] * 3
     ran = AtOnce(*(lambda agreement: agreement.reach(Boundary(TOGETHER + 5, 8)) for _ in range(3)))
     assert ran.results == [8] * 3
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [((7, 7, 5), 0), ((7, 8, 5), UNLIKE), ((7, 7 << 15, 5), UNLIKE)],
+    ids=["alike", "by one bit", "high"],
+)
+def test_ranks_that_have_to_have_done_the_same_are_told_where_they_have_not(done: tuple[int, ...], told: int) -> None:
+    """I7. The third rank is in no tensor group."""
+
+    def reaches(rank: int) -> Callable[[Agreement], object]:
+        def act(agreement: Agreement) -> object:
+            agreement.alike, agreement.done = [(0, 1)], lambda: done[rank]
+            return agreement.reach(Boundary(TOGETHER, 8))
+
+        return act
+
+    assert AtOnce(*map(reaches, range(3))).results == [8 | told] * 3
+
+
+@pytest.mark.parametrize("rows", [[Boundary(1).row()], [Gathering(1, 2).row()]], ids=["at a boundary", "stuck"])
+def test_a_round_without_this_ranks_request_is_of_another_version(rows: list[Row]) -> None:
+    agreement = Agreement(lambda row: rows, lambda decision: None)
+    with pytest.raises(RankError, match="different versions of lightning_ptm"):
+        agreement.request(NeededCollective(GATHER, 1))
 
 
 def test_what_one_rank_gives_up_all_give_up() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,8 @@ import torch.distributed as dist
 from rank_harness import End, run_ranks, watch_ranks
 from torch import Tensor
 
-from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
-from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
+from lightning_ptm.errors import CheckpointError, RankError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 
@@ -163,7 +165,10 @@ def small_talk() -> None:
     assert communicator.broadcast_object({"from": rank}, source=world_size - 1) == {"from": world_size - 1}
 
     big = 1 << 60  # rows are exact integers, not floating-point numbers
-    assert communicator.exchange((rank, big + rank, 1)) == [(other, big + other, 1) for other in range(world_size)]
+    assert communicator._direct.rounds is not None
+    for _ in ("ranks of one machine", "of several"):
+        assert communicator.exchange((rank, big + rank, 1)) == [(other, big + other, 1) for other in range(world_size)]
+        communicator._direct.rounds = None
 
     # The paper's Page.send and Page.receive: round the ring.
     page = values(PAGE // 4, torch.float32, rank)
@@ -212,7 +217,17 @@ def parts_of_four() -> None:
             assert torch.equal(came, torch.cat(expected)), (dtype, sent)
 
     assert holders.broadcast_object(rank, source=1) == rank % 2 + 2
+    behind = whole.behind([(0, 1), (2, 3)])
+    assert behind is not None and (behind.rank, behind.world_size) == (rank % 2, 2)
+    came, arriving = behind.start_all_to_all(torch.full((2,), rank), [1, 1], [1, 1])
+    arriving.wait()
+    assert came.tolist() == [rank - rank % 2, rank - rank % 2 + 1]
+    assert set(whole.group_names) > {behind.group_name}
     whole.close()
+    whole.close()
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # torch's first, which is not ours
+    with pytest.raises(CheckpointError, match="the run has ended"):
+        behind.start_all_to_all(torch.zeros(2), [1, 1], [1, 1])
     with pytest.raises(UsageError, match=f"rank {rank} has left"):
         group.all_to_all(torch.zeros(0, 3), [0, 0], [0, 0])
 
@@ -270,6 +285,109 @@ def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
             assert outcomes[rank].value.startswith((f"a collective of rank {rank} failed (", "rank "))
 
 
+def refuse(error: RuntimeError) -> None:
+    raise error
+
+
+def errors_of_ours() -> None:
+    """What we raise ourselves inside of a collective is told as it is; what others do, as a collective that failed."""
+    communicator = connect()
+    for error in (RankError("rank 1 will not come"), UsageError("not now")):
+        with pytest.raises(type(error), match=f"^{error}$"):
+            communicator._lines.issue(lambda: refuse(error))  # noqa: B023
+    with pytest.raises(RankError, match=r"a collective of rank \d failed \(no route\)"):
+        communicator._lines.issue(lambda: refuse(RuntimeError("no route")))
+    communicator.close()
+
+
+def late_words() -> None:
+    """Of a rank that has left: nobody meets it, and it has not failed."""
+    communicator = connect()
+    lines = communicator._lines
+    assert communicator.meet("in time", 30.0)
+    communicator.close()
+    assert not communicator.meet("too late", 0.1)
+    communicator.fail("ValueError: too late")
+    assert not lines._board.check([lines._failure_key])
+    dist.barrier()  # the board is gone with the rank that keeps it
+
+
+def wait_in_vain() -> int:
+    """How often a rank looks whether others have come that do not."""
+    communicator = connect()
+    looks, lines = [], communicator._lines
+    if communicator.rank == 0:
+        board: Any = lines._board
+        lines._board = SimpleNamespace(
+            set=board.set,
+            get=board.get,
+            compare_set=board.compare_set,
+            check=lambda keys: looks.append(0) or board.check(keys),
+        )
+        assert not communicator.meet("alone", 0.3)
+    dist.barrier()
+    communicator.close()
+    return len(looks)
+
+
+def test_who_waits_for_others_sleeps_between_two_looks() -> None:
+    assert 6 <= run_ranks(wait_in_vain, 2)[0] < 60
+
+
+def differ() -> str:
+    """Ranks of one machine come to different exchanges of values in RAM."""
+    communicator = connect()
+    part = communicator.part([(0, 1)], exchanging=True)
+    assert part._direct.exchanges is not None
+    part.patience.exchanged = lambda: (0, ["a", f"b{part.rank}"])
+
+    def exchange() -> None:
+        part.issue(refuse, torch.ones(3), lambda near, word: near.sum(torch.ones(3), word), part.rank)
+
+    with pytest.raises(RankError) as caught:
+        exchange()
+    communicator.close()
+    with pytest.raises(UsageError, match=f"rank {part.rank} has left"):
+        exchange()
+    return str(caught.value)
+
+
+def test_ranks_of_one_machine_are_told_at_once_which_exchanges_differ() -> None:
+    for rank, told in enumerate(run_ranks(differ, 2)):
+        assert told.startswith(f"rank {rank} and another rank of its tensor group have come to different exchanges: ")
+        assert "rank 0 has come to b0 where rank 1 has come to b1" in told
+
+
+def test_errors_of_ours_are_told_as_they_are() -> None:
+    run_ranks(errors_of_ours, 2)
+
+
+def test_a_rank_that_has_left_meets_nobody_and_does_not_fail() -> None:
+    run_ranks(late_words, 2)
+
+
+def test_a_work_is_waited_for_once_and_then_it_is_over() -> None:
+    seen: list[str] = []
+
+    class Handle:
+        def wait(self) -> None:
+            seen.append("wait")
+
+        def is_completed(self) -> bool:
+            return bool(seen)
+
+    def guard(call: Callable[[], Any]) -> Any:
+        seen.append("guarded")
+        return call()
+
+    work = Work([Handle()], [torch.ones(1)], lambda: seen.append("finish"), guard, lambda: seen.append("done"))
+    assert not work.done()
+    for _ in range(2):
+        work.wait()
+    assert work.done() and work._buffers == []
+    assert seen == ["guarded", "wait", "finish", "done"]
+
+
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +403,9 @@ def test_one_rank_is_its_own_collective() -> None:
     assert torch.equal(reduced, shard)
     communicator.reduce_scatter(full, reduced, flat, 4).wait()
     assert torch.equal(reduced, shard / 4)
+    communicator.gather_shares(shard, gathered := torch.zeros_like(full), [0, full.numel()]).wait()
+    communicator.gather_shares(None, gathered, [0, 0]).wait()
+    assert torch.equal(gathered, shard)
     # Where the shard is the full flat, there is nothing to copy and nothing changes.
     communicator.all_gather(full, full, flat).wait()
     communicator.reduce_scatter(full, full, flat, 1).wait()

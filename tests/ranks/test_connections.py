@@ -117,6 +117,19 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
         assert 0.15 < time.monotonic() - began_s < 5
 
 
+@pytest.mark.parametrize("why", ["gone", "too late", "too late from the beginning"])
+def test_to_wait_again_for_who_does_not_come_any_more_is_of_no_use(why: str) -> None:
+    """Who waits for a while again and again, as long as that is of use, would do so for ever."""
+    ours, theirs = socket.socketpair()
+    arriving = Arriving({1: Peer(ours)}, 4, {"gone": 60.0, "too late": 0.05}.get(why, -1.0))
+    with ours:
+        if why == "gone":
+            theirs.close()
+        with theirs, pytest.raises(RuntimeError, match="has ended" if why == "gone" else "Timed out"):
+            arriving.wait(timedelta(seconds=5))
+        assert arriving.is_completed()
+
+
 def interrupted(after_s: Sequence[float]) -> threading.Thread:
     """Ctrl-C comes so long after each other."""
 
@@ -148,8 +161,7 @@ def test_ctrl_c_waits_for_messages_that_come() -> None:
 
 @pytest.mark.parametrize("how", ["again", "for some seconds"])
 def test_ctrl_c_ends_the_waiting_for_messages_that_do_not_come(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how != "again":
-        monkeypatch.setattr(connections, "_INTERRUPTED_S", 0.3)
+    monkeypatch.setattr(connections, "_INTERRUPTED_S", 60.0 if how == "again" else 0.3)
     ours, theirs = socket.socketpair()
     arriving = Arriving({1: Peer(ours)}, 4, 60.0)
     with ours, theirs:
@@ -327,6 +339,75 @@ def test_folders_go_when_no_file_can_be_opened(tmp_path: Path, monkeypatch: pyte
     for each, _ in made:
         each.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_ranks_that_others_cannot_reach_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank has met the first when it finds that it does not come to the second."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 1.0)
+    table, files = Table(3), [os.memfd_create(f"rank {rank}") for rank in range(3)]
+    before = len(os.listdir("/proc/self/fd"))
+
+    def gather(rank: int) -> Callable[[Any], Sequence[Any]]:
+        kept = table.gather(rank)
+        return lambda value: kept(f"{value}x" if rank == 1 else value)
+
+    assert all_ranks(3, lambda rank: connected(rank, 3, LIMIT, gather(rank), files[rank])) == [None] * 3
+    assert len(os.listdir("/proc/self/fd")) == before
+    for file in files:
+        os.close(file)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_it_is_connected_is_waited_for_so_long(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls, or is called, and says nothing."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 0.2)
+    with contextlib.ExitStack() as listening:
+        opened = [connections._opened(listening) for _ in range(2)]
+        paths, door = [place.partition(" ")[2] for place, _ in opened], opened[rank][1]
+        assert door is not None
+        if rank == 0:
+            listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(paths[0])
+        called: list[socket.socket] = []
+        connections._call(paths[:rank], called)
+        found = all_ranks(1, lambda _: connections._meet(rank, 2, called, door, None, {}))
+        assert isinstance(found[0], TimeoutError), found
+
+
+def test_a_rank_that_ends_while_it_is_connected_is_gone() -> None:
+    with contextlib.ExitStack() as listening:
+        place, door = connections._opened(listening)
+        assert door is not None
+        path = place.partition(" ")[2]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.connect(path)
+        with pytest.raises(ConnectionError):
+            connections._meet(0, 2, [], door, None, {})
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with peer:
+            peer.connect(path)
+            peer.send(b"abc")
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionError, match="gone while it was connected"):
+                connections._meet(0, 2, [], door, None, {})
+
+
+def test_who_is_slow_to_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it takes to connect says nothing of what comes after it."""
+    monkeypatch.setattr(connections, "_CONNECT_S", 0.1)
+    message = b"x" * (1 << 22)  # more than a socket holds
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            made[0]._send(message)
+        else:
+            time.sleep(0.3)
+            arriving = Arriving({0: made[1]._peers[0]}, len(message), 5.0)
+            arriving.wait()
+
+    with ranks(2) as made:
+        assert all_ranks(2, act) == [None, None]
 
 
 def test_each_rank_has_the_files_of_all() -> None:

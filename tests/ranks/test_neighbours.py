@@ -92,13 +92,13 @@ def test_what_does_not_lie_in_a_row_is_exchanged_in_the_order_of_its_shape(ranks
         assert found.is_contiguous()
 
 
-def test_windows_are_in_no_graph(ranks: list[Neighbours]) -> None:
+def test_windows_are_in_no_graph_nor_is_what_comes_from_them(ranks: list[Neighbours]) -> None:
     """Else each would keep the graphs of all that was ever exchanged."""
     size = len(ranks)
     given = [torch.ones(size, 3, requires_grad=True) for _ in ranks]
     for act in ("sum", "gathered", "pieces"):
         for found in all_ranks(size, lambda rank: getattr(ranks[rank], act)(given[rank], 0)):  # noqa: B023
-            assert isinstance(found, Tensor), found
+            assert isinstance(found, Tensor) and not found.requires_grad, found
     assert not any(window.requires_grad for each in ranks for window in each._windows)
 
 
@@ -113,13 +113,17 @@ def test_exchanges_one_behind_the_other_do_not_overwrite_what_others_still_read(
     assert all_ranks(size, run) == [[float(sum(range(size)) + size * n) for n in numbers]] * size
 
 
-@pytest.mark.parametrize("what", ["another word", "another size", "another kind"])
+@pytest.mark.parametrize("what", ["another word", "another size", "another kind", "nothing", "pieces of nothing"])
 def test_of_different_exchanges_nothing_is_read_and_all_are_told(ranks: list[Neighbours], what: str) -> None:
     def run(rank: int) -> Any:
         each, last = ranks[rank], rank == len(ranks) - 1
         each.sum(torch.ones(3), 7)
         if last and what == "another kind":
             return each.gathered(torch.ones(3), 9)
+        if last and what == "pieces of nothing":
+            return each.pieces(torch.ones(len(ranks), 0), 8)
+        if last and what == "nothing":
+            return each.sum(torch.ones(0), 8)
         return each.sum(torch.ones(5 if last and what == "another size" else 3), 9 if last and "word" in what else 8)
 
     for found in all_ranks(len(ranks), run):
@@ -127,7 +131,15 @@ def test_of_different_exchanges_nothing_is_read_and_all_are_told(ranks: list[Nei
         assert json.loads(str(found)) == [f"rank {rank} is here" for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's"])
+def test_a_rank_that_has_left_ends_the_exchanges_of_the_others(ranks: list[Neighbours]) -> None:
+    def run(rank: int) -> Any:
+        return ranks[rank].close() if rank == 0 else ranks[rank].sum(torch.ones(3), 1)
+
+    for found in all_ranks(len(ranks), run)[1:]:
+        assert isinstance(found, RuntimeError) and "the connection to rank 0 has ended" in str(found)
+
+
+@pytest.mark.parametrize("lacks", ["room", "address space", "a file", "a file of another's", "a folder"])
 def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever only one of them lacks, and no file stays open."""
     owner, name = {
@@ -135,13 +147,14 @@ def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: 
         "address space": (module.mmap, "mmap"),
         "a file": (module.os, "memfd_create"),
         "a file of another's": (connections.socket, "recv_fds"),
+        "a folder": (connections.tempfile, "mkdtemp"),
     }[lacks]
     kept, calls = getattr(owner, name), []
 
-    def lacking(*args: Any) -> Any:
+    def lacking(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) > 1:
-            return kept(*args)
+            return kept(*args, **kwargs)
         if lacks != "a file of another's":
             raise OSError("no room")
         told, files, *more = kept(*args)
@@ -158,3 +171,8 @@ def test_a_rank_without_memory_to_share_is_one_for_all(lacks: str, monkeypatch: 
 
     assert all_ranks(2, make) == [None, None]
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_system_without_such_memory_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module.os, "memfd_create")
+    assert module._shared_file() is None

@@ -19,12 +19,15 @@ from engine_by_hand import (
     run,
     weights,
 )
+from other_stream import OtherStream
 from torch import nn
 
+from lightning_ptm.comm import NeededCollective
+from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.runtime import engine as module_under_test
 from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.terms import Mode
+from lightning_ptm.terms import Mode, Operation
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -146,3 +149,17 @@ def test_a_failed_run_tells_the_others_once_and_issues_nothing_more() -> None:
         assert told.startswith("ValueError: xxx") and len(told) == 500 and it.engine.rendezvous.failed
         with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):
             it.engine.rendezvous.gather_for(None)  # type: ignore[arg-type]
+
+
+def test_whatever_stream_is_the_callers_it_takes_part_in_what_others_ask_for_on_the_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with run() as it:
+        stream = OtherStream()
+        for owner in (it.engine.executor, it.engine.reduction):
+            monkeypatch.setattr(owner, "take_part", lambda asked: None)
+            stream.watch(monkeypatch, owner, "take_part")
+        monkeypatch.setattr(it.engine, "stream", stream)
+        for operation in (Operation.GATHER, Operation.REDUCE):
+            it.engine._take_part(Decision(NeededCollective(operation, 0), unanimous=False, flags=0))
+        assert stream.noted == 2 * [("take_part", True)]

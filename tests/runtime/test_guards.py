@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_stream import OtherStream
 from torch import nn
 
 from lightning_ptm.errors import UsageError
@@ -75,6 +76,15 @@ def test_a_call_from_outside_is_one_of_each_unit_and_ends_with_it() -> None:
     assert it.heard() == ["end 2 12 out", "end 1 11 out"]
     it.guards.call_ends(owner, "out")
     assert it.heard() == []
+
+
+def test_whatever_stream_calls_it_is_told_on_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, owner, stream = Heard(), nn.Linear(1, 1), OtherStream()
+    it.guards.stream = stream
+    it.guards.own(owner, 0)
+    stream.watch(monkeypatch, it, "used", "held", "hold")
+    it.guards.call_begins(owner, "x")
+    assert stream.noted == [("used", True), ("held", True), ("hold", True)]
 
 
 def test_a_held_unit_is_read() -> None:

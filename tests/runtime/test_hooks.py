@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from other_stream import OtherStream
 from small_parts import Model, OnePage, parts
 from torch.utils.checkpoint import checkpoint
 
@@ -83,6 +84,37 @@ def hooked(*, recompute: frozenset[int] = frozenset()) -> Iterator[tuple[Any, He
             hooks.close()
 
 
+class Queued(Heard):
+    """Writes down what it hears while the caller's stream is the current one."""
+
+    def __init__(self, stream: OtherStream) -> None:
+        super().__init__()
+        aside: list[str] = []
+
+        class Log(list[str]):
+            def append(self, word: str) -> None:
+                super().append(word)
+                if not stream.here:
+                    aside.append(word)
+
+        self.aside, self.log = aside, Log()
+
+    def progress(self) -> None:
+        self.log.append("progress")
+
+
+@contextmanager
+def hooked_elsewhere(recompute: frozenset[int]) -> Iterator[tuple[Any, Any, Hooks]]:
+    with parts(Model(2), home=Tier.DEVICE) as made:
+        stream = OtherStream()
+        heard: Any = Queued(stream)
+        hooks = Hooks(made.units, made.stores, heard, heard, recompute, stream)
+        try:
+            yield made.module.parts, heard, hooks
+        finally:
+            hooks.close()
+
+
 def x() -> torch.Tensor:
     return torch.ones(8, requires_grad=True)
 
@@ -147,6 +179,31 @@ def test_a_unit_under_a_reentrant_checkpoint_ends_before_the_next_begins() -> No
             loss.backward()
         told = heard.heard()
         assert told.index("end 2") < told.index("hold 1") < told.index("end 1") < told.index("end 0")
+
+
+@pytest.mark.parametrize("recompute", [frozenset(), frozenset({1, 2})], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("announced", [True, False], ids=["the loss's", "the user's own"])
+def test_whatever_stream_calls_all_is_done_on_the_runs(recompute: frozenset[int], announced: bool) -> None:
+    with hooked_elsewhere(recompute) as (units, heard, hooks):
+        for _ in range(2):  # another gradient is added to the first
+            loss = units[1](units[0](x())).sum() + units[0](x().detach()).sum()
+            with hooks.backward() if announced else nullcontext():
+                loss.backward()
+        told = heard.heard()
+        assert {"progress", "forward 2", "leave 1", "another gradient of 1", "end 1", "all gradients"} <= set(told)
+        assert heard.aside == []
+
+
+def test_what_is_recomputed_before_a_gradient_of_its_output_comes_is_fetched_on_the_runs_stream() -> None:
+    """As where a loss uses what a unit has kept beside its output."""
+    with hooked_elsewhere(frozenset({1})) as (units, heard, hooks):
+        loss = units[0](x()).sum()
+        with hooks.backward():
+            heard.heard()
+            hooks._recompute_starts(1)
+            assert heard.heard() == ["hold 1"]
+            loss.backward()
+        assert heard.aside == []
 
 
 def test_an_unused_parameter_ends_with_the_pass() -> None:

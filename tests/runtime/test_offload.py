@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_stream import OtherStream
 from plain_loop import PlainLoop, fit, make_trainer, tokens
 from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import Tensor, nn
@@ -70,6 +71,16 @@ def test_a_call_leaves_the_device_when_the_next_one_has_ended(taking: Offload) -
     assert torch.equal(taking.unpack(packed[1]), values[1])
     assert [sent.away.where.value for sent in packed] == ["coming", "back", "leaving"]
     assert torch.equal(taking.unpack(packed[0]), values[0])
+
+
+def test_whatever_stream_saves_and_reads_copies_go_on_the_runs(
+    taking: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = taking._stream = OtherStream()
+    stream.watch(monkeypatch, taking._mover, "send", "bring", "storage")
+    (sent,) = call(taking, torch.ones(64))
+    assert torch.equal(taking.unpack(sent), torch.ones(64))
+    assert set(stream.noted) == {("send", True), ("bring", True), ("storage", True)}
 
 
 def test_views_of_one_storage_are_one_copy_and_keep_their_strides(taking: Offload) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from plain_loop import fit, tokens
 from tiny_models import Stack
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.config import DEFAULT_PAGE_BYTES
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory import page_rates
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 
@@ -43,6 +46,29 @@ def test_a_measurement_is_short_and_leaves_nothing(tmp_path: Path) -> None:
     assert all(rate > 0 for by_size in rates.values() for rate in by_size.values())
     assert [found.name for found in tmp_path.iterdir()] == ["here"]  # which the tests have made
     assert measured_rates([], CpuBackend()) == {}
+
+
+def test_copies_have_ended_when_their_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    zeros, seconds = torch.zeros, count()
+
+    class Apart(CpuBackend):
+        """A device whose copies end where somebody waits for them."""
+
+        apart = True
+
+        def synchronize(self) -> None:
+            told.append("waits")
+
+    def looks() -> float:
+        told.append("looks")
+        return float(next(seconds))
+
+    monkeypatch.setattr(page_rates, "perf_counter", looks)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, pin_memory=False, device=None: zeros(size, dtype=dtype))
+    assert sorted(page_rates.copy_rates(Apart(), MIB)) == ["device to host", "host to device"]
+    # Begins, has had its time, ends.
+    assert told == 2 * (page_rates._ROUNDS + 1) * ["waits", "looks", "looks", "waits", "looks"]
 
 
 class Seen(L.Callback):

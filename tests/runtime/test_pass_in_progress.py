@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_hooks import Heard
+from other_stream import OtherStream
+from test_hooks import Heard, Queued
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import CpuBackend
@@ -46,6 +47,15 @@ def test_one_of_the_users_own_ends_when_autograd_is_through() -> None:
     x.register_hook(lambda _: it.start())
     (x * 2).sum().backward()
     assert heard.heard() == [BEGINS[0], "unannounced", BEGINS[1], *ENDS] and not it.begun
+
+
+def test_whatever_stream_is_the_callers_a_pass_begins_and_ends_on_the_runs() -> None:
+    stream = OtherStream()
+    heard: Any = Queued(stream)
+    it = PassInProgress(["", "block"], heard, heard, Calls(2, lambda unit: 1, lambda call: True), stream)
+    with it.of_the_loss(nullcontext()):
+        assert heard.heard() == BEGINS and heard.aside == []
+    assert heard.heard() == ENDS and heard.aside == []
 
 
 def test_a_pass_that_fails_is_given_up_and_nobody_hears_of_gradients() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lightning_ptm.comm import Gathering, Teams
 from lightning_ptm.comm.agreement import TOGETHER, Decision, NeededCollective, Row
@@ -18,9 +19,11 @@ from lightning_ptm.terms import Operation
 class Other:
     """The communicator of the first of two ranks. The other one brings the same to each round, but for what `brings` says."""
 
-    rank, world_size = 0, 2
+    rank, world_size, alone = 0, 2, False
 
     def __init__(self) -> None:
+        self.rounds_before: list[int] = []
+        """Of each other collective."""
         self.brings: list[Row] = []
         """To the next rounds."""
         self.rounds: list[Row] = []
@@ -34,6 +37,10 @@ class Other:
         if self.done is not None and kind == 0:
             flag = flag % (1 << 16) + (self.done << 16)
         return [row, (kind, place, flag)]
+
+    def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
+        self.rounds_before.append(len(self.rounds))
+        return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value if source == 0 else ("", "is elsewhere", NOTHING)
@@ -121,6 +128,14 @@ def test_a_rank_waits_at_a_point_for_one_that_is_before_it_and_takes_part_in_wha
     it.other.brings = [NeededCollective(Operation.GATHER, 7).row(), (0, place - 1, 0)]
     it.rendezvous.reach(3)
     assert [each.request.unit for each in it.took_part] == [7] and len(it.other.rounds) == 4
+
+
+def test_ranks_meet_before_they_tell_each_other_whether_all_has_gone_well() -> None:
+    """Others may still gather what they need of this one for it."""
+    it = Rank()
+    with it.rendezvous.together():
+        assert it.other.rounds == []
+    assert it.other.rounds_before == [1]
 
 
 def test_points_are_ordered_by_iterations_since_ranks_were_together() -> None:

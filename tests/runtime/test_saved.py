@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_stream import OtherStream
 from small_parts import Model, Parts, parts
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -121,6 +122,18 @@ def test_a_saved_weight_is_read_from_wherever_its_flat_is_in_the_backward() -> N
         output.backward()
         assert it.log.logged() == ["require 1"]  # I1
         assert x.grad is not None and torch.equal(x.grad, values)
+
+
+def test_whatever_stream_reads_it_a_unit_is_asked_for_on_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with calls() as it:
+        weight, _ = it.fetched(FIRST)
+        stream = it.saved._stream = OtherStream()
+        stream.watch(monkeypatch, it.log, "require")
+        with it.call(FIRST):
+            _, output = product(weight)
+        it.parts.stores[FIRST].release()
+        output.backward()
+        assert stream.noted == [("require", True)]
 
 
 def test_a_unit_that_is_there_in_the_backward_is_not_asked_for() -> None:

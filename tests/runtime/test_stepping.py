@@ -10,8 +10,11 @@ from engine_by_hand import (
     looks_twice,
     run,
 )
+from other_stream import OtherStream
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.gradients import FlatGradient
+from lightning_ptm.update import LossScale
 
 
 def test_gradients_of_two_passes_add_up_and_are_forgotten(disk: Path) -> None:
@@ -22,6 +25,22 @@ def test_gradients_of_two_passes_add_up_and_are_forgotten(disk: Path) -> None:
         assert float(it.engine.stepping.gradient_norm(it.optimizers[0])) == 2 * once
         it.engine.stepping.zero_grad(it.optimizers[0], forget=True)
         assert float(it.engine.stepping.gradient_norm(it.optimizers[0])) == 0
+
+
+def test_whatever_stream_is_the_callers_gradients_are_unscaled_and_forgotten_on_the_runs(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = OtherStream()
+    with run(disk, **HOMES["all on disk"], keep_gradients=True) as it:
+        it.backward()
+        with monkeypatch.context() as patched:
+            stream.watch(patched, LossScale, "update")
+            stream.watch(patched, FlatGradient, "clear", "zero")
+            patched.setattr(it.engine.stepping, "stream", stream)
+            assert it.engine.stepping.unscale(it.optimizers[0], LossScale(2.0))
+            it.engine.stepping.zero_grad(it.optimizers[0], forget=False)
+            it.engine.stepping.zero_grad(it.optimizers[0], forget=True)
+    assert set(stream.noted) == {("update", True), ("zero", True), ("clear", True)}
 
 
 def test_a_forward_that_writes_to_its_weight_is_refused_with_what_to_do_instead(disk: Path) -> None:

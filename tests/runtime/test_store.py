@@ -186,6 +186,27 @@ def test_a_shard_that_an_all_gather_reads_stays_until_it_is_done() -> None:
         assert (flat.state, made.device_pages_free) == (RELEASED, made.free_at_first)
 
 
+def test_a_shard_that_nobody_gathers_is_given_up_when_it_is_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are another's then, under no copy."""
+    with parts(OnePage(double=True), (), home=Tier.DISK, disk=disk, world_size=2) as made:
+        (flat,) = made.flats
+        asked, may_read, read = threading.Event(), threading.Event(), FileOps.preadv
+
+        def gated(self: FileOps, *args: Any) -> int:
+            asked.set()
+            assert may_read.wait(30)
+            return read(self, *args)
+
+        monkeypatch.setattr(FileOps, "preadv", gated)
+        flat.fetch_shard()
+        assert asked.wait(30)
+        timer = threading.Timer(0.1, may_read.set)
+        timer.start()
+        flat.evict_shard()
+        timer.join()
+        assert may_read.is_set() and made.device_pages_free == made.free_at_first
+
+
 def test_one_rank_has_no_shard_apart() -> None:
     with parts(OnePage(), ()) as made:
         made.flats[0].fetch_shard()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from values_by_hand import MIXED, PLACES, Odd, copies, run_of
 
+from lightning_ptm.comm import Work
 from lightning_ptm.terms import Tier
 
 
@@ -49,3 +54,20 @@ def test_what_there_is_in_order(disk: Path, place: str) -> None:
             for slot, named in enumerate(binding.layout.slots):
                 expected = before[named.spec.name].to(whole.dtype)
                 assert torch.equal(binding.arrangement.view(whole, slot), expected), named.spec.name
+
+
+class Late:
+    """A communicator by which nothing comes before somebody waits for it."""
+
+    def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
+        return Work(finish=lambda: full.copy_(torch.arange(shares[-1])))
+
+
+def test_states_of_other_owners_have_come_when_they_are_read(disk: Path) -> None:
+    store = SimpleNamespace(
+        layout=SimpleNamespace(shared=True), binding=SimpleNamespace(device="cpu"), communicator=Late()
+    )
+    layout = SimpleNamespace(own=SimpleNamespace(shares=(0, 2, 5)), dtype=torch.float32)
+    update: Any = SimpleNamespace(store=store, states=SimpleNamespace(everywhere={"rows": layout}, slots={}))
+    with run_of(Odd(), disk, "masters on disk", **MIXED) as made:
+        assert made.wholes.whole_states(update, "rows").tolist() == [0, 1, 2, 3, 4]

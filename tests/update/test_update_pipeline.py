@@ -203,6 +203,24 @@ def test_pump_does_not_wait(twins: list[Twin], tmp_path: Path, ops: HandOps) -> 
     assert twin.updater.stats.read_stall_s > 0
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_who_drains_waits_and_does_not_only_look(
+    twins: list[Twin], tmp_path: Path, ops: HandOps, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins.append(make_twin(adamw, make_allocator(tmp_path, file_ops=ops), home=Tier.DISK))
+    updater, looks = twins[0].updater, []
+    if in_thread:
+        updater.run_in_thread()
+        monkeypatch.setattr(updater._thread, "is_alive", lambda: looks.append(0) or True)
+    ops.may_write.clear()
+    twins[0].submit(gradients())
+    later = threading.Timer(0.3, ops.may_write.set)
+    later.start()
+    updater.drain()
+    later.join()
+    assert updater.stats.write_stall_s > 0 and len(looks) < 10
+
+
 def test_reads_ahead_are_used(twins: list[Twin], tmp_path: Path) -> None:
     first, second = siblings(twins, tmp_path, home=Tier.DISK, staging=3)
     updater = first.updater
@@ -696,9 +714,12 @@ def test_default_chunk_is_a_page_of_float32() -> None:
 
 @pytest.mark.gpu
 @on_device
-@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
-def test_on_a_device(home: Tier) -> None:
-    """Masters on the device are updated there; masters on the host on the CPU, the compute copy sent to the device."""
+@pytest.mark.parametrize(
+    ("home", "comes"), [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.HOST), (Tier.HOST, Tier.DEVICE)]
+)
+def test_on_a_device(home: Tier, comes: Tier) -> None:
+    """Masters on the device are updated there; masters on the host on the CPU, the compute copy sent to the device. Gradients
+    in pages of the device are read behind what has been queued when the job was submitted."""
     from lightning_ptm.memory import Allocator
 
     mib = 1 << 20
@@ -715,14 +736,15 @@ def test_on_a_device(home: Tier) -> None:
         assert states.master is not None
         states.master.tensor().fill_(1.0)
         target = allocator.allocate("p", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
-        gradient = allocator.allocate("g", flat.shard_numel, torch.bfloat16, home)
+        gradient = allocator.allocate("g", flat.shard_numel, torch.bfloat16, comes)
         updater = Updater(allocator, staging_tier=Tier.HOST, stream=backend.stream())
         updater.run_in_thread()
         for step in range(3):
             given = random_gradients(step, torch.bfloat16, [(5000,)])[0]
             assert given is not None
-            gradient.tensor()[:5000].copy_(given)
-            backend.synchronize()
+            gradient.tensor()[:5000].copy_(given.pin_memory(), non_blocking=True)
+            if comes is Tier.HOST:
+                backend.synchronize()
             plain.grad = given.to(plain.device).float()
             plain_optimizer.step()
             hyper = snapshot(optimizer, traits)
@@ -735,4 +757,36 @@ def test_on_a_device(home: Tier) -> None:
         with backend.stream().entered():  # behind nothing: what was drained may be read on any stream
             found, _ = target.tensor()[:5000].cpu(), states.master.tensor().sum().item()
         assert_bits(found, plain.detach().to(torch.bfloat16).cpu(), "compute parameter")
+        updater.close()
+
+
+@pytest.mark.gpu
+@on_device
+def test_what_is_read_ahead_to_a_device_is_behind_what_has_used_its_pages(tmp_path: Path) -> None:
+    """Before there was a job."""
+    mib = 1 << 20
+    optimizer = optim.AdamW([torch.nn.Parameter(torch.ones(5000))], lr=1e-2)
+    backend = backend_here()
+    sizes = {Tier.DEVICE: 4 * mib, Tier.HOST: 4 * mib, Tier.DISK: 4 * mib}
+    with Allocator(
+        page_size=PAGE_SIZE, backend=backend, sizes=sizes, disk_paths=[tmp_path], pin_host=True
+    ) as allocator:
+        flat = make_flat([(5000,)], [0], torch.float32)
+        traits = probe(optimizer, device=backend.device)
+        states = FlatStates.allocate(allocator, flat, 0, traits, Tier.DISK, master_dtype=torch.float32)
+        assert states.master is not None
+        fill(allocator, states.master, torch.ones(flat.shard_numel))
+        values = torch.full((mib,), 7.0).pin_memory()
+        before = allocator.allocate("before", mib, torch.float32, Tier.DEVICE)
+        before.tensor().copy_(values, non_blocking=True)
+        allocator.release(before)
+        updater = Updater(allocator, staging_tier=Tier.DEVICE, stream=backend.stream())
+        updater.take_staging(Tier.DEVICE, torch.float32, 4)
+        updater.run_in_thread()
+        updater.prefetch([states])
+        until_s = time.monotonic() + 30
+        while not updater.stats.bytes_read and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert updater.stats.bytes_read
+        updater.drain()
         updater.close()
