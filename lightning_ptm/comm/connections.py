@@ -265,6 +265,3 @@ def _met(
             raise ConnectionError("a rank has gone while it was connected")
         peer.settimeout(None)
         yield _RANK.unpack(told)[0], peer, files[0] if files else -1
-
-
-__all__ = ["Arriving", "Connections", "Row", "connected"]

@@ -216,19 +216,3 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
 
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(r"[^.]+".join(map(re.escape, name.split("*"))))
-
-
-__all__ = [
-    "ATTRIBUTE",
-    "Columns",
-    "Entering",
-    "Part",
-    "Partial",
-    "Place",
-    "Rows",
-    "Rule",
-    "Summed",
-    "Vocabulary",
-    "places",
-    "plan_of",
-]

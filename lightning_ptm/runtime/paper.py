@@ -193,6 +193,3 @@ class Paper:
             at = places[task.trigger] if task.operation is Operation.COMPUTE else triggers[task.trigger]
             moved.append(dataclasses.replace(task, trigger=at))
         return Plan(tuple(moved), len(self._ticks)).beside(self._done.tasks)
-
-
-__all__ = ["Paper"]

@@ -172,6 +172,3 @@ def _add_tensor(hasher: Any, value: Tensor, here_alone: bool) -> None:
     elif value.layout is torch.strided and not value.is_meta and not value.is_quantized:
         flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
         hasher.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-
-
-__all__ = ["FIRST", "SameBatches", "digest"]

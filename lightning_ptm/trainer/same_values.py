@@ -32,6 +32,3 @@ def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Ba
                 value = parameter.detach().to(backend.device).contiguous()
                 dist.broadcast(value, group=group, group_src=0)
                 parameter.copy_(value)
-
-
-__all__ = ["take_first_rank_s_values"]
