@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning import Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
-from lightning_ptm.planning.trace import one_pass
+from lightning_ptm.planning.lifetime import Span, uses_of
+from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, one_pass, sequential_trace
 from lightning_ptm.terms import Phase
 
 from .models import even_layout, traces
