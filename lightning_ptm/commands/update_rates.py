@@ -17,23 +17,19 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import (
-    FlatStates,
-    HyperParameters,
-    JobHandle,
-    ParameterGradients,
-    Shadow,
-    UpdateJob,
-    Updater,
-    probe,
-    snapshot,
-)
 from lightning_ptm.update.encoding import ENCODINGS, Encoder, Encoding
 from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.gradient import ParameterGradients
+from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 _ELEMENT_BYTES = 28
 _PAGE_BYTES = 4 << 20

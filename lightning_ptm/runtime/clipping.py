@@ -17,13 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
-from lightning_ptm.update import (
-    NO_TRANSFORM,
-    GradientReader,
-    LossScale,
-    ParameterGradients,
-    TensorGradient,
-    Transform,
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientReader, ParameterGradients, TensorGradient, Transform
+from lightning_ptm.update.norms import (
     clip_coefficient,
     greatest,
     norm_of_power,
@@ -31,6 +26,7 @@ from lightning_ptm.update import (
     shard_power,
     total_norm,
 )
+from lightning_ptm.update.scale import LossScale
 
 
 class Clipping:

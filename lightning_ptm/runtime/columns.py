@@ -17,11 +17,11 @@ from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
-from lightning_ptm.update import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.encoding import VALUES_DTYPE
+from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 
 if TYPE_CHECKING:
-    from lightning_ptm.update import OptimizerTraits
+    from lightning_ptm.update.traits import OptimizerTraits
 
 
 class Flats(Protocol):

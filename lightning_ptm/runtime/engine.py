@@ -23,8 +23,9 @@ from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.behind import Channel
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Events
-from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import What
@@ -67,7 +68,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.runtime.wholes import Wholes
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
-from lightning_ptm.update import Updater
+from lightning_ptm.update.updater import Updater
 
 _TRACES = 1
 """Flag of a boundary: the iteration is to be traced."""

@@ -31,7 +31,9 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
-    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.runtime.gradient_pages import PageSupply
     from lightning_ptm.runtime.sums import SumsInRam
 

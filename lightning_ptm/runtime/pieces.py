@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.codes import CodedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
-from lightning_ptm.update import Segment
 from lightning_ptm.update.encoding import EncodedTensor
+from lightning_ptm.update.states import Segment
 from lightning_ptm.update.threads import one_core
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.boxes import Box
 
 BUFFERS = 4

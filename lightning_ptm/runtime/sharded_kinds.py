@@ -23,7 +23,7 @@ from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.storage.index import PARAMETERS, kind_of
 from lightning_ptm.terms import chunk_numel
-from lightning_ptm.update import Segment
+from lightning_ptm.update.states import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec

@@ -24,7 +24,7 @@ from lightning_ptm.comm import Communicator, Communicators, ProcessGroupCommunic
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.events import Events
-from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.memory.disk import FileOps, make_folders
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of

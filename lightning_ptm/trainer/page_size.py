@@ -7,8 +7,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import AngelPTMError, RankError
-from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptm.update import probe
+from lightning_ptm.update.probe import probe
 from lightning_ptm.update.products import CountedProducts
 
 
