@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.products import CountedProducts
+from lightning_ptm.update.whole_trial import CountedProducts
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
