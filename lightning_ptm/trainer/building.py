@@ -47,7 +47,7 @@ from lightning_ptm.trainer.half_products import chosen_wide_products
 from lightning_ptm.trainer.paged_states import guard
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
-from lightning_ptm.trainer.steps import OptimizerSteps
+from lightning_ptm.trainer.steps import OptimizerStep
 from lightning_ptm.trainer.watches import (
     Watches,
     rearrangers,
@@ -71,7 +71,7 @@ class BuildingStrategy(CheckpointingStrategy):
         """Of the run in progress: who listens hears of what follows when it is laid out anew, too."""
         self._watches: Watches | None = None
         self._signals: Signals | None = None
-        self._steps: OptimizerSteps | None = None
+        self._steps: tuple[OptimizerStep, ...] = ()
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
@@ -199,12 +199,9 @@ class BuildingStrategy(CheckpointingStrategy):
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
-        self._steps = OptimizerSteps(
-            engine,
-            paged,
-            scaled=self.precision_plugin.loss_scale is not None,
-            arm=partial(self.precision_plugin.arm, model=self._module),
-        )
+        scaled = self.precision_plugin.loss_scale is not None
+        arm = partial(self.precision_plugin.arm, model=self._module)
+        self._steps = tuple(OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in paged)
         self._watches = Watches(engine)
         self._signals = self._signals or Signals(trainer)
         wrappers = self._lightning_optimizers if self._trains else []

@@ -31,44 +31,6 @@ from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.trainer.watches import Replacement
 
 SUFFIX = ".ckpt"
-
-
-def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
-    """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
-
-    Args:
-        suffixes: of their names.
-
-    Raises:
-        OSError, CheckpointError: a folder is there and cannot be read.
-    """
-    found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
-    times = {path: time for path, time in found.items() if time is not None}
-    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
-
-
-def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
-    if not place.is_dir():
-        return
-    folders.remove_stale(place)
-    for entry in sorted(place.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if entry.suffix in suffixes:
-            yield Path(os.path.realpath(entry))  # links in a circle name nothing, and Path.resolve raises for them
-        elif entry.is_dir() and not entry.is_symlink():
-            yield from _in(entry, suffixes)
-
-
-def _completed_ns(path: Path) -> int | None:
-    """When it was completed; None: it is no checkpoint, but a link to nothing, a pipe, or a folder of somebody else's."""
-    file = path / INDEX if is_folder(path) else path
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
-        if is_file(file):
-            return file.stat().st_mtime_ns
-    return None
-
-
 _RENAMED = re.compile(r"version_\d+")
 
 
@@ -192,3 +154,39 @@ class Resuming:
                 continue
             if callback.save_last and "{" not in callback.CHECKPOINT_NAME_LAST:  # else the name is of a step
                 callback.last_model_path = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
+
+
+def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
+    """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
+
+    Args:
+        suffixes: of their names.
+
+    Raises:
+        OSError, CheckpointError: a folder is there and cannot be read.
+    """
+    found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
+    times = {path: time for path, time in found.items() if time is not None}
+    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
+
+
+def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
+    if not place.is_dir():
+        return
+    folders.remove_stale(place)
+    for entry in sorted(place.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.suffix in suffixes:
+            yield Path(os.path.realpath(entry))  # links in a circle name nothing, and Path.resolve raises for them
+        elif entry.is_dir() and not entry.is_symlink():
+            yield from _in(entry, suffixes)
+
+
+def _completed_ns(path: Path) -> int | None:
+    """When it was completed; None: it is no checkpoint, but a link to nothing, a pipe, or a folder of somebody else's."""
+    file = path / INDEX if is_folder(path) else path
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
+        if is_file(file):
+            return file.stat().st_mtime_ns
+    return None

@@ -211,8 +211,8 @@ class AngelPTMStrategy(RearrangingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._steps is not None:
-            self._steps.settle()
+        for step in self._steps:
+            step.settle()
         if self._engine is not None:
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up
