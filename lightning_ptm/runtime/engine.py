@@ -404,10 +404,7 @@ class Engine:
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
         self.hooks.begin_iteration()
         self.executor.openness.computation_begins(Phase.FORWARD)
-        self.executor.enter(0, Phase.FORWARD)
-        # The root is used by code outside any hooked forward: it stays until the iteration ends.
-        self.executor.hold(0)
-        self.executor.leave(0)
+        self._forward_root()
         try:
             with self.backwards.step(), self.hooks.step():
                 yield
@@ -420,6 +417,12 @@ class Engine:
             seen = self.rendezvous.reach(STEP_ENDS)
             # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
             self.executor.end(together=not seen & ANY_TOGETHER)
+
+    def _forward_root(self) -> None:
+        self.executor.enter(0, Phase.FORWARD)
+        # The root is used by code outside any hooked forward: it stays until the iteration ends.
+        self.executor.hold(0)
+        self.executor.leave(0)
 
     def abandon(self) -> None:
         """An iteration was cut short by an error; its gathers and hooks' contexts are dropped."""

@@ -175,7 +175,6 @@ def lay(
     paged: Elements,
     arrivals: Iterable[tuple[int, Tensor]],
     *,
-    through: torch.dtype | None = None,
     keep: bool = False,
     seen: Seen = unseen,
 ) -> None:
@@ -183,7 +182,7 @@ def lay(
 
     Args:
         arrivals: (first element, elements on the CPU), in ascending order; each is asked for when the one before is written.
-        through, seen: as for `fill`.
+        seen: as for `fill`.
         keep: elements that do not come stay as they are; otherwise they become 0.
     """
     coming = iter(arrivals)
@@ -198,7 +197,7 @@ def lay(
             if not keep:
                 target[done - start : first - start].zero_()
             place = target.narrow(0, first - start, here.numel())
-            place.copy_(here if through is None else here.to(through))
+            place.copy_(here)
             seen(place.nbytes)
             done = first + here.numel()
             left = (done, part[here.numel() :]) if here.numel() < part.numel() else None
