@@ -136,7 +136,7 @@ class _Bench:
                     states.master.tensor().normal_()
                 target = self._allocator.allocate("target", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
                 self._flats.append((states, torch.randn(each).bfloat16(), target))
-            self._pass(False)  # the first makes the moments
+            self._pass()  # the first makes the moments
             self._ends = undo.pop_all()
 
     def __enter__(self) -> _Bench:
@@ -147,7 +147,7 @@ class _Bench:
 
     def arithmetic_bytes_per_s(self, seconds: float) -> float:
         """Of passes in the caller's thread."""
-        return self._rate(lambda: self._pass(False), seconds)
+        return self._rate(self._pass, seconds)
 
     def disk_bytes_per_s(self) -> float:
         """Of the transfers so far, reads and writes together."""
@@ -168,7 +168,7 @@ class _Bench:
             began, before_s, count = perf_counter(), self.updater.stats.arithmetic_s, 0
             passes = 0
             while perf_counter() - began < seconds or passes < 2:
-                handles = self._submit(forecast)
+                handles = self._submit(forecast=forecast)
                 passes += 1
                 while not all(handle.done() for handle in handles):
                     compute()
@@ -220,12 +220,12 @@ class _Bench:
             self._beside_s.append((took_s - arithmetic_s - waited_s) / max(1, after.chunks - before.chunks))
         return _ELEMENT_BYTES * self._numel / max(median(found), 1e-9)
 
-    def _pass(self, forecast: bool) -> None:
-        for handle in self._submit(forecast):
+    def _pass(self) -> None:
+        for handle in self._submit(forecast=False):
             self.updater.finish(handle)
         self.updater.drain()
 
-    def _submit(self, forecast: bool) -> list[JobHandle]:
+    def _submit(self, *, forecast: bool) -> list[JobHandle]:
         return [
             self.updater.submit(
                 self._job(states, gradient, target, Forecast(states, self._hyper) if forecast else None)
