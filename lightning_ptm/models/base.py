@@ -236,6 +236,15 @@ def _data_module_of_this_call(trainer: Trainer) -> LightningDataModule | None:
     return found
 
 
+def check_heads(name: str, width: int, heads: int, head_width: int | None) -> None:
+    """Raises ConfigError: heads without a width of their own would not be equally wide."""
+    if head_width is None and width % heads:
+        raise ConfigError(
+            f"{name} got width={width} and heads={heads}: heads of equal width are impossible; "
+            f"choose a width that is a multiple of {heads}, or a head_width"
+        )
+
+
 def check_dropout(name: str, dropout: float) -> None:
     """
     Raises:
