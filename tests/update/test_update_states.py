@@ -184,16 +184,6 @@ def test_loss_scale_state_goes_both_ways() -> None:
     assert theirs.get_scale() == 16.0
 
 
-def test_a_disabled_scale_is_one() -> None:
-    scale = LossScale(enabled=False)
-    scale.update(True)
-    assert scale.value == 1.0
-    assert scale.unscale_factor() is None
-    assert scale.state_dict() == {}
-    loss = torch.ones(())
-    assert scale.scale(loss) is loss
-
-
 def test_scales_that_cannot_work() -> None:
     for settings_ in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"init_scale": 0.0}):
         with pytest.raises(ConfigError, match="loss scale"):
