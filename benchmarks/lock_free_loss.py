@@ -40,8 +40,10 @@ from slow_disk import SlowDisks
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.runtime.lockfree import LockFreeUpdates
-from lightning_ptm.update import HyperParameters, Transform, buffering, job
+from lightning_ptm.update import buffering, job
 from lightning_ptm.update.buffers import Contribution
+from lightning_ptm.update.gradient import Transform
+from lightning_ptm.update.shadow import HyperParameters
 
 LIMIT, FAR_LIMIT = 1.01, 1.03
 LEAST_STALENESS, FAR_STALENESS = 1.0, 4.0

@@ -14,17 +14,13 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_ptm.planning import (
-    Budget,
-    ParameterSpec,
-    UnitSpec,
-    build_layout,
-    place,
-    schedule,
-    sequential_trace,
-    simulate,
-)
 from lightning_ptm.planning.differences import digest, plan_lines
+from lightning_ptm.planning.homes import Budget
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import sequential_trace
 from lightning_ptm.terms import Tier
 
 GIB = 1024**3

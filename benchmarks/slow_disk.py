@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 
 
 class SlowDisks(FileOps):

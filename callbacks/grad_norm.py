@@ -39,7 +39,6 @@ class GradNormMonitor(Callback):
         self._steps: list[int] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts to count."""
         self._steps = [0 for _ in trainer.optimizers]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

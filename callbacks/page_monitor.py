@@ -30,7 +30,6 @@ class _Monitor(OutsideFit):
         self._trains = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new run."""
         self._last = self._paused = None
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
@@ -38,7 +37,6 @@ class _Monitor(OutsideFit):
         return {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts to count."""
         self._last = self._now(trainer)
         self._last_step = trainer.global_step
         self._trains = True
@@ -68,7 +66,6 @@ class _Monitor(OutsideFit):
             self._last = _moved_on(self._last, before, now)
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts to count."""
         self._last, self._last_step = self._now(trainer), 0
         self._trains = False
 
@@ -139,7 +136,6 @@ class TransferMonitor(_Monitor):
     """
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
-        """Links and stalls."""
         numbers = super().numbers(now, before, steps)
         for name, link in now.links.items():
             old = before.links.get(name)
@@ -174,13 +170,11 @@ class StalenessMonitor(_Monitor):
     """
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs the audit."""
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._log_audit(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Logs the audit of the end."""
         super().teardown(trainer, pl_module, stage)
         if stage == "fit":
             self._log_audit(trainer)
@@ -198,7 +192,6 @@ class StalenessMonitor(_Monitor):
                 logger.log_metrics(numbers, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
-        """Updates and their staleness."""
         numbers = super().numbers(now, before, steps)
         if not self._trains:
             return numbers

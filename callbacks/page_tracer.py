@@ -33,13 +33,11 @@ class PageTracer(Callback):
         self._written: Trace | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new run."""
         self._written = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Writes a trace that is new."""
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:

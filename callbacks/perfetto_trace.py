@@ -49,7 +49,6 @@ class PerfettoTrace(Recorder):
         super().__init__(start, count)
 
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
-        """Writes the file."""
         strategy = pages_of(trainer)
         names = strategy.flat_names() if strategy is not None else {}
         tiers = strategy.tier_names() if strategy is not None else ()

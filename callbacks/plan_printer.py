@@ -45,7 +45,6 @@ class PlanPrinter(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Shows a plan that was made anew."""
         strategy = pages_of(trainer)
         if strategy is None or not trainer.is_global_zero or strategy.plans_made == self._plans_made:
             return

@@ -51,18 +51,15 @@ class Recorder(Callback):
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new run."""
         self._listening.close()
         self._events, self._batches, self._number = [], [], 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begins to listen at the first batch."""
         self._begin(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops after the last."""
         self._end(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *rest: Any) -> None:

@@ -92,7 +92,6 @@ class Throughput(OutsideFit):
         self._told_how_long = False
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As in training."""
         self._start(trainer, pl_module)
         self._ends.clear()
         # Its first batch has no end of another before it.
@@ -100,7 +99,6 @@ class Throughput(OutsideFit):
         self._ends.append(_End(self._logged_at_s, 0, 0))
 
     def loop_batch(self, trainer: Trainer, batch: Any) -> None:
-        """As in training."""
         self.log_loop(trainer, self._numbers(trainer, batch, operations=2))
 
     def loop_ends(self, trainer: Trainer) -> None:

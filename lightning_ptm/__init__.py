@@ -18,52 +18,30 @@ if sys.platform != "linux":
 from lightning_ptm.trainer.registered import register
 
 if TYPE_CHECKING:
-    from lightning_ptm.config import Settings
-    from lightning_ptm.errors import (
-        AngelPTMError,
-        CapacityError,
-        CheckpointError,
-        ConfigError,
-        InternalError,
-        PageIOError,
-        RankError,
-        UsageError,
-    )
-    from lightning_ptm.events import Event, EventKind
-    from lightning_ptm.planning.trace import TensorUse, Tick, Trace
-    from lightning_ptm.runtime.audits import UpdateAudit
-    from lightning_ptm.runtime.inspection import PageUse, PlannedBytes, StateBytes, TierRoom
-    from lightning_ptm.runtime.statistics import Statistics
-    from lightning_ptm.trainer.precision import AngelPTMPrecision
-    from lightning_ptm.trainer.strategy import AngelPTMStrategy
+    from lightning_ptm.config import Settings as Settings
+    from lightning_ptm.errors import AngelPTMError as AngelPTMError
+    from lightning_ptm.errors import CapacityError as CapacityError
+    from lightning_ptm.errors import CheckpointError as CheckpointError
+    from lightning_ptm.errors import ConfigError as ConfigError
+    from lightning_ptm.errors import InternalError as InternalError
+    from lightning_ptm.errors import PageIOError as PageIOError
+    from lightning_ptm.errors import RankError as RankError
+    from lightning_ptm.errors import UsageError as UsageError
+    from lightning_ptm.events import Event as Event
+    from lightning_ptm.events import EventKind as EventKind
+    from lightning_ptm.planning.trace import TensorUse as TensorUse
+    from lightning_ptm.planning.trace import Tick as Tick
+    from lightning_ptm.planning.trace import Trace as Trace
+    from lightning_ptm.runtime.audits import UpdateAudit as UpdateAudit
+    from lightning_ptm.runtime.inspection import PageUse as PageUse
+    from lightning_ptm.runtime.inspection import PlannedBytes as PlannedBytes
+    from lightning_ptm.runtime.inspection import StateBytes as StateBytes
+    from lightning_ptm.runtime.inspection import TierRoom as TierRoom
+    from lightning_ptm.runtime.statistics import Statistics as Statistics
+    from lightning_ptm.trainer.precision import AngelPTMPrecision as AngelPTMPrecision
+    from lightning_ptm.trainer.strategy import AngelPTMStrategy as AngelPTMStrategy
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AngelPTMError",
-    "AngelPTMPrecision",
-    "AngelPTMStrategy",
-    "CapacityError",
-    "CheckpointError",
-    "ConfigError",
-    "Event",
-    "EventKind",
-    "InternalError",
-    "PageIOError",
-    "PageUse",
-    "PlannedBytes",
-    "RankError",
-    "Settings",
-    "StateBytes",
-    "Statistics",
-    "TensorUse",
-    "Tick",
-    "TierRoom",
-    "Trace",
-    "UpdateAudit",
-    "UsageError",
-    "__version__",
-]
 
 _HOMES = {
     "config": ("Settings",),
@@ -88,6 +66,8 @@ _HOMES = {
 """The public names by the modules that they come from: what type checkers read above."""
 
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME_OF, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -216,7 +216,7 @@ class _Canvas:
         if panel.limit in shown:
             y = scale.y(panel.limit)
             self._pen.line((self._x0, y, self._x1, y), fill=OVER if most > panel.limit else _INK, width=2)
-        self._frame(y0, y1)
+        self._pen.rectangle((self._x0, y0, self._x1, y1), outline=_DIM)
         self._tick_axis(panel, ticks, y0, y1)
 
     def busy(self, panel: BusyPanel, top: int) -> None:
@@ -313,9 +313,6 @@ class _Canvas:
     def _dashes(self, y: float) -> None:
         for x in range(self._x0, self._x1, 10):
             self._pen.line((x, y, min(x + 5, self._x1), y), fill=_INK)
-
-    def _frame(self, y0: int, y1: int) -> None:
-        self._pen.rectangle((self._x0, y0, self._x1, y1), outline=_DIM)
 
     def _tick_axis(self, panel: BytesPanel, ticks: int, y0: int, y1: int) -> None:
         width = self._x1 - self._x0

@@ -12,7 +12,8 @@ import pytest
 
 from lightning_ptm.forecasting.clock import Clock
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.memory import Allocator, Transfer
+from lightning_ptm.memory.allocator import Allocator
+from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.planning.chunks import Act, Doing
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.trace import Trace

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, ConfigError, PageIOError
 from lightning_ptm.command_line import command_line
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 
 
 class Block(nn.Module):

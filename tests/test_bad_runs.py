@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy, PageIOError, UsageError
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 
 EVERYWHERE = ["ram", "masters_on_disk", "all_on_disk", "three_tiers"]
 AWAY = ["all_on_disk", "three_tiers"]

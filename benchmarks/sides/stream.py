@@ -14,11 +14,16 @@ import torch
 from race import Baton
 from slow_disk import SlowDisks
 
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import FlatStates, JobHandle, ParameterGradients, Shadow, UpdateJob, Updater, probe, snapshot
+from lightning_ptm.update.gradient import ParameterGradients
+from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 STAGING_CHUNKS = 12
 

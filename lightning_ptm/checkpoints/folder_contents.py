@@ -20,8 +20,8 @@ from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.rows import PagedFlat, RowExchange, Table, not_exchanged
 from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
-from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.sharded_kinds import ShardedFlat, ShardedKind

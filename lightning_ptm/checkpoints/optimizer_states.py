@@ -16,7 +16,7 @@ from lightning_ptm.checkpoints.room import copies
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.trainer.paged_states import guard, opened
-from lightning_ptm.update import same_value
+from lightning_ptm.update.traits import same_value
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -31,7 +31,7 @@ from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.sharded_kinds import ShardedFlat
-from lightning_ptm.update import Segment
+from lightning_ptm.update.states import Segment
 
 _MANY_ROWS = 16
 """Fewer stretches are written faster than they are exchanged."""

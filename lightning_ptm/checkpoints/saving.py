@@ -155,7 +155,7 @@ class Saving:
             room_bytes: free RAM has room for so much of what is exchanged behind training.
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
-        channel = engine.behind_with_other_parts if behind else None
+        channel = engine.communicators.behind if behind else None
         with engine.rendezvous.together():
             flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
@@ -325,6 +325,3 @@ class Saving:
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.discard()
-
-
-# -- what is written where ------------------------------------------------------------------------------------------------

@@ -99,6 +99,3 @@ class _Arriving:
     def wait(self) -> None:
         self._told(self._handle.wait)
         self._buffers = ()
-
-
-__all__ = ["Arriving", "Channel", "GroupBehind"]

@@ -340,6 +340,3 @@ def _own_process() -> int | None:
         return os.pidfd_open(os.getpid())
     except (OSError, AttributeError):  # another system, or an old one
         return None
-
-
-__all__ = ["Arriving", "Connections", "Peer", "Row", "connected"]

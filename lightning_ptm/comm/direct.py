@@ -53,6 +53,3 @@ class Direct:
         told = dict(zip(self._lines.ranks, map(json.loads, words), strict=True))
         reason = f"rank {self._lines.own_rank} and another rank of its tensor group have come to different exchanges"
         raise RankError(explained(reason, told))
-
-
-__all__ = ["Direct"]

@@ -93,6 +93,3 @@ class ForeignCollectives:
             number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
             self._gatherings[key] = Gathering(number, group.size()) if group.size() > 1 else None
         return self._gatherings[key]
-
-
-__all__ = ["ForeignCollectives"]

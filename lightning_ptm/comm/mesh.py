@@ -49,6 +49,3 @@ class Communicators:
     def _wide(self, axes: Collection[Axis]) -> frozenset[Axis]:
         """Of some axes, those along which there are others."""
         return frozenset(axis for axis in axes if self._mesh.sizes[axis] > 1)
-
-
-__all__ = ["Communicators"]

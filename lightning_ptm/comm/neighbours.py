@@ -183,6 +183,3 @@ def _windows(files: Sequence[int], world_size: int) -> list[Tensor] | None:
         return [torch.frombuffer(mmap.mmap(file, 2 * HALF_BYTES), dtype=torch.uint8) for file in files]
     except OSError:
         return None
-
-
-__all__ = ["HALF_BYTES", "Neighbours", "neighbours"]

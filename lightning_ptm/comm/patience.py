@@ -126,5 +126,3 @@ _SAME = (
     "and to draw the same random numbers: on all of them alike, or from a generator of your own where one rank alone draws"
 )
 _SAME_ORDER = "layers that are cut have to be computed in the same order on all ranks of a tensor group, and as often"
-
-__all__ = ["NOTHING", "OF_A_BATCH", "Exchanged", "Patience", "explained"]

@@ -23,9 +23,8 @@ from lightning_ptm.commands.rank_rates import PARTS, RankRates, rank_rates, samp
 from lightning_ptm.commands.sample import sample_works
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, format_bytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.memory import check_folders
 from lightning_ptm.memory.backend import Backend, backend_here
-from lightning_ptm.memory.disk import DiskRegion
+from lightning_ptm.memory.disk import DiskRegion, check_folders
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.progress import Progress

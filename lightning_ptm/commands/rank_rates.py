@@ -22,7 +22,7 @@ from lightning_ptm.commands.compute_rates import (
     product_rate,
 )
 from lightning_ptm.commands.fixed_costs import FixedCosts, fixed_costs
-from lightning_ptm.commands.sample import small_gpt
+from lightning_ptm.commands.sample import small_gpt, typical_s
 from lightning_ptm.commands.update_rates import UpdateRates, update_rates
 from lightning_ptm.forecasting.counting import Work
 from lightning_ptm.forecasting.hardware import DTYPES
@@ -99,10 +99,10 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
     curved = {dtype: curved_rate(backend, dtype, effort) for dtype in DTYPES}
     products = {dtype: product_rate(dtype, effort) for dtype in DTYPES}
     effort.begins("a small GPT")
-    sample = small_gpt(backend, *sample_size(backend, effort))
-    sample_s = sample.typical_s(effort.seconds)
+    compute = small_gpt(backend, *sample_size(backend, effort))
+    sample_s = typical_s(compute, effort.seconds)
     effort.begins("updates")
-    updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, sample.compute)
+    updates = update_rates(paths, effort.copy_bytes // 16, effort.seconds, cores, compute)
     return RankRates(fixed, copies, matrix, attention, curved, products, sample_s, updates)
 
 

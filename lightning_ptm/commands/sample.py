@@ -6,7 +6,6 @@ Owns a model without a trainer. Layers that no rate is of (norms, sums, copies) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,26 +26,16 @@ _LEAST = 5
 """Passes whose median counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A small model.
-
-    Attributes:
-        compute: a forward and a backward in bfloat16, to their end.
-    """
-
-    compute: Callable[[], None]
-
-    def typical_s(self, seconds: float) -> float:
-        """Of a forward and a backward, the median of as many as take `seconds`, about."""
-        self.compute()
-        found: list[float] = []
-        began = perf_counter()
-        while perf_counter() - began < seconds or len(found) < _LEAST:
-            started = perf_counter()
-            self.compute()
-            found.append(perf_counter() - started)
-        return median(found)
+def typical_s(compute: Callable[[], None], seconds: float) -> float:
+    """The median of as many passes as take `seconds`, about."""
+    compute()
+    found: list[float] = []
+    began = perf_counter()
+    while perf_counter() - began < seconds or len(found) < _LEAST:
+        started = perf_counter()
+        compute()
+        found.append(perf_counter() - started)
+    return median(found)
 
 
 def sample_works(width: int, samples: int) -> Sequence[Work]:
@@ -58,8 +47,8 @@ def sample_works(width: int, samples: int) -> Sequence[Work]:
     return estimate(model.to(torch.bfloat16), discover(model, "auto"), (tokens, tokens), torch.bfloat16)
 
 
-def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
-    """A GPT of two blocks.
+def small_gpt(backend: Backend, width: int, samples: int) -> Callable[[], None]:
+    """A forward and a backward of a GPT of two blocks in bfloat16, to their end.
 
     Args:
         width: a multiple of 64.
@@ -76,7 +65,7 @@ def small_gpt(backend: Backend, width: int, samples: int) -> Sample:
             model.loss(batch).backward()
         backend.synchronize()
 
-    return Sample(compute)
+    return compute
 
 
 def _settings(width: int) -> dict[str, Any]:

@@ -17,23 +17,19 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import (
-    FlatStates,
-    HyperParameters,
-    JobHandle,
-    ParameterGradients,
-    Shadow,
-    UpdateJob,
-    Updater,
-    probe,
-    snapshot,
-)
 from lightning_ptm.update.encoding import ENCODINGS, Encoder, Encoding
 from lightning_ptm.update.forecast import Forecast
+from lightning_ptm.update.gradient import ParameterGradients
+from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 _ELEMENT_BYTES = 28
 _PAGE_BYTES = 4 << 20
@@ -140,7 +136,7 @@ class _Bench:
                     states.master.tensor().normal_()
                 target = self._allocator.allocate("target", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
                 self._flats.append((states, torch.randn(each).bfloat16(), target))
-            self._pass(False)  # the first makes the moments
+            self._pass()  # the first makes the moments
             self._ends = undo.pop_all()
 
     def __enter__(self) -> _Bench:
@@ -151,7 +147,7 @@ class _Bench:
 
     def arithmetic_bytes_per_s(self, seconds: float) -> float:
         """Of passes in the caller's thread."""
-        return self._rate(lambda: self._pass(False), seconds)
+        return self._rate(self._pass, seconds)
 
     def disk_bytes_per_s(self) -> float:
         """Of the transfers so far, reads and writes together."""
@@ -172,7 +168,7 @@ class _Bench:
             began, before_s, count = perf_counter(), self.updater.stats.arithmetic_s, 0
             passes = 0
             while perf_counter() - began < seconds or passes < 2:
-                handles = self._submit(forecast)
+                handles = self._submit(forecast=forecast)
                 passes += 1
                 while not all(handle.done() for handle in handles):
                     compute()
@@ -224,12 +220,12 @@ class _Bench:
             self._beside_s.append((took_s - arithmetic_s - waited_s) / max(1, after.chunks - before.chunks))
         return _ELEMENT_BYTES * self._numel / max(median(found), 1e-9)
 
-    def _pass(self, forecast: bool) -> None:
-        for handle in self._submit(forecast):
+    def _pass(self) -> None:
+        for handle in self._submit(forecast=False):
             self.updater.finish(handle)
         self.updater.drain()
 
-    def _submit(self, forecast: bool) -> list[JobHandle]:
+    def _submit(self, *, forecast: bool) -> list[JobHandle]:
         return [
             self.updater.submit(
                 self._job(states, gradient, target, Forecast(states, self._hyper) if forecast else None)

@@ -96,7 +96,6 @@ class Counter:
         known: Anatomy,
         units: Sequence[Unit],
         experts: DividedExperts | None = None,
-        rank: int = 0,
         group: CountedGroup | None = None,
     ) -> None:
         # Configuration.
@@ -104,7 +103,7 @@ class Counter:
         self._group = group
         self._units = units
         self._experts = experts
-        self._absent = experts.holders.elsewhere(rank) if experts is not None else frozenset[int]()
+        self._absent = experts.holders.elsewhere(0) if experts is not None else frozenset[int]()
         self._position = known.position
         self._parameters = known.storages
         # State.

@@ -77,14 +77,13 @@ def estimate(
     batch: Any,
     dtype: torch.dtype,
     experts: DividedExperts | None = None,
-    rank: int = 0,
     known: Anatomy | None = None,
     group: CountedGroup | None = None,
 ) -> tuple[Work, ...]:
     """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
 
     Args:
-        experts: that ranks divide: those of `rank` compute the tokens of its whole group, others nothing.
+        experts: that ranks divide: those of rank 0 compute the tokens of its whole group, others nothing.
         known: the model's anatomy, where somebody has it.
         group: for which the model is cut.
 
@@ -102,7 +101,7 @@ def estimate(
                 f"known of lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
-    counter = Counter(known or anatomy(model, units), units, experts, rank, group)
+    counter = Counter(known or anatomy(model, units), units, experts, group)
     with warnings.catch_warnings(), counter.counting():
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:

@@ -44,14 +44,12 @@ class HostBuffers:
     Args:
         backend: the device that copies from and to it.
         free_bytes: RAM that this process may still take.
-        reserve_bytes: of that, what is left alone.
     """
 
-    def __init__(self, backend: Backend, *, free_bytes: Callable[[], int], reserve_bytes: int = _RESERVE_BYTES) -> None:
+    def __init__(self, backend: Backend, *, free_bytes: Callable[[], int]) -> None:
         # Configuration.
         self._backend = backend
         self._free_bytes = free_bytes
-        self._reserve_bytes = reserve_bytes
         # State.
         self._idle: list[tuple[int, int, HostRegion]] = []  # by size; the number keeps regions from being compared
         self._returned: deque[HostRegion] = deque()  # filled by whatever thread collects garbage
@@ -71,13 +69,13 @@ class HostBuffers:
         if place < len(self._idle) and self._idle[place][0] < 2 * max(size_bytes, BLOCK_BYTES):
             return self._idle.pop(place)[2]
         wanted = _size_class(size_bytes)
-        if self._free_bytes() - self._reserve_bytes < wanted:
+        if self._free_bytes() - _RESERVE_BYTES < wanted:
             self._drop_idle()
             free = self._free_bytes()
-            if free - self._reserve_bytes < wanted:
+            if free - _RESERVE_BYTES < wanted:
                 raise CapacityError(
                     f"activations='host' has {self.total_bytes} bytes of activations in RAM, the next are {size_bytes}, and "
-                    f"RAM has {free} bytes free, of which {self._reserve_bytes} are left alone; lower host_memory so that "
+                    f"RAM has {free} bytes free, of which {_RESERVE_BYTES} are left alone; lower host_memory so that "
                     f"pages leave more of it, use recompute='all' or a smaller batch"
                 )
         region = self._backend.host_region(wanted, pin=True)

@@ -16,27 +16,17 @@ from lightning_ptm.terms import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class ReadStraight:
-    """Disk to RAM, whole blocks."""
+class Straight:
+    """Disk to RAM (`reading`) or RAM to disk, whole blocks."""
 
     disk: DiskRegion
     piece: PagePiece
     views: tuple[memoryview, ...]
+    reading: bool
 
     def run(self, staging: Staging) -> None:
-        self.disk.read(self.piece.frame, self.piece.start_bytes, self.views)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteStraight:
-    """RAM to disk, whole blocks."""
-
-    disk: DiskRegion
-    piece: PagePiece
-    views: tuple[memoryview, ...]
-
-    def run(self, staging: Staging) -> None:
-        self.disk.write(self.piece.frame, self.piece.start_bytes, self.views)
+        carry = self.disk.read if self.reading else self.disk.write
+        carry(self.piece.frame, self.piece.start_bytes, self.views)
 
 
 @dataclass(frozen=True, slots=True)

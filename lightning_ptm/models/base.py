@@ -17,10 +17,42 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.kernels import adamw
-from lightning_ptm.models.metrics import TokenLoss, TokenPerplexity
+
+
+class TokenLoss(Metric):
+    """Mean loss of a token, in nats: batches count by their tokens. NaN stays NaN; without a batch it is NaN."""
+
+    full_state_update = False
+    nats: Tensor
+    tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # float64: a long evaluation adds small numbers to a large one.
+        self.add_state("nats", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, mean_nats: Tensor, token_count: int) -> None:
+        """Adds a batch: its mean loss (a scalar, not kept) and the number of tokens that it is the mean of."""
+        self.nats += mean_nats.detach().double() * token_count
+        self.tokens += token_count
+
+    def compute(self) -> Tensor:
+        """The mean, float32."""
+        return (self.nats / self.tokens).float()
+
+
+class TokenPerplexity(TokenLoss):
+    """exp of the mean loss of a token."""
+
+    def compute(self) -> Tensor:
+        """The perplexity, float32."""
+        return super().compute().exp()
+
 
 Batch = tuple[Tensor, Tensor]
 """What the model reads and what it is to predict, both of shape (batch, tokens) and of an integer dtype."""
@@ -202,6 +234,15 @@ def _data_module_of_this_call(trainer: Trainer) -> LightningDataModule | None:
         selector if hasattr(selector, "datamodule") else trainer, "datamodule", None
     )
     return found
+
+
+def check_heads(name: str, width: int, heads: int, head_width: int | None) -> None:
+    """Raises ConfigError: heads without a width of their own would not be equally wide."""
+    if head_width is None and width % heads:
+        raise ConfigError(
+            f"{name} got width={width} and heads={heads}: heads of equal width are impossible; "
+            f"choose a width that is a multiple of {heads}, or a head_width"
+        )
 
 
 def check_dropout(name: str, dropout: float) -> None:

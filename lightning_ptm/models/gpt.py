@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
 from lightning_ptm.models.kernels import is_norm, layer_norm
 from lightning_ptm.models.sampling import Sampler, Sampling
 from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
@@ -149,11 +149,7 @@ class GPT(LanguageModel):
                 f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; neither can be built from less "
                 f"than 1"
             )
-        if head_width is None and width % heads:
-            raise ConfigError(
-                f"GPT got width={width} and heads={heads}: heads of equal width are impossible; "
-                f"choose a width that is a multiple of {heads}, or a head_width"
-            )
+        check_heads("GPT", width, heads, head_width)
         self.save_hyperparameters()
         self.vocab_size = vocab_size
         self.width = width

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.models.base import Batch, LanguageModel, check_dropout
+from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
 from lightning_ptm.models.kernels import is_norm, rms_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel import Columns, Part, Rows, Rule, Vocabulary
@@ -273,11 +273,7 @@ class T5(LanguageModel):
                 f"than 1"
             )
         check_dropout(name, dropout)
-        if head_width is None and width % heads:
-            raise ConfigError(
-                f"{name} got width={width} and heads={heads}: heads of equal width are impossible; "
-                f"choose a width that is a multiple of {heads}, or a head_width"
-            )
+        check_heads(name, width, heads, head_width)
         if buckets < 4 or buckets % 4 or max_distance <= buckets // 2:
             raise ConfigError(
                 f"{name} got buckets={buckets} and max_distance={max_distance}: a quarter of the buckets are exact distances "

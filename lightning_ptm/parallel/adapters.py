@@ -60,6 +60,3 @@ def with_adapters(place: Place) -> Iterator[Place]:
         rule = dataclasses.replace(place.rule, heads=()) if isinstance(place.rule, Columns) else place.rule
         for key, each in module._modules[side].items():
             yield Place(f"{place.name}.{side}.{key}", each, None, module, rule, inside=True)
-
-
-__all__ = ["is_adapted", "is_copied", "with_adapters"]

@@ -44,6 +44,3 @@ class Between:
     def end(self) -> None:
         """What follows is as it was before `begin`."""
         self.group.end_divided()
-
-
-__all__ = ["Between"]

@@ -184,6 +184,3 @@ def _around(modules: Mapping[str, nn.Module], places: Sequence[Place]) -> str:
     while isinstance(modules[".".join(common)], _NEVER_CALLED):
         common.pop()
     return ".".join(common)
-
-
-__all__ = ["OF_EVERY_MODULE", "Block", "blocks_of"]

@@ -78,6 +78,3 @@ class CountedGroup(TensorGroup):
     def _sends(self, sent_bytes: int) -> None:
         sent = self.sent
         self.sent = replace(sent, forward_bytes=sent.forward_bytes + sent_bytes, forwards=sent.forwards + 1)
-
-
-__all__ = ["CountedGroup", "Sent"]

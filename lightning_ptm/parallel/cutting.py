@@ -193,6 +193,3 @@ def _give(parameter: nn.Parameter, value: Tensor) -> None:
 def _nothing(parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """NaN in a shape, without memory for it."""
     return parameter.data.new_full((), float("nan")).expand(shape)
-
-
-__all__ = ["CutModule"]

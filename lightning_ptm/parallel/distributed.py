@@ -38,6 +38,3 @@ def distributed_by_others(root: nn.Module) -> str | None:
                 f"AngelPTMStrategy; leave the wrapper out"
             )
     return None
-
-
-__all__ = ["distributed_by_others", "refuse_distributed"]

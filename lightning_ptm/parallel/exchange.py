@@ -331,6 +331,3 @@ class _PartOf(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         with ctx.group.of_layer(ctx.layer):
             return torch.cat(ctx.group.gather(gradient).unbind(0), -1), None
-
-
-__all__ = ["RankGroup", "TensorGroup"]

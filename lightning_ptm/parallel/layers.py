@@ -374,6 +374,3 @@ def _parameter(place: Place, group: TensorGroup) -> Layer:
         )
     dimension = max(0, parameter.dim() - (2 if isinstance(rule, Columns) else 1))
     return Layer({name: _box(place.name, parameter.shape, dimension, rule.parts, group)})
-
-
-__all__ = ["Layer", "divides", "layer"]

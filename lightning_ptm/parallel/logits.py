@@ -389,5 +389,3 @@ _DIVIDED: Mapping[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__, torch.true_divide), _scaled(torch.div)),
     **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits._each(torch.tanh)),
 }
-
-__all__ = ["DividedLogits", "logits_of", "whole"]

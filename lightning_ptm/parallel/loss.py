@@ -110,6 +110,3 @@ class _Probabilities(torch.autograd.Function):
         place, value = here.masked_fill(~is_here, 0), of_target.masked_fill(~is_here, 0)
         out.scatter_add_(1, place.unsqueeze(-1), value.unsqueeze(-1))
         return out.to(part.dtype), None, None, None, None
-
-
-__all__ = ["cross_entropy"]

@@ -108,6 +108,3 @@ def _is_data(value: Any) -> bool:
 def _keeps_what_was_read(value: Any) -> bool:
     """Whether it is one of Transformers' objects for keys and values, which ranks have for their own heads."""
     return type(value).__name__.endswith("Cache")
-
-
-__all__ = ["copied", "results_in", "tensors_in", "told"]

@@ -362,6 +362,3 @@ def _refused(name: str, what: str) -> ConfigError:
         f"sequence_parallel=True and {name} {what}; leave the layers of this block out of tensor_parallel_plan, so that it "
         f"is whole on every rank, or train with sequence_parallel=False"
     )
-
-
-__all__ = ["InBlock", "InRegion", "Parts"]

@@ -384,6 +384,3 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
                     buffer.to(device, torch.float32) if buffer.is_floating_point() else buffer.to(device)
                 )
     return made
-
-
-__all__ = ["Proof"]

@@ -123,6 +123,3 @@ def _called(modules: dict[str, nn.Module], name: str) -> str:
     while name and type(modules[name]).forward is nn.Module.forward:
         name = _parent(name)
     return name
-
-
-__all__ = ["Region", "SequenceBlock", "is_in", "sequence_block", "whole_because_of"]

@@ -195,7 +195,7 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
     Raises:
         ConfigError: an entry names nothing.
     """
-    patterns = {name: _pattern(name) for name in plan}
+    patterns = {name: re.compile(r"[^.]+".join(map(re.escape, name.split("*")))) for name in plan}
     used: set[str] = set()
     for name, module in root.named_modules():
         around = root.get_submodule(name.rpartition(".")[0]) if name else root
@@ -212,23 +212,3 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
             f"tensor_parallel_plan has an entry {missing!r}, and the {type(root).__name__} has no module or parameter of "
             f"such a name; names are those of named_modules() and named_parameters(), with * for numbers"
         )
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(r"[^.]+".join(map(re.escape, name.split("*"))))
-
-
-__all__ = [
-    "ATTRIBUTE",
-    "Columns",
-    "Entering",
-    "Part",
-    "Partial",
-    "Place",
-    "Rows",
-    "Rule",
-    "Summed",
-    "Vocabulary",
-    "places",
-    "plan_of",
-]

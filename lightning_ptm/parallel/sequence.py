@@ -191,6 +191,3 @@ def _together(parts: Tensor, length: int) -> Tensor:
     whole = torch.cat(parts.unbind(0), -2)
     # No view: whoever gets it may write to it.
     return whole if whole.shape[-2] == length else whole[..., :length, :].clone(memory_format=torch.contiguous_format)
-
-
-__all__ = ["Again", "Gather", "Join", "Product", "Scatter", "Split", "of_each"]

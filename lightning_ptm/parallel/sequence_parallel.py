@@ -119,6 +119,3 @@ def _refuse_statistics(each: SequenceBlock) -> None:
                 f"sequence_parallel=True and {each.block.name}.{name} is a {type(module).__name__}, whose statistics would "
                 f"be of each rank's part of the sequence; use sequence_parallel=False, or a norm that takes tokens one by one"
             )
-
-
-__all__ = ["SequenceParallel"]

@@ -117,5 +117,3 @@ _KNOWN: Mapping[Any, Callable[..., View | None]] = {
     Tensor.contiguous: _same(Tensor.contiguous),
     **dict.fromkeys((Tensor.detach, torch.detach), _same(Tensor.detach)),
 }
-
-__all__ = ["View", "view_of"]

@@ -308,6 +308,3 @@ class Fetching:
 
 def _nobody(task: Task) -> None:
     """Nobody listens."""
-
-
-__all__ = ["Fetching", "Units", "Lookups"]

@@ -33,6 +33,3 @@ def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> I
         # A forward may follow the unit's last backward: it has to see the parameters of this step.
         trigger = uses.tick_count if placement.keeps_gradients else use.ticks[-1] + 1
         yield Task(Operation.UPDATE, unit, Kind.MASTER, trigger)
-
-
-__all__ = ["gradient_tasks"]

@@ -169,6 +169,3 @@ def everybodys(mesh: Mesh) -> Holders:
     """All ranks share all units, and those that have the same parts of a parameter share these."""
     (everybody,) = sharing_along(mesh, tuple(mesh.sizes))
     return Holders(mesh, everybody)
-
-
-__all__ = ["Axis", "Holders", "Mesh", "Sharing", "UnitSharing", "everybodys", "sharing_along"]

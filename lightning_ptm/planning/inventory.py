@@ -186,6 +186,3 @@ class _Filled:
         self._left = -rest % self._page_size
         self._at_the_end = True
         return -(-rest // self._page_size)
-
-
-__all__ = ["NOTHING", "Inventory", "Lifetime", "Row", "What", "pages_of", "with_room"]

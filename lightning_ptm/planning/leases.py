@@ -65,6 +65,3 @@ class Leases:
         self._calls = [0] * len(self._calls)
         self._backward.clear()
         self._held.clear()
-
-
-__all__ = ["Leases"]

@@ -49,6 +49,3 @@ def choose_owners(units: Sequence[UnitSpec], ranks: int) -> dict[str, int]:
         here[rank] += spec.states_bytes
         work[rank] += work_of(spec.shape)
     return owners
-
-
-__all__ = ["choose_owners", "work_of"]

@@ -48,6 +48,3 @@ def check_further(tiers: Collection[Tier]) -> None:
                 f"the further tier {tier.name} {'computes' if tier.computes else 'leads to no tier that computes'}; units "
                 f"compute in {Tier.DEVICE.name} alone: give it computes=False and a tier `toward` that"
             )
-
-
-__all__ = ["check_further", "crossed", "way"]

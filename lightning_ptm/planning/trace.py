@@ -10,9 +10,7 @@ I3: unit 0 is the root.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.layout import ModelLayout
@@ -82,21 +80,6 @@ class Trace:
     def non_model_peak_bytes(self) -> int:
         """The most device bytes that anything but model states took at any tick."""
         return max((tick.non_model_bytes for tick in self.ticks), default=0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and strings only: what ranks exchange and logs keep."""
-        return {
-            "ticks": [asdict(tick) | {"phase": tick.phase.value, "live": list(tick.live)} for tick in self.ticks],
-            "tensors": [asdict(use) for use in self.tensors],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        """The inverse of `to_dict`."""
-        return cls(
-            tuple(Tick(**(row | {"phase": Phase(row["phase"]), "live": tuple(row["live"])})) for row in data["ticks"]),
-            tuple(TensorUse(**row) for row in data["tensors"]),
-        )
 
 
 def one_pass(trace: Trace) -> Trace:

@@ -38,10 +38,6 @@ class Arrangement:
         shapes = tuple(tuple(parameter.shape) for parameter in parameters)
         return cls(layout, shapes, tuple(slot.spec.order for slot in layout.slots))
 
-    def shape(self, slot: int) -> tuple[int, ...]:
-        """The shape of the parameter of `slot`."""
-        return self.shapes[slot]
-
     @property
     def boxes(self) -> list[Box | None]:
         """By slot, which part of a larger one the parameter is."""

@@ -55,24 +55,19 @@ class Backwards:
         """Of passes of this iteration."""
         self._behind: list[int] = []
         self._of_the_loss = False
-        self._inside = False
-        """The user's step is in progress, and may use the root after the pass."""
+        self.in_step = False
+        """The user's step is in progress, and may use the root after the pass. Others read it."""
 
     def iteration_begins(self) -> None:
         self._number = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The user's step."""
-        self._inside = True
+        self.in_step = True
         try:
             yield
         finally:
-            self._inside = False
-
-    @property
-    def in_step(self) -> bool:
-        return self._inside
+            self.in_step = False
 
     @contextmanager
     def of_the_loss(self) -> Iterator[None]:
@@ -117,7 +112,6 @@ class Backwards:
             flat.gradient.dot_grad.hide()
 
     def backward_ended(self) -> None:
-        """All units have ended."""
         self._executor.moments.rest()
         self._number += 1
         self._updates.graph_ended()
@@ -127,10 +121,9 @@ class Backwards:
         if not self._updates.armed:
             for flat in self._all_flats():
                 flat.gradient.dot_grad.show()
-        self._executor.stay(0, held=self._inside)
+        self._executor.stay(0, held=self.in_step)
 
     def progress(self) -> None:
-        """Called at ticks."""
         self._updates.progress()
 
     def _update_ready(self, unit: int) -> None:

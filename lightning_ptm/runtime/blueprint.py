@@ -28,7 +28,7 @@ from lightning_ptm.runtime.parts import Boxes
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.units import Unit
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import OptimizerTraits
+from lightning_ptm.update.traits import OptimizerTraits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ I3: the root computes before and after all others: it ends with the pass.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -255,6 +255,3 @@ class Calls:
 
     def _in_this_pass(self, entry: _Unit, call: int) -> bool:
         return entry.again > 0 or call in entry.passed or self._takes_part(call)
-
-
-__all__: Sequence[str] = ["Action", "Calls", "Event", "State", "step"]

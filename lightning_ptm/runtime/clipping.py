@@ -17,13 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
-from lightning_ptm.update import (
-    NO_TRANSFORM,
-    GradientReader,
-    LossScale,
-    ParameterGradients,
-    TensorGradient,
-    Transform,
+from lightning_ptm.update.gradient import NO_TRANSFORM, GradientReader, ParameterGradients, TensorGradient, Transform
+from lightning_ptm.update.norms import (
     clip_coefficient,
     greatest,
     norm_of_power,
@@ -31,6 +26,7 @@ from lightning_ptm.update import (
     shard_power,
     total_norm,
 )
+from lightning_ptm.update.scale import LossScale
 
 
 class Clipping:
@@ -115,8 +111,7 @@ class Clipping:
                     flat.gradient.dot_grad.present(),
                     norm_type=norm_type,
                     dtype=dtype,
-                    unscale=unscale,
-                    clipped=clips if flat.gradient.dot_grad.clipped_later else NO_TRANSFORM,
+                    transform=_so_far(flat, unscale, clips),
                 ).cpu()
                 _done_reading(flat)
                 power = torch.maximum(power, part) if infinite else power + part
@@ -149,8 +144,7 @@ class Clipping:
             present,
             norm_type=norm_type,
             dtype=_dtype(flat),
-            unscale=unscale,
-            clipped=clips if flat.gradient.dot_grad.clipped_later else NO_TRANSFORM,
+            transform=_so_far(flat, unscale, clips),
         )
         _done_reading(flat)
         computed = iter(norms)
@@ -173,6 +167,11 @@ def _reader(flat: FlatUpdate) -> GradientReader:
 def _done_reading(flat: FlatUpdate) -> None:
     if not flat.gradient.in_place:
         flat.gradient.shard.settle()
+
+
+def _so_far(flat: FlatUpdate, unscale: Tensor | None, clips: Transform) -> Transform:
+    """What the update would do to a gradient now, had no more clips been asked for."""
+    return dataclasses.replace(clips if flat.gradient.dot_grad.clipped_later else NO_TRANSFORM, unscale=unscale)
 
 
 def _dtype(flat: FlatUpdate) -> torch.dtype:

@@ -17,11 +17,11 @@ from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
-from lightning_ptm.update import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.encoding import VALUES_DTYPE
+from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 
 if TYPE_CHECKING:
-    from lightning_ptm.update import OptimizerTraits
+    from lightning_ptm.update.traits import OptimizerTraits
 
 
 class Flats(Protocol):
@@ -160,7 +160,7 @@ def scratch_bytes(flats: Flats) -> int:
 def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -> Counter[tuple[torch.dtype, int]]:
     """Buffers (dtype, elements) that an update of a flat takes beside those of its columns, for one chunk at a time."""
     if flat.updated_whole:
-        dtype = _updated_dtype(flats, flat)
+        dtype = flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
         return Counter([(dtype, numels[dtype])])
     most = max((_encoded(flats, flat, update) for update in range(len(flats.traits[flat.index]))), default=0)
     return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * most)
@@ -180,10 +180,6 @@ def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
 def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: Column) -> int:
     """Elements of a buffer of a column; `numels`: of `buffer_numels`."""
     return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
-
-
-def _updated_dtype(flats: Flats, flat: FlatLayout) -> torch.dtype:
-    return flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:

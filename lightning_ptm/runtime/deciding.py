@@ -16,7 +16,7 @@ import torch
 
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.memory import check_folders
+from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Holders, everybodys
 from lightning_ptm.planning.homes import Budget, Placement, Wishes
@@ -51,7 +51,7 @@ from lightning_ptm.runtime.specs import compute_dtype, master_dtype, traits_of, 
 from lightning_ptm.runtime.stock import stocked
 from lightning_ptm.runtime.units import Unit, discover, with_vectors_at_root
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import OptimizerTraits
+from lightning_ptm.update.traits import OptimizerTraits
 
 
 def draw(

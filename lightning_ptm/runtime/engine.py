@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, Teams
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.comm.behind import Channel
 from lightning_ptm.errors import UsageError, in_a_line
 from lightning_ptm.events import Events
-from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import What
@@ -67,7 +67,7 @@ from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.runtime.wholes import Wholes
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
-from lightning_ptm.update import Updater
+from lightning_ptm.update.updater import Updater
 
 _TRACES = 1
 """Flag of a boundary: the iteration is to be traced."""
@@ -120,8 +120,7 @@ class Engine:
         self._pages_stay = False
         self._ranks_here = ranks_here
         self.blueprint = blueprint
-        self._region_bytes = blueprint.pool_bytes[Tier.DEVICE]  # added up over all rows, and asked for at each tick
-        self._communicators = communicators
+        self.communicators = communicators
         self.communicator = communicators.everybody
         self.backend = backend
         self.device = backend.device
@@ -132,7 +131,8 @@ class Engine:
         teams = blueprint.experts.teams if blueprint.experts is not None else Teams()
         self.rendezvous = Rendezvous(self.communicator, self._take_part, teams)
         self._closed = False
-        self._iteration = 0
+        self.iterations = 0
+        """That have begun. Others read it."""
         self._manual = False
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
@@ -199,7 +199,7 @@ class Engine:
         )
         self._undo.callback(self._state_dicts.close)
         if blueprint.experts is not None:
-            group, expect = self._communicators.along((Axis.EXPERT,)), self.executor.expect
+            group, expect = self.communicators.along((Axis.EXPERT,)), self.executor.expect
             self.expert_groups = ExpertGroups(blueprint.experts, group, self.rendezvous.agreement, expect)
             self._undo.callback(self.expert_groups.close)
         updates.start()
@@ -226,7 +226,7 @@ class Engine:
             heritage=kept.heritage,
         )
         self._undo.callback(self._close_pages)
-        pages = Pages(blueprint, self.allocator, self._communicators, self.device, kept, self.stream)
+        pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream)
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -242,7 +242,7 @@ class Engine:
     def _lay_values(self, given: Given) -> None:
         """First values into the pages that are there."""
         blueprint = self.blueprint
-        self.wholes: Wholes = Wholes(self.allocator, self._communicators, self.stores, self.flats, blueprint.holders)
+        self.wholes: Wholes = Wholes(self.allocator, self.communicators, self.stores, self.flats, blueprint.holders)
         self.values: Values = Values(self.wholes, self.bars)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
@@ -305,8 +305,10 @@ class Engine:
     def _prepare_steps(self, recompute: int) -> None:
         """Who follows plans, and who hears of the module's computation."""
         blueprint = self.blueprint
-        planner = Planner(blueprint, self._communicators.along(blueprint.holders.alike), self.communicator.rank)
-        self.tracer = Tracer(blueprint.units, self._non_model_bytes, self.backend)
+        planner = Planner(blueprint, self.communicators.along(blueprint.holders.alike), self.communicator.rank)
+        # The pools' bytes are added up over all rows, and are asked for at each tick.
+        beside = partial(self.backend.bytes_beside, blueprint.pool_bytes[Tier.DEVICE])
+        self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
             self.stores,
             self.tracer,
@@ -366,7 +368,7 @@ class Engine:
         """
         self._check_open()
         self.stream.begin()
-        self._iteration += 1
+        self.iterations += 1
         self.rendezvous.iteration_begins()
         self.backwards.iteration_begins()
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
@@ -444,11 +446,6 @@ class Engine:
         with self.backwards.of_the_loss(), self.hooks.backward():
             yield
 
-    @property
-    def iterations(self) -> int:
-        """Iterations that have begun."""
-        return self._iteration
-
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)
 
@@ -479,11 +476,6 @@ class Engine:
                 flat.await_reads()
         self.rendezvous.come_together(Together.BY_HAND, deed)
 
-    @property
-    def communicators(self) -> Communicators:
-        """Of ranks that differ in some way."""
-        return self._communicators
-
     def _settle(self, deed: str) -> None:
         """I1, on all ranks."""
         self.drain(deed)
@@ -492,12 +484,7 @@ class Engine:
     @property
     def with_other_parts(self) -> Communicator:
         """Of the ranks that have the other parts of what is in parts here, in the order of the parts."""
-        return self._communicators.along((Axis.TENSOR,))
-
-    @property
-    def behind_with_other_parts(self) -> Channel | None:
-        """The same ranks, for what they exchange behind training; None where there are no others."""
-        return self._communicators.behind
+        return self.communicators.along((Axis.TENSOR,))
 
     def precise_bytes(self, *, with_other_parts: bool = False) -> int:
         """Bytes that all weights take outside of pages in their precise dtype.
@@ -524,9 +511,6 @@ class Engine:
         """The plan that is followed, as a table."""
         made = self.executor.plans.planned(mode)
         return render(made[0], self.blueprint.layout) if made is not None else "(fetch on use: no plan)"
-
-    def _non_model_bytes(self) -> int:
-        return self.backend.bytes_beside(self._region_bytes)
 
     def _used_bytes(self) -> tuple[int, ...]:
         return tuple(

@@ -115,6 +115,3 @@ class Exchanges:
         self._issued += 1
         self._digest = crc32(what.encode(), self._digest)
         return self._communicator.issue(collective, value, near, self._digest)
-
-
-__all__ = ["Exchanges"]

@@ -36,7 +36,7 @@ from lightning_ptm.terms import Mode, Phase
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_ptm.memory import PagedTensor
+    from lightning_ptm.memory.paged import PagedTensor
 
 
 class Executor:

@@ -47,6 +47,3 @@ def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:
     """Puts a forward in the place of a module's own, inside of what is around that; returns what takes it back."""
     around = vars(module).get("forward")
     return replace(module, forward=around.with_inside(forward) if isinstance(around, Around) else forward)
-
-
-__all__ = ["Around", "AroundRecomputed", "Forward", "stand_in"]

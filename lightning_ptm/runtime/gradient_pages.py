@@ -19,7 +19,7 @@ from lightning_ptm.errors import CapacityError
 if TYPE_CHECKING:
     import torch
 
-    from lightning_ptm.memory import PagedTensor
+    from lightning_ptm.memory.paged import PagedTensor
 
 _LOOK_S = 0.01
 _PATIENCE_S = 60.0

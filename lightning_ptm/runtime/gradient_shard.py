@@ -1,13 +1,14 @@
 """The pages of one flat's gradient: this rank's shard of it, what is on its way there, and whose gradients it holds.
 
-Owns the pages, and reductions and copies in flight with their device buffers. Whose gradients the pages hold, their content
-says (gradient_content.py); of `.grad` nothing is known here (dot_grad.py).
+Owns the pages, reductions and copies in flight with their device buffers, and, as their content, whose gradients the pages
+hold and whose a step has used up. Of `.grad` nothing is known here (dot_grad.py).
 
 I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each, as
 autograd does in place. Under mixed precision that dtype is fp32 where there may be several: in 16 bits, what is added to a
 sum hundreds of times as large would be lost.
 I2: the pages are read only after what was started on them has arrived (`settle`).
 I3: what runs out of pages (CapacityError) has changed nothing and may be tried again.
+I4: pages that are not filled hold nothing of use, and nothing that comes is added to what is there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.runtime.gradient_content import GradientContent
 from lightning_ptm.runtime.in_a_row import device_pages_in_a_row
 from lightning_ptm.runtime.route import GradientRoute
 from lightning_ptm.runtime.store import FlatStore
@@ -31,9 +31,55 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
-    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.runtime.gradient_pages import PageSupply
     from lightning_ptm.runtime.sums import SumsInRam
+
+
+class GradientContent:
+    """Whose gradients are in the pages of a flat of `count` parameters, and whose a step has used up."""
+
+    def __init__(self, count: int) -> None:
+        self.filled = False
+        """Whether the pages hold a gradient. Others read it."""
+        self.present = [False] * count
+        """For each parameter, whether its gradient is in the pages, or on its way there. Others read it."""
+        self.spent: Sequence[bool] = ()
+        """For each parameter, whether a step has used its gradient up; empty: none has. Others read it."""
+
+    def comes_to_have(self, present: Sequence[bool]) -> None:
+        """What is on its way to the pages has gradients of these parameters, too."""
+        self.present = [a or b for a, b in zip(self.present, present, strict=True)]
+
+    def has_come(self) -> None:
+        """It has been added."""
+        self.filled = True
+
+    def forget_slot(self, slot: int) -> None:
+        """Of a parameter, nothing is there any more."""
+        self.present[slot] = False
+        if not any(self.present):
+            self.filled = False
+
+    def forget(self) -> None:
+        """Nothing is there, and nothing was used up."""
+        self.spent = ()
+        self._empty()
+
+    def spend(self) -> None:
+        """All that was there is used up."""
+        self.spent = tuple(self.present)
+        self._empty()
+
+    def spend_others(self, here: Sequence[bool]) -> None:
+        """Gradients of these parameters, which were in no pages, are used up; without any, those before stay so."""
+        self.spent = here if any(here) else self.spent
+
+    def _empty(self) -> None:
+        self.filled = False
+        self.present = [False] * len(self.present)
 
 
 @dataclasses.dataclass(slots=True)

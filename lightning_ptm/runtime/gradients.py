@@ -25,11 +25,13 @@ from lightning_ptm.runtime.gradient_shard import GradientShard
 from lightning_ptm.runtime.route import GradientRoute, Waits
 from lightning_ptm.runtime.shown import ShownGradient
 from lightning_ptm.runtime.store import FlatStore
-from lightning_ptm.update import GradientSource, ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.gradient import GradientSource, ParameterGradients, ShardGradient, Transform
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
     from lightning_ptm.memory.streams import ComputeStream
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.holders import Sharing
     from lightning_ptm.runtime.gradient_pages import PageSupply
     from lightning_ptm.runtime.sums import Addition, SumsInRam

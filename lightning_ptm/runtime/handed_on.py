@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.held import Held, geometry
@@ -28,7 +28,7 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
-    from lightning_ptm.memory import Allocator
+    from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.planning.boxes import Box
     from lightning_ptm.planning.holders import Axis
     from lightning_ptm.runtime.binding import FlatBinding
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.store import FlatStore, UnitStore
     from lightning_ptm.runtime.updates import FlatUpdate
     from lightning_ptm.runtime.wholes import Wholes
-    from lightning_ptm.update import StateLayout
+    from lightning_ptm.update.state_layout import StateLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

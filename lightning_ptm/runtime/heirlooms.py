@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.heritage import Heritage, frames_of
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
 from lightning_ptm.runtime.columns import Column, columns
 from lightning_ptm.runtime.held import geometry

@@ -16,7 +16,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.moves import Stretch
 from lightning_ptm.runtime.pieces import Elements
-from lightning_ptm.update import Segment, shard_segments
+from lightning_ptm.update.states import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.update.state_layout import OwnShapes

@@ -13,7 +13,8 @@ from lightning_ptm.errors import CapacityError
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
 
 
 def device_pages_in_a_row(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.runtime.columns import columns
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.terms import Mode, Tier

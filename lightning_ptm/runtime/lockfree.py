@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.cuts import cuts_of
 from lightning_ptm.planning.pace import Pace
 from lightning_ptm.runtime.audits import UpdateAudit
@@ -27,10 +27,12 @@ from lightning_ptm.runtime.handing_over import HandingOver
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.runtime.versions import Versions
-from lightning_ptm.update import HyperParameters, Transform, Updater
 from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin
 from lightning_ptm.update.forecast import can_forecast
+from lightning_ptm.update.gradient import Transform
+from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.updater import Updater
 
 log = logging.getLogger(__name__)
 

@@ -45,6 +45,3 @@ def _apply_without_parameters(owner: nn.Module, function: object) -> None:
             vars(each)["_parameters"] = own_parameters
             for name in own_parameters:
                 vars(each).pop(name, None)
-
-
-__all__ = ["move_beside_parameters"]

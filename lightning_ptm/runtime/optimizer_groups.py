@@ -15,7 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update import HyperParameters, same_value
+from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.traits import same_value
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.updates import FlatUpdate

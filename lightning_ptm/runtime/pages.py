@@ -12,7 +12,8 @@ import torch
 
 from lightning_ptm.comm import Communicators
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.planning.inventory import Row, What
 from lightning_ptm.planning.layout import FlatLayout
@@ -27,7 +28,9 @@ from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.sums import SumsInRam
 from lightning_ptm.runtime.updates import FlatUpdate
-from lightning_ptm.update import FlatStates, OptimizerTraits, lay_out_states, layout_groups
+from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.traits import OptimizerTraits
 
 _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 

@@ -50,7 +50,7 @@ class Paper:
         self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
         self._pool = PaperPool(room)
         self._done = DoneByNeed(blueprint.by_need)
-        self._units = PaperUnits(blueprint, self._pool, self._done, self._reclaim)
+        self._units = PaperUnits(blueprint, self._pool, self._done, lambda wait: self._gradients.reclaim(wait))
         self.fetching = Fetching(self._units, len(blueprint.layout.units), blueprint.by_need)
         self._gradients = PaperGradients(blueprint, self._pool, self._done, self._units, self.fetching.release_all)
         # State.
@@ -58,9 +58,6 @@ class Paper:
         self._held: tuple[int, ...] = ()
         self._around: tuple[int, ...] = ()
         """Units that are live in the newest tick that is in the plan."""
-
-    def _reclaim(self, wait: bool) -> bool:
-        return self._gradients.reclaim(wait)
 
     # -- the iteration ------------------------------------------------------------------------------------------------
 
@@ -193,6 +190,3 @@ class Paper:
             at = places[task.trigger] if task.operation is Operation.COMPUTE else triggers[task.trigger]
             moved.append(dataclasses.replace(task, trigger=at))
         return Plan(tuple(moved), len(self._ticks)).beside(self._done.tasks)
-
-
-__all__ = ["Paper"]

@@ -40,7 +40,7 @@ class PaperUnits:
         return self._layout.gathers(unit)
 
     def live(self, unit: int) -> bool:
-        return unit in self._full or not self._moves(unit)
+        return unit in self._full or not self._full_pages(unit)
 
     def fetched(self, unit: int) -> bool:
         return self.live(unit)
@@ -53,10 +53,6 @@ class PaperUnits:
 
     def update_pending(self, unit: int) -> bool:
         return False
-
-    def _moves(self, unit: int) -> bool:
-        """Whether it is not where it computes."""
-        return self._full_pages(unit) > 0
 
     def _full_pages(self, unit: int) -> int:
         return self._layout.full_pages(unit, in_place=not self._away(unit))

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import PagedTensor
 from lightning_ptm.memory.codes import CodedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.parts import elements
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
-from lightning_ptm.update import Segment
 from lightning_ptm.update.encoding import EncodedTensor
+from lightning_ptm.update.states import Segment
 from lightning_ptm.update.threads import one_core
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.boxes import Box
 
 BUFFERS = 4
@@ -174,7 +175,6 @@ def lay(
     paged: Elements,
     arrivals: Iterable[tuple[int, Tensor]],
     *,
-    through: torch.dtype | None = None,
     keep: bool = False,
     seen: Seen = unseen,
 ) -> None:
@@ -182,7 +182,7 @@ def lay(
 
     Args:
         arrivals: (first element, elements on the CPU), in ascending order; each is asked for when the one before is written.
-        through, seen: as for `fill`.
+        seen: as for `fill`.
         keep: elements that do not come stay as they are; otherwise they become 0.
     """
     coming = iter(arrivals)
@@ -197,7 +197,7 @@ def lay(
             if not keep:
                 target[done - start : first - start].zero_()
             place = target.narrow(0, first - start, here.numel())
-            place.copy_(here if through is None else here.to(through))
+            place.copy_(here)
             seen(place.nbytes)
             done = first + here.numel()
             left = (done, part[here.numel() :]) if here.numel() < part.numel() else None

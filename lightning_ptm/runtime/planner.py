@@ -117,6 +117,3 @@ def _check_alike(lines: Iterable[str], communicator: Communicator, rank: int) ->
         f"trained; build the same model on all ranks (names, shapes, memory formats), freeze the same parameters, and use "
         f"the same settings and precision"
     )
-
-
-__all__ = ["Planner", "check_layout", "make_plan"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.moves import Move, Stretch, moves, rounds
 from lightning_ptm.runtime import pieces
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
-    from lightning_ptm.memory import Allocator
+    from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.runtime.held import Held
 
 

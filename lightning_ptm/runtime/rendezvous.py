@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,7 +37,6 @@ from lightning_ptm.comm import (
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.comm.patience import explained
 from lightning_ptm.errors import RankError
-from lightning_ptm.runtime.whereabouts import whereabouts
 
 STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
@@ -248,3 +250,27 @@ class Rendezvous:
             RankError: other ranks have come together for something else.
         """
         self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
+
+
+_LIBRARIES = frozenset(
+    {
+        "contextlib",
+        "lightning",
+        "lightning_ptm",
+        "lightning_utilities",
+        "torch",
+        "torchmetrics",
+        "typing_extensions",  # around functions that torch has deprecated
+    }
+)
+
+
+def whereabouts() -> str:
+    """The innermost line of the calling thread that is none of the libraries'."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _LIBRARIES:
+            return f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "in no code of the user's"

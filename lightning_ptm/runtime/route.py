@@ -90,6 +90,3 @@ def route(
     # Where the update takes `.grad` as it is, clipping it first costs what plain training pays for it.
     clips_in_place = outlives_step or (waits is Waits.IN_GRAD and not widens)
     return GradientRoute(waits, home, dtype, clips_in_place, reduced_at_step, outlives_backward, outlives_step)
-
-
-__all__ = ["GradientRoute", "Waits", "route"]

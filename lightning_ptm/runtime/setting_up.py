@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Events
-from lightning_ptm.memory import Allocator
 from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime
@@ -31,7 +31,7 @@ from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
 from lightning_ptm.runtime.values import Values
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import Updater
+from lightning_ptm.update.updater import Updater
 
 
 def lay_first_values(

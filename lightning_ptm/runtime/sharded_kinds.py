@@ -23,7 +23,7 @@ from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.storage.index import PARAMETERS, kind_of
 from lightning_ptm.terms import chunk_numel
-from lightning_ptm.update import Segment
+from lightning_ptm.update.states import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec
@@ -186,7 +186,8 @@ class ShardedKinds:
         for part in parts:
             flat, paged = part.flat, part.paged
             parameters, segments = self._laid(flat, name)
-            whole = {slot: self._original(flat, slot, name) for slot in part.slots}
+            given = flat.binding.parameters
+            whole = {slot: self._original_of(given[slot]) if name == PARAMETERS else None for slot in part.slots}
             for slot, original in whole.items():
                 spec = parameters[slot]
                 dtype = part.dtype if original is None else original.dtype
@@ -231,9 +232,6 @@ class ShardedKinds:
         layout = update.states.layouts[kind]
         stretches = [layout.stretch(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
         return [start for start, numel in stretches if numel]
-
-    def _original(self, flat: FlatStore, slot: int, kind: str) -> Tensor | None:
-        return self._original_of(flat.binding.parameters[slot]) if kind == PARAMETERS else None
 
 
 def _order_of_families(unit: Unit, parts: Sequence[_Part]) -> dict[Family, int]:

@@ -25,9 +25,10 @@ from lightning_ptm.interrupts import interrupted_later
 from lightning_ptm.runtime import pieces
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
     from lightning_ptm.runtime.pieces import Elements
-    from lightning_ptm.update import Updater
+    from lightning_ptm.update.updater import Updater
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from lightning_ptm.runtime.blueprint import Request
 from lightning_ptm.runtime.selfstepping import Traits, in_two
 from lightning_ptm.runtime.units import Unit, UnitParameter
 from lightning_ptm.terms import CODES, Code
-from lightning_ptm.update import OptimizerTraits, probe
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.traits import OptimizerTraits
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)

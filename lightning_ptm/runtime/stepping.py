@@ -25,7 +25,9 @@ from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.reduction import Reduction
 from lightning_ptm.runtime.rendezvous import STEP_ENDS, Rendezvous
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
-from lightning_ptm.update import LossScale, OptimizerTraits, total_norm
+from lightning_ptm.update.norms import total_norm
+from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.traits import OptimizerTraits
 
 
 class Stepping:

@@ -326,6 +326,3 @@ def _outside_bytes(blueprint: Blueprint) -> int:
         for unit in range(len(blueprint.units))
     ]
     return per_unit[0] + 2 * max(per_unit[1:], default=0)
-
-
-__all__ = ["gradient_row", "save_rows", "take_stock", "taken_dtype"]

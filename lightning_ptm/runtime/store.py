@@ -28,7 +28,9 @@ from lightning_ptm.runtime.in_a_row import device_pages_in_a_row
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
-    from lightning_ptm.memory import Allocator, PagedTensor, Transfer
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.runtime.binding import FlatBinding
     from lightning_ptm.runtime.units import Unit

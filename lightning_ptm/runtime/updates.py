@@ -21,18 +21,11 @@ from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
 from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.update import (
-    FlatStates,
-    HyperParameters,
-    JobHandle,
-    ParameterGradients,
-    Shadow,
-    Transform,
-    UpdateJob,
-    Updater,
-    check_every_gradient,
-    snapshot,
-)
+from lightning_ptm.update.gradient import ParameterGradients, Transform
+from lightning_ptm.update.job import JobHandle, UpdateJob, check_every_gradient
+from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 
 @dataclasses.dataclass(slots=True)

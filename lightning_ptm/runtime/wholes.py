@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.update import Segment, shard_segments
+from lightning_ptm.update.states import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
-    from lightning_ptm.memory import Allocator, PagedTensor
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged import PagedTensor
     from lightning_ptm.planning.holders import Holders
     from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.runtime.binding import FlatBinding

@@ -21,10 +21,12 @@ from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.interruption import Interruption
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import Communicator, Communicators, ProcessGroupCommunicator
-from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
+from lightning_ptm.errors import AngelPTMError, ConfigError, RankError
 from lightning_ptm.events import Events
-from lightning_ptm.memory import FileOps, make_folders
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.disk import FileOps, check_folders, make_folders
+from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
@@ -42,11 +44,10 @@ from lightning_ptm.runtime.parts import split_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
 from lightning_ptm.trainer.half_products import chosen_wide_products
-from lightning_ptm.trainer.page_size import chosen_page_bytes
 from lightning_ptm.trainer.paged_states import guard
-from lightning_ptm.trainer.same_values import take_first_rank_s_values
+from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
-from lightning_ptm.trainer.steps import OptimizerSteps
+from lightning_ptm.trainer.steps import OptimizerStep
 from lightning_ptm.trainer.watches import (
     Watches,
     rearrangers,
@@ -70,7 +71,7 @@ class BuildingStrategy(CheckpointingStrategy):
         """Of the run in progress: who listens hears of what follows when it is laid out anew, too."""
         self._watches: Watches | None = None
         self._signals: Signals | None = None
-        self._steps: OptimizerSteps | None = None
+        self._steps: tuple[OptimizerStep, ...] = ()
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
 
@@ -198,12 +199,9 @@ class BuildingStrategy(CheckpointingStrategy):
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
         if not anew:
             self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
-        self._steps = OptimizerSteps(
-            engine,
-            paged,
-            scaled=self.precision_plugin.loss_scale is not None,
-            arm=partial(self.precision_plugin.arm, model=self._module),
-        )
+        scaled = self.precision_plugin.loss_scale is not None
+        arm = partial(self.precision_plugin.arm, model=self._module)
+        self._steps = tuple(OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in paged)
         self._watches = Watches(engine)
         self._signals = self._signals or Signals(trainer)
         wrappers = self._lightning_optimizers if self._trains else []
@@ -320,3 +318,28 @@ def _warn_without_codes(blueprint: Blueprint, name: str) -> None:
             f"model (model.requires_grad_(False)) before its adapters are made, name the units (units=['Block']), or leave "
             f"frozen_dtype out"
         )
+
+
+def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: Backend) -> int:
+    """What rank 0 finds, on all ranks. Collective.
+
+    Raises:
+        ConfigError: rank 0 cannot use the disk's folders; RankError on the others.
+    """
+    failure: AngelPTMError | None = None
+    told: int | str | None = None
+    if communicator.rank == 0:
+        try:
+            check_folders(settings.disk_paths)
+            told = smallest_saturating(measured_rates(settings.disk_paths, backend)) or DEFAULT_PAGE_BYTES
+        except AngelPTMError as error:
+            failure, told = error, str(error)
+    told = communicator.broadcast_object(told)
+    if failure is not None:
+        raise failure
+    if not isinstance(told, int):
+        raise RankError(
+            f"page_size='auto', and rank 0 could not measure pages: {told}; mend that, or give a size, such as '4MiB'"
+        )
+    rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
+    return told

@@ -12,11 +12,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_ptm import sharded
@@ -29,7 +31,7 @@ from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.comm import together
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events
-from lightning_ptm.progress import Progress
+from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.audits import UpdateAudit
 from lightning_ptm.runtime.statistics import audit
 from lightning_ptm.storage import folder as folders
@@ -37,7 +39,6 @@ from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.copies_seen import CopiesSeen
 from lightning_ptm.trainer.running import RunningStrategy
 from lightning_ptm.trainer.spent import renew
 
@@ -331,3 +332,19 @@ class CheckpointingStrategy(RunningStrategy):
         bar = trainer.progress_bar_callback
         wanted = bar is not None and not getattr(bar, "is_disabled", False)  # a user's own bar need not have it
         return dataclasses.replace(self.progress, shown=self.progress.shown and wanted and self.is_global_zero)
+
+
+class CopiesSeen(TorchDispatchMode):
+    """Inside, `seen` is told of each `copy_` how many bytes it has written."""
+
+    supports_higher_order_operators = True  # they are torch's own inside: what these copy is not seen
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._seen(args[0].nbytes)
+        return result

@@ -95,12 +95,13 @@ class EndingStrategy(BuildingStrategy):
             if not unguard(optimizer):
                 replaced.append(optimizer)
 
-        paged, watches, before_step = self._paged_optimizers(), self._watches, self._steps
-        self._engine = self._communicator = self._watches = self._steps = self._interruption = None
+        paged, watches, before_steps = self._paged_optimizers(), self._watches, self._steps
+        self._engine = self._communicator = self._watches = self._interruption = None
+        self._steps = ()
         with ExitStack() as steps:  # the last one first
             steps.callback(self.precision_plugin.attach, None)
-            if before_step is not None:
-                steps.callback(before_step.close)
+            for each in before_steps:
+                steps.callback(each.close)
             if watches is not None:
                 steps.callback(watches.undo)
             for optimizer in reversed(paged):
@@ -153,8 +154,7 @@ class EndingStrategy(BuildingStrategy):
         """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""
         self._ended = dataclasses.replace(self._ended, audits=last_audit(engine) or known_audits)
         if not self._ended.optimizer_states:
-            optimizers = enumerate(engine.updates.groups.optimizers)
-            spend(each for index, each in optimizers if engine.optimizer_values.has_states(index))
+            spend(having_states(engine))
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
@@ -166,22 +166,12 @@ class EndingStrategy(BuildingStrategy):
         if not engine.hooks.copyable:
             raise UsageError(COPIED_IN_A_RUN)
         # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
-        ended = [
-            each for at, each in enumerate(engine.updates.groups.optimizers) if engine.optimizer_values.has_states(at)
-        ]
-        of_the_run = (
-            "_signals",
-            "_engine",
-            "_communicator",
-            "_interruption",
-            "_watches",
-            "_steps",
-            "_restored",
-            "_resuming",
-        )
+        ended = having_states(engine)
+        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
         return {
             **state,
             **dict.fromkeys(of_the_run),
+            "_steps": (),
             "_shown_states": {},
             "_saves": Saves(self.settings.failed_save),
             "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
@@ -193,3 +183,9 @@ class EndingStrategy(BuildingStrategy):
         spend(state["_spent"])
         self._events = Events()
         super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
+
+
+def having_states(engine: Engine) -> list[Optimizer]:
+    """Optimizers of which pages hold what they know from earlier steps."""
+    optimizers = enumerate(engine.updates.groups.optimizers)
+    return [each for index, each in optimizers if engine.optimizer_values.has_states(index)]

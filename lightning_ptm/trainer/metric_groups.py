@@ -49,6 +49,3 @@ def metrics_of(module: nn.Module) -> Iterator[tuple[Any, str]]:
     for each in module.modules():
         if isinstance(each, Metric):
             yield each, _METHOD
-
-
-__all__ = ["InGroup", "metrics_of"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
@@ -39,7 +39,7 @@ from lightning_ptm.trainer.mixed_operators import promote_operators
 from lightning_ptm.update.scale import LossScale
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.stepping import Stepping
+    from lightning_ptm.runtime.engine import Engine
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
 
@@ -62,14 +62,6 @@ class PrecisionPlan:
     mixed: bool
 
 
-class StepEngine(Protocol):
-    """What the plugin asks of the engine."""
-
-    @property
-    def stepping(self) -> Stepping: ...
-    def backward(self) -> AbstractContextManager[None]: ...
-
-
 class AngelPTMPrecision(Precision):
     """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself. Long because Lightning calls so
     much of it.
@@ -90,7 +82,7 @@ class AngelPTMPrecision(Precision):
         self.over = False
         """A run has ended, and parameters and optimizers are ordinary ones again: whoever calls Lightning's loops himself
         steps with them as anywhere."""
-        self._engine: StepEngine | None = None
+        self._engine: Engine | None = None
         self._device_type = "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,13 +100,7 @@ class AngelPTMPrecision(Precision):
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 
-    def attach(
-        self,
-        engine: StepEngine | None,
-        device_type: str = "cpu",
-        *,
-        wide_products: bool = False,
-    ) -> None:
+    def attach(self, engine: Engine | None, device_type: str = "cpu", *, wide_products: bool = False) -> None:
         """Connects the plugin to the engine of this run, or to none."""
         self.wide_products = wide_products
         self.over = False
@@ -294,7 +280,7 @@ class AngelPTMPrecision(Precision):
             if not (of_grad and getattr(each, "asks_strategy_for_gradients", False) is True)
         ]
 
-    def _running(self) -> StepEngine:
+    def _running(self) -> Engine:
         if self._engine is None:
             raise UsageError(
                 "AngelPTMPrecision works together with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"

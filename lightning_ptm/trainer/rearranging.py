@@ -31,7 +31,7 @@ from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.handed_on import HandedOn
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.storage.folder import remove_stale
-from lightning_ptm.trainer.ending import EndingStrategy
+from lightning_ptm.trainer.ending import EndingStrategy, having_states
 from lightning_ptm.trainer.paged_states import opened
 from lightning_ptm.trainer.spent import spend
 
@@ -88,7 +88,7 @@ class RearrangingStrategy(EndingStrategy):
         self._saves.finish()
         self._check_parameters(self._module.trainer)
         trainer, optimizers = self._module.trainer, self._paged_optimizers()
-        learnt = [each for at, each in enumerate(self.engine.updates.groups.optimizers) if self._has_states(at)]
+        learnt = having_states(self.engine)
         with closing(self._carried(optimizers)) as carried:
             try:
                 self._leave_pages(carried)
@@ -103,9 +103,6 @@ class RearrangingStrategy(EndingStrategy):
                 if self._engine is None:
                     self._rescue(carried)
                 raise
-
-    def _has_states(self, optimizer: int) -> bool:
-        return self.engine.optimizer_values.has_states(optimizer)
 
     def _rescue(self, carried: Carried) -> None:
         """There is no engine any more, and will be none."""

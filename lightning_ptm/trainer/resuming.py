@@ -4,13 +4,16 @@ Owns, for a moment, one method of Lightning's: what the Trainer restores is deci
 know their folders and ranks know each other, and before anything is restored. I1: rank 0 looks, and all ranks take what it
 has found, in the same order. I2: a path that the Trainer was given, or has found itself (SLURM), is taken instead.
 I3: what some rank cannot read, or is not what was written, is passed over by all, but a run never begins anew beside
-checkpoints of which none can be read.
+checkpoints of which none can be read. I4: what was never finished is no checkpoint (folder.py, I1), and what dead writers
+have left is removed on the way, by the rule of folder.py that nothing else is; a link and what it names are one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.checkpoints.newest import SUFFIX, newest_first
 from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.storage import folder as folders
+from lightning_ptm.storage.index import INDEX
+from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.trainer.watches import Replacement
 
+SUFFIX = ".ckpt"
 _RENAMED = re.compile(r"version_\d+")
 
 
@@ -148,3 +154,39 @@ class Resuming:
                 continue
             if callback.save_last and "{" not in callback.CHECKPOINT_NAME_LAST:  # else the name is of a step
                 callback.last_model_path = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
+
+
+def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
+    """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
+
+    Args:
+        suffixes: of their names.
+
+    Raises:
+        OSError, CheckpointError: a folder is there and cannot be read.
+    """
+    found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
+    times = {path: time for path, time in found.items() if time is not None}
+    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
+
+
+def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
+    if not place.is_dir():
+        return
+    folders.remove_stale(place)
+    for entry in sorted(place.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.suffix in suffixes:
+            yield Path(os.path.realpath(entry))  # links in a circle name nothing, and Path.resolve raises for them
+        elif entry.is_dir() and not entry.is_symlink():
+            yield from _in(entry, suffixes)
+
+
+def _completed_ns(path: Path) -> int | None:
+    """When it was completed; None: it is no checkpoint, but a link to nothing, a pipe, or a folder of somebody else's."""
+    file = path / INDEX if is_folder(path) else path
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
+        if is_file(file):
+            return file.stat().st_mtime_ns
+    return None

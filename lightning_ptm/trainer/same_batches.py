@@ -4,7 +4,11 @@ layers, and of different batches they would compute, in silence, what is nobody'
 The first batches of each loader are compared before anything is computed of them, by a collective of their own. The digest of
 every batch goes with what the group tells when it meets for its next exchange (`runtime/exchanges.py`): no message more.
 
-Owns how many batches of each loader were compared in a run. Knows batches as nested data, and nothing of models.
+Before it is cut, a module's values are made the same, too: of ranks that made other modules (of other random numbers, or from
+a file on one rank alone) the parts would be of several wholes. Pages take the values of the first rank that has a part
+(runtime/values.py, I1), so it is enough that the ranks of a tensor group have the same.
+
+Owns how many batches of each loader were compared in a run. Knows batches as nested data, and of models their parameters.
 
 I1: nothing is read from a device but the first batches: whoever reads there waits for all that it has been told to compute.
 """
@@ -19,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.memory.backend import Backend, in_ram
+from lightning_ptm.runtime.closed import ClosedParameter
 
 FIRST = 3
 """Batches of each loader that are compared at once, and behind them the first of each pass over it. A sampler that goes by
@@ -174,4 +179,29 @@ def _add_tensor(hasher: Any, value: Tensor, here_alone: bool) -> None:
         hasher.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
 
 
-__all__ = ["FIRST", "SameBatches", "digest"]
+def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Backend) -> None:
+    """Gives the parameters of which ranks have other values those of the first rank, in place. Parameters without values stay
+    as they are. Collective in the group; a pass over the bytes of all, and an exchange of those that differ.
+
+    Raises:
+        RankError: another rank has not come, such as one whose `configure_optimizers` has failed.
+    """
+    parameters = list(module.parameters())
+    ours = [0 if each.is_meta or isinstance(each, ClosedParameter) else digest(each) for each in parameters]
+    told: list[list[int]] = [[] for _ in range(group.size())]
+    try:
+        dist.all_gather_object(told, ours, group=group)
+    except RuntimeError as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RankError(
+            f"another rank of the tensor group of rank {dist.get_rank()} has failed, or hangs, while the run was set up "
+            f"({first_line}); look for the first error among the ranks' logs"
+        ) from error
+    if any(len(each) != len(ours) for each in told):
+        return  # other modules altogether, which ranks find when they compare what they are to train
+    for parameter, *digests in zip(parameters, *told, strict=True):
+        if len(set(digests)) > 1 and all(digests):
+            with torch.no_grad():
+                value = parameter.detach().to(backend.device).contiguous()
+                dist.broadcast(value, group=group, group_src=0)
+                parameter.copy_(value)

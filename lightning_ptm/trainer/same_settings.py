@@ -40,6 +40,3 @@ def refuse_other_settings(told: Sequence[Sequence[str]]) -> None:
                     f"rank {rank} has {other}, where rank 0 has {ours}; they would wait for each other for ever, so nothing "
                     f"is done; use the same settings and precision on all ranks"
                 )
-
-
-__all__ = ["decisive", "refuse_other_settings"]

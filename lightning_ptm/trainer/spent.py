@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet, ref
 
 from torch.optim import Optimizer
@@ -52,7 +52,11 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _SPENT:
-        _refuse(optimizer)
+        raise UsageError(
+            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
+            f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
+            f"optimizer from configure_optimizers"
+        )
 
 
 def _look_for_states(optimizer: Optimizer) -> None:
@@ -72,11 +76,3 @@ def _spent_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     optimizer.__setstate__(state)
     spend([optimizer])
     return optimizer
-
-
-def _refuse(optimizer: Optimizer) -> NoReturn:
-    raise UsageError(
-        f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
-        f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
-        f"optimizer from configure_optimizers"
-    )

@@ -15,7 +15,7 @@ somebody else runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -53,41 +53,16 @@ class _Call:
         self.updated = True
 
 
-class OptimizerSteps:
-    """Brings the run's update into `step` of all its optimizers.
+class OptimizerStep:
+    """Brings the run's update into `step` of one optimizer.
 
     Args:
-        optimizers: the user's, without Lightning's wrappers.
+        optimizer: the user's, without Lightning's wrapper.
         scaled: gradients are multiplied by a loss scale until Lightning's wrapper takes it off.
-        arm: told of an optimizer and the closure that is about to run for it.
+        arm: told of the optimizer and the closure that is about to run for it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        optimizers: Sequence[Optimizer],
-        *,
-        scaled: bool,
-        arm: Callable[..., None],
-    ) -> None:
-        self._steps = [_Step(engine, optimizer, scaled, arm) for optimizer in optimizers]
-
-    def settle(self) -> None:
-        """A step may have been cut short: groups are the user's again."""
-        for step in self._steps:
-            step.settle()
-
-    def close(self) -> None:
-        """The run is over: `step` is the class's own again."""
-        for step in self._steps:
-            step.close()
-        self._steps = []
-
-
-class _Step:
-    """`step` of one optimizer."""
-
-    def __init__(self, engine: Engine, optimizer: Optimizer, scaled: bool, arm: Callable[..., None]) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, *, scaled: bool, arm: Callable[..., None]) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._scaled = scaled
@@ -178,6 +153,7 @@ class _Step:
             group["params"] = []
 
     def settle(self) -> None:
+        """A step may have been cut short: groups are the user's again."""
         self._call = self._frame = None
         emptied, self._emptied = self._emptied, []
         for group, values in emptied:
@@ -185,6 +161,7 @@ class _Step:
             group.update(values)
 
     def close(self) -> None:
+        """The run is over: `step` is the class's own again."""
         self.settle()
         for hook in self._hooks:
             hook.remove()

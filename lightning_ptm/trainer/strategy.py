@@ -215,8 +215,8 @@ class AngelPTMStrategy(RearrangingStrategy):
         super().on_exception(exception)
         self._device_mesh = None
         forget_mesh()
-        if self._steps is not None:
-            self._steps.settle()
+        for step in self._steps:
+            step.settle()
         if self._engine is not None:
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up

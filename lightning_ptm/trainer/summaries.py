@@ -64,6 +64,3 @@ def of_whole_parameters(
 
 def _summary(max_depth: int, boxes: Mapping[str, Box], trainer: Trainer, module: LightningModule) -> Summary:
     return WholeSummary(module, max_depth, boxes)
-
-
-__all__ = ["WholeSummary", "of_whole_parameters"]

@@ -7,7 +7,6 @@ does not depend on where the shards were cut beyond the last bits of float64.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -28,8 +27,7 @@ def parameter_norms(
     *,
     norm_type: float = 2.0,
     dtype: torch.dtype = torch.float32,
-    unscale: torch.Tensor | None = None,
-    clipped: Transform = NO_TRANSFORM,
+    transform: Transform = NO_TRANSFORM,
 ) -> list[torch.Tensor]:
     """One 0-dim norm for each parameter with a gradient, in flat order; world size 1 only.
 
@@ -39,12 +37,11 @@ def parameter_norms(
         present: for each parameter, whether it has a gradient.
         norm_type: p of the p-norm, `inf` included.
         dtype: dtype that the optimizer gets gradients in; the norm is taken of the gradient cast to it.
-        unscale: 0-dim factor applied first (1 / loss scale).
-        clipped: applied next; the clips of this step so far.
+        transform: applied first: the loss scale is taken off, and the clips of this step so far.
 
     Temporary memory: one parameter's gradient in `dtype`, when a cast or a factor is needed.
     """
-    caster = _Caster(dtype, dataclasses.replace(clipped, unscale=unscale))
+    caster = _Caster(dtype, transform)
     norms: list[torch.Tensor] = []
     for segment in states.segments:
         if present[segment.parameter] and states.groups[segment.parameter] is not None:
@@ -73,14 +70,13 @@ def shard_power(
     *,
     norm_type: float = 2.0,
     dtype: torch.dtype = torch.float32,
-    unscale: torch.Tensor | None = None,
-    clipped: Transform = NO_TRANSFORM,
+    transform: Transform = NO_TRANSFORM,
 ) -> torch.Tensor:
     """This shard's part of the global norm: sum of |g|^p (for `inf` the greatest |g|), 0-dim float64.
 
     Ranks add these up (`inf`: take the greatest) and give the result to `norm_of_power`. Arguments as `parameter_norms`.
     """
-    caster = _Caster(dtype, dataclasses.replace(clipped, unscale=unscale))
+    caster = _Caster(dtype, transform)
     total: torch.Tensor | None = None
     for segment in states.segments:
         if not present[segment.parameter] or states.groups[segment.parameter] is None:

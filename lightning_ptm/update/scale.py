@@ -21,7 +21,6 @@ class LossScale:
         growth_factor: factor after `growth_interval` finite steps in a row; above 1.
         backoff_factor: factor at a step with inf or NaN; between 0 and 1.
         growth_interval: steps.
-        enabled: False gives a constant scale of 1.
 
     Raises:
         ConfigError: a factor or the interval is out of range.
@@ -33,8 +32,6 @@ class LossScale:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        *,
-        enabled: bool = True,
     ) -> None:
         if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
             raise ConfigError(
@@ -45,30 +42,25 @@ class LossScale:
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
-        self.enabled = enabled
 
         self._scale = float(init_scale)
         self._growth_tracker = 0
 
     @property
     def value(self) -> float:
-        """The scale of the step in hand; 1 when disabled."""
-        return self._scale if self.enabled else 1.0
+        """The scale of the step in hand."""
+        return self._scale
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on."""
-        return loss * self.value if self.enabled else loss
+        return loss * self._scale
 
-    def unscale_factor(self) -> torch.Tensor | None:
-        """0-dim float32 factor that undoes the scale, for `Transform.unscale`; None when disabled."""
-        if not self.enabled:
-            return None
+    def unscale_factor(self) -> torch.Tensor:
+        """0-dim float32 factor that undoes the scale, for `Transform.unscale`."""
         return torch.tensor(self._scale, dtype=torch.float64).reciprocal().float()
 
     def update(self, found_inf: bool) -> None:
         """End a step: `found_inf` says whether any rank's gradients held inf or NaN (the step was then skipped)."""
-        if not self.enabled:
-            return
         if found_inf:
             self._scale *= self.backoff_factor
             self._growth_tracker = 0
@@ -82,8 +74,6 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of torch.amp.GradScaler's, so that either reads the other's."""
-        if not self.enabled:
-            return {}
         return {
             "scale": self._scale,
             "growth_factor": self.growth_factor,
@@ -96,10 +86,8 @@ class LossScale:
         """Take over a state of this class or of torch.amp.GradScaler.
 
         Raises:
-            ConfigError: the state is empty though the scale is enabled.
+            ConfigError: the state is empty.
         """
-        if not self.enabled:
-            return
         if not state:
             raise ConfigError(
                 "the checkpoint's loss scale is empty: it was saved by a run without loss scaling; load it with the "

@@ -7,6 +7,7 @@ I1: a buffer that was taken is given back once, when no transfer touches it.
 from __future__ import annotations
 
 import bisect
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,7 @@ class StagingPool:
     def give_back(self, buffer: PagedTensor) -> None:
         """Return a buffer that no transfer touches."""
         # Of equal ones the last that was used comes first: it may be in the cache.
-        bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=_numel)
+        bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=attrgetter("numel"))
 
     def close(self) -> None:
         """Release every buffer. Idempotent."""
@@ -70,7 +71,3 @@ class StagingPool:
         self._owned.setdefault((tier, dtype), []).append(buffer)
         self._allocator.merge(buffer)
         return buffer
-
-
-def _numel(buffer: PagedTensor) -> int:
-    return buffer.numel

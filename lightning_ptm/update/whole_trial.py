@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.products import CountedProducts
 from lightning_ptm.update.shadow import RunViews, Shadow, own_values, undecorated_step
 from lightning_ptm.update.specimens import settings_of
 from lightning_ptm.update.traits import (
@@ -32,6 +36,30 @@ from lightning_ptm.update.traits import (
     same_value,
 )
 from lightning_ptm.update.trial import Difference, Whole, group_difference, hyper_at, run_object
+
+
+class CountedProducts(TorchDispatchMode):
+    """While it is entered, operations of products by the dtype that they are computed in.
+
+    Attributes:
+        flops: so far; a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        # Torch has formulas for `addmm`, and none for `addmm_`.
+        formula = flop_registry.get(packet) or flop_registry.get(
+            getattr(torch.ops.aten, packet.__name__.rstrip("_"), None)
+        )
+        if formula is not None:
+            dtype = next(leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self.flops[dtype] += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 @dataclasses.dataclass(slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
 from lightning_ptm.errors import CapacityError, PageIOError, UsageError
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO
 
 PAGED = ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]

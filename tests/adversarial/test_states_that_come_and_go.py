@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.trainer.half_products import wide_products
-from lightning_ptm.update import probe
+from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import RunViews, Shadow, snapshot
 
 HOMES = ["ram", "masters_on_disk", "three_tiers"]

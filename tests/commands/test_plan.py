@@ -33,11 +33,11 @@ from lightning_ptm.forecasting.hardware import find
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
-from lightning_ptm.planning import Link, Tick, Trace
+from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.runtime.units import discover
-from lightning_ptm.terms import Mode, Operation, Phase
+from lightning_ptm.terms import Link, Mode, Operation, Phase
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"width": 64, "layers": 3, "heads": 2, "sequence_length": 16}

@@ -19,10 +19,10 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
-from lightning_ptm.planning import Link, Plan
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.occupied import occupied
-from lightning_ptm.terms import Kind, Operation, Phase
+from lightning_ptm.terms import Kind, Link, Operation, Phase
 
 WIDTH, INNER, EXPERTS, BATCH, LENGTH = 64, 256, 8, 4, 32
 EXPERT_NUMEL = 2 * WIDTH * INNER

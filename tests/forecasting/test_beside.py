@@ -9,7 +9,7 @@ from planning.models import even_layout
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
 from lightning_ptm.forecasting.update_extras import UpdateExtra
-from lightning_ptm.planning import Trace, sequential_trace
+from lightning_ptm.planning.trace import Trace, sequential_trace
 
 UNITS = 4
 NUMEL = 1000

@@ -11,9 +11,11 @@ from planning.test_placement import pages, placed
 from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
 from lightning_ptm.forecasting.sending import Sending
 from lightning_ptm.forecasting.timing import steady
-from lightning_ptm.planning import Budget, Link, Placement, Plan, Tick, Trace, Wishes, sequential_trace
+from lightning_ptm.planning.homes import Budget, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout
-from lightning_ptm.terms import Operation, Phase, Tier
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Tick, Trace, sequential_trace
+from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 INSTANT = Hardware("no limits", *[1e30] * 7)
 SLOW = Hardware("one byte a second", *[1.0] * 7)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.memory.codes import rounded
 from lightning_ptm.terms import CODES, Tier

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.terms import TIERS
 
 PAGE = 64 * 1024

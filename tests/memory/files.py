@@ -7,7 +7,7 @@ import errno
 import threading
 from collections.abc import Sequence
 
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 
 SHORT = -1
 """Script entry: the call moves half of what was asked."""

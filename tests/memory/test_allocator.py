@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_ptm.errors import CapacityError, ConfigError, InternalError, UsageError
-from lightning_ptm.memory import Allocator, PagedTensor, region
+from lightning_ptm.memory import region
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
 from .conftest import PAGE, MakeAllocator

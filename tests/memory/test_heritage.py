@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import PageIOError
-from lightning_ptm.memory import Allocator, PagedTensor, PageSpan
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.heritage import Heritage, frames_of, gaps
+from lightning_ptm.memory.paged import PagedTensor, PageSpan
 from lightning_ptm.terms import Tier
 from memory.files import CountedFiles, ScriptedFiles
 

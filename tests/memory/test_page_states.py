@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import PageEvent, PageTable
-from lightning_ptm.memory.states import TRANSITIONS, Flight, next_state
+from lightning_ptm.memory.states import TRANSITIONS, Flight, PageEvent, PageTable, next_state
 from lightning_ptm.terms import PageState, Tier
 
 PAGE = 65536

@@ -7,22 +7,13 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from lightning_ptm.planning import (
-    Budget,
-    ModelLayout,
-    ParameterSpec,
-    Placement,
-    Plan,
-    Task,
-    Tick,
-    Trace,
-    UnitSpec,
-    build_layout,
-    schedule,
-    sequential_trace,
-)
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.gradients import gradient_tasks
+from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.trace import Tick, Trace, sequential_trace
 from lightning_ptm.terms import Phase, Tier
 
 PAGE = 64 * 1024

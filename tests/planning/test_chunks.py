@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning import Wishes
 from lightning_ptm.planning.chunks import Act, Chunk, Chunks, Job, Wanted
 from lightning_ptm.planning.cuts import even_cuts
+from lightning_ptm.planning.homes import Wishes
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Tier
 

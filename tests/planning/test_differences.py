@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.planning import ModelLayout, ParameterSpec, Plan, UnitSpec, build_layout
 from lightning_ptm.planning.differences import digest, first_difference, layout_lines, plan_lines
-from lightning_ptm.planning.plan import Task
+from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.terms import Kind, Operation
 
 from .models import PAGE, even_layout, spec

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptm.planning import ModelLayout, Tick, Trace, Wishes, forward_trace, sequential_trace
 from lightning_ptm.planning.gradients import gradient_tasks
+from lightning_ptm.planning.homes import Wishes
+from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.plan import Task
+from lightning_ptm.planning.trace import Tick, Trace, forward_trace, sequential_trace
 from lightning_ptm.terms import Operation, Phase, Tier
 
 from .models import even_layout, two_micro_batches

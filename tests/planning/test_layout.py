@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.differences import layout_lines
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import ALIGN_NUMEL
 
 from .models import PAGE, TABLE_4, Transformer, spec, transformer_units, unit_lists

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.planning import ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.owners import choose_owners, work_of
 from lightning_ptm.terms import BLOCK_BYTES
 

@@ -5,21 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning import (
-    Budget,
-    Homes,
-    ModelLayout,
-    Placement,
-    Trace,
-    UnitSpec,
-    Wishes,
-    build_layout,
-    forward_trace,
-    place,
-    schedule,
-    sequential_trace,
-    simulate,
-)
+from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
+from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 from .models import PAGE, even_layout, spec

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.planning import Budget, build_layout, place, schedule, sequential_trace, simulate
 from lightning_ptm.planning.experts import ExpertSplit, divided
-from lightning_ptm.planning.homes import Placement
-from lightning_ptm.planning.layout import ModelLayout, UnitSpec
+from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import sequential_trace
 from lightning_ptm.terms import Kind, Operation, Tier
 
 from .models import PAGE, in_parts, spec

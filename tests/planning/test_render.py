@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptm.planning import Budget, Wishes, render
+from lightning_ptm.planning.homes import Budget, Wishes
+from lightning_ptm.planning.render import render
 
 from .models import even_layout
 from .test_placement import pages

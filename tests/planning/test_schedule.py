@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning import (
-    Budget,
-    ModelLayout,
-    Plan,
-    Tick,
-    Trace,
-    Wishes,
-    forward_trace,
-    schedule,
-    sequential_trace,
-    simulate,
-)
+from lightning_ptm.planning.homes import Budget, Wishes
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Tick, Trace, forward_trace, sequential_trace
 from lightning_ptm.terms import Operation, Phase, Tier
 
 from .models import even_layout

@@ -10,22 +10,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning import (
-    Budget,
-    ModelLayout,
-    Placement,
-    Plan,
-    Task,
-    Tick,
-    Trace,
-    Wishes,
-    build_layout,
-    place,
-    schedule,
-    sequential_trace,
-    simulate,
-)
 from lightning_ptm.planning.gradients import gradient_tasks
+from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.layout import ModelLayout, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.simulate import simulate
+from lightning_ptm.planning.trace import Tick, Trace, sequential_trace
 from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
 from .models import BESIDE, PAGE, even_layout, in_parts, replanned, traces, two_micro_batches, unit_lists

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning import Span, TensorUse, Tick, Trace, forward_trace, sequential_trace, uses_of
-from lightning_ptm.planning.trace import one_pass
+from lightning_ptm.planning.lifetime import Span, uses_of
+from lightning_ptm.planning.trace import TensorUse, Tick, Trace, forward_trace, one_pass, sequential_trace
 from lightning_ptm.terms import Phase
 
 from .models import even_layout, traces
@@ -26,13 +24,6 @@ def test_the_assumed_order_is_forward_then_backward_under_a_live_root() -> None:
         (0, Phase.BACKWARD, (0,)),
     ]
     assert forward_trace(even_layout([1, 1, 1])).ticks == trace.ticks[:3]
-
-
-@settings(max_examples=40, deadline=None)
-@given(traces(4))
-def test_a_trace_survives_its_exchange(trace: Trace) -> None:
-    table = Trace(trace.ticks, (TensorUse(3, "weight", 0, 7, 0.5, 0.25),))
-    assert Trace.from_dict(json.loads(json.dumps(table.to_dict()))) == table
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
-from lightning_ptm.planning import Link
-from lightning_ptm.terms import TIERS
+from lightning_ptm.terms import TIERS, Link
 
 WIDTH = 128
 MODEL: dict[str, Any] = {"vocab_size": 300, "width": WIDTH, "layers": 4, "heads": 4, "feed_forward_width": 256}

@@ -22,13 +22,12 @@ from rank_harness import run_ranks
 
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
-from lightning_ptm.planning import Link
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import Row
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.terms import BLOCK_BYTES
+from lightning_ptm.terms import BLOCK_BYTES, Link
 
 SIZES = {**of_experts.MODEL, "vocab_size": 300, "capacity_factor": 4.0}
 """Every token has room."""

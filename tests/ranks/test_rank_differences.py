@@ -45,7 +45,7 @@ from rank_training import (
 from torch import Tensor
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning import Plan
+from lightning_ptm.planning.plan import Plan
 from lightning_ptm.terms import Mode, Phase
 
 

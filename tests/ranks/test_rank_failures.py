@@ -23,7 +23,7 @@ from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 
 PROMPT_S = 20.0
 """Far less than the collectives' time limit of 60 s: the others are told, they do not run into it."""

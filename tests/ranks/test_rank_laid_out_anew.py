@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
 
 WIDTH = 64

@@ -20,9 +20,9 @@ from rank_harness import run_ranks
 from rank_training import Training, make_strategy, make_trainer
 
 from lightning_ptm import AngelPTMPrecision, UpdateAudit
-from lightning_ptm.memory import FileOps
-from lightning_ptm.update import LossScale
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.update.buffers import Buffers
+from lightning_ptm.update.scale import LossScale
 from lightning_ptm.update.shadow import Shadow
 
 STEPS = 12

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
-from lightning_ptm.planning import Link
 from lightning_ptm.runtime.exchanges import Exchanges
-from lightning_ptm.terms import TIERS
+from lightning_ptm.terms import TIERS, Link
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
 BATCH, LENGTH, STEPS = 2, 64, 4

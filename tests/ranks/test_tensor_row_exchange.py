@@ -33,7 +33,7 @@ from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.sharded_kinds import ShardedFlat
 from lightning_ptm.runtime.snapshot import stretches
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.update import Segment
+from lightning_ptm.update.states import Segment
 
 
 class Wide(nn.Module):

@@ -10,8 +10,9 @@ import torch
 
 from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.runtime.flat_clock import FlatClock
-from lightning_ptm.update import NO_TRANSFORM, HyperParameters, ParameterGradients
 from lightning_ptm.update.buffers import Contribution, Origin, Version
+from lightning_ptm.update.gradient import NO_TRANSFORM, ParameterGradients
+from lightning_ptm.update.shadow import HyperParameters
 
 
 class Buffered:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import decide

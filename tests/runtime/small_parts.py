@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.comm import SoloCommunicator, Work
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.holders import Axis, Mesh, everybodys
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.runtime.binding import FlatBinding

@@ -29,7 +29,7 @@ def test_parameters_are_views_in_their_shapes_and_strides() -> None:
     it, values = made(), full()
     for slot, shape in enumerate(SHAPES):
         view = it.view(values, slot)
-        assert tuple(view.shape) == shape == it.shape(slot)
+        assert tuple(view.shape) == shape == it.shapes[slot]
         assert view.numel() == 0 or view.data_ptr() == values[it.layout.slots[slot].start :].data_ptr()
     assert it.view(values, 3).stride() == TURNED
     behind = torch.cat([torch.zeros(7), values])[7:]  # a flat that does not begin where its memory does

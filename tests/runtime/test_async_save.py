@@ -26,7 +26,7 @@ from plain_loop import Outcome, make_trainer
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving
 from lightning_ptm.errors import CheckpointError, ConfigError
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.pieces import BUFFERS, Buffers
 from lightning_ptm.runtime.snapshot import Part, Snapshot

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lightning_ptm.checkpoints import room
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.room import Scratch
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.index import PARTIAL
-from lightning_ptm.storage.scratch import Scratch
 
 BIG = {"state_dict": {"weight": torch.arange(100_000.0)}}
 SMALL = {"state_dict": {"weight": torch.arange(3.0)}}

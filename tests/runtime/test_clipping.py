@@ -18,7 +18,8 @@ from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.runtime.clipping import Clipping
 from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import LossScale, Updater
+from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.updater import Updater
 
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},

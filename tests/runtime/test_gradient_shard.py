@@ -14,7 +14,7 @@ from test_gradients import NOTHING
 
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.runtime.gradient_shard import GradientShard
 from lightning_ptm.runtime.route import route
 from lightning_ptm.terms import Tier

@@ -21,7 +21,7 @@ from lightning_ptm.runtime.route import Waits, route
 from lightning_ptm.runtime.shown import ShownGradient
 from lightning_ptm.runtime.sums import SumsInRam
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.gradient import ParameterGradients, ShardGradient, Transform
 
 PLACES: dict[str, tuple[Waits, Tier, dict[str, bool]]] = {
     "in .grad": (Waits.IN_GRAD, Tier.DEVICE, {}),

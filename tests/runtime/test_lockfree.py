@@ -28,11 +28,11 @@ from lightning_ptm import (
     UpdateAudit,
     UsageError,
 )
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime import machine
 from lightning_ptm.runtime.handing_over import HandingOver
-from lightning_ptm.update import LossScale
 from lightning_ptm.update.buffers import Buffers
+from lightning_ptm.update.scale import LossScale
 from lightning_ptm.update.shadow import Shadow
 
 BATCHES = tokens(12)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.errors import InternalError
 from lightning_ptm.runtime import budgets
-from lightning_ptm.update import LossScale
+from lightning_ptm.update.scale import LossScale
 
 STEPS = 12
 HELD: dict[str, Any] = {"max_staleness": 16, "hold_updates": True}

@@ -19,8 +19,9 @@ from torch import nn
 
 from lightning_ptm import PageIOError
 from lightning_ptm.config import Settings
-from lightning_ptm.memory import Allocator, FileOps
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime import gradient_pages, heap
 from lightning_ptm.runtime.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding import decide

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
-from lightning_ptm.update import snapshot
+from lightning_ptm.update.shadow import snapshot
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from test_stock import RUNS, Odd
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.inventory import Lifetime, What, pages_of
 from lightning_ptm.runtime.blueprint import Blueprint

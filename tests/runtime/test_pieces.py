@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.codes import CodedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.pieces import BUFFERS, Buffers
 from lightning_ptm.terms import ALIGN_NUMEL, CODES, TIERS, Tier
-from lightning_ptm.update import Segment
 from lightning_ptm.update.encoding import EncodedTensor, Int8
+from lightning_ptm.update.states import Segment
 
 PAGE = 64 * 1024
 CELL = PAGE // 4

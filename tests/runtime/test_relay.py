@@ -10,7 +10,7 @@ import torch
 from test_held import PAGE, flat_of
 
 from lightning_ptm.comm import SoloCommunicator
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.moves import Stretch
 from lightning_ptm.runtime import pieces

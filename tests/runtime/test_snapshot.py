@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.runtime.pieces import Buffers
 from lightning_ptm.runtime.snapshot import Part, Snapshot, stretches
 from lightning_ptm.terms import Tier

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_loop import TrainModule, make_trainer, vectors
 from torch import Tensor, nn
 
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.storage.writer import SaveOps
 

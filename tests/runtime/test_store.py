@@ -12,7 +12,7 @@ import torch
 from small_parts import Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
-from lightning_ptm.memory import FileOps
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.store import FlatStore, FullState
 from lightning_ptm.terms import Tier

@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.updates import SynchronousUpdates
-from lightning_ptm.update import Transform, Updater
+from lightning_ptm.update.gradient import Transform
+from lightning_ptm.update.updater import Updater
 
 EARLY: dict[str, Any] = {"master_home": "disk", "disk_path": "/d"}
 """Units are updated as their backward ends."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.sharded import load
-from lightning_ptm.update import LossScale
+from lightning_ptm.update.scale import LossScale
 
 
 class Regression(LightningModule):

@@ -9,24 +9,18 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.memory import Allocator, PagedTensor
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier, chunk_numel
-from lightning_ptm.update import (
-    FlatStates,
-    HyperParameters,
-    JobHandle,
-    ParameterGradients,
-    Shadow,
-    ShardGradient,
-    Transform,
-    UpdateJob,
-    Updater,
-    probe,
-    snapshot,
-)
 from lightning_ptm.update.encoding import Encoding
+from lightning_ptm.update.gradient import ParameterGradients, ShardGradient, Transform
+from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 PAGE_SIZE = 64 * 1024
 # Ragged ends, a scalar, one that spans several chunks, one that is exactly one vector, groups interleaved.

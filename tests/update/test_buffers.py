@@ -10,11 +10,12 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.waiting import Begin
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import HyperParameters, ParameterGradients, Transform
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Origin, combined
+from lightning_ptm.update.gradient import ParameterGradients, Transform
+from lightning_ptm.update.shadow import HyperParameters
 
 NUMEL = 8
 

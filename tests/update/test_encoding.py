@@ -21,11 +21,12 @@ from paged_training import (
 )
 from torch import Tensor
 
-from lightning_ptm.memory import Allocator
+from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.block_codec import BLOCK_NUMEL
 from lightning_ptm.terms import Tier, chunk_numel
-from lightning_ptm.update import FlatStates, probe
 from lightning_ptm.update.encoding import ENCODINGS, VALUES_DTYPE, Bf16, Encoder, Encoding, Int8
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.states import FlatStates
 
 both = pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
 

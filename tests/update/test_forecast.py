@@ -11,12 +11,12 @@ from paged_training import Make, Twin, make_allocator, make_twin, read
 from test_buffers import NUMEL, Bench, gradient, pages
 from torch import optim
 
-from lightning_ptm.memory import PagedTensor
+from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.waiting import REACH, Begin
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import ParameterGradients, Transform
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Version
 from lightning_ptm.update.forecast import Earlier, Forecast, can_forecast
+from lightning_ptm.update.gradient import ParameterGradients, Transform
 
 SHAPES = ((3, 7), (64, 130), (1,), (129,), (300, 171), (64,), (33, 65), (8193,))
 

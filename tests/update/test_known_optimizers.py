@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ptm.update import probe
-from lightning_ptm.update.probe import try_out
+from lightning_ptm.update.probe import probe, try_out
 
 SETTINGS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adam, {}),

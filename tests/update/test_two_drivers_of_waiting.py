@@ -16,7 +16,9 @@ from test_buffers import NUMEL, gradient
 from test_forecast import Counts, WithPlaces
 
 from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, _Flat, _Job
-from lightning_ptm.planning import ParameterSpec, Trace, UnitSpec, build_layout, sequential_trace, waiting
+from lightning_ptm.planning import waiting
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.trace import Trace, sequential_trace
 from lightning_ptm.planning.waiting import Act, Doing
 
 CHUNK = 100

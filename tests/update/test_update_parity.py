@@ -24,8 +24,9 @@ from paged_training import (
 from torch import optim
 
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import LossScale, TensorGradient, Transform, clip_coefficient, parameter_norms, total_norm
-from lightning_ptm.update.gradient import ParameterGradients
+from lightning_ptm.update.gradient import ParameterGradients, TensorGradient, Transform
+from lightning_ptm.update.norms import clip_coefficient, parameter_norms, total_norm
+from lightning_ptm.update.scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +235,11 @@ def test_clipping_by_norm_with_a_loss_scale(home: Tier, norm_type: float, twins:
 
         laid_out = ParameterGradients([gradients[index] for index in twin.order])
         norms = parameter_norms(
-            twin.states, laid_out, laid_out.present(twin.flat), norm_type=norm_type, unscale=unscale
+            twin.states,
+            laid_out,
+            laid_out.present(twin.flat),
+            norm_type=norm_type,
+            transform=Transform(unscale=unscale),
         )
         # The plain loop's order of parameters is the model's, ours is the flat's.
         used = [index for index in twin.order if gradients[index] is not None]

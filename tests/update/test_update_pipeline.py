@@ -31,13 +31,19 @@ from paged_training import (
 from torch import optim
 
 from lightning_ptm.errors import CapacityError, ConfigError, PageIOError, UsageError
-from lightning_ptm.memory import FileOps, Transfer
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
+from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
-from lightning_ptm.update import FlatStates, Shadow, ShardGradient, UpdateJob, Updater, probe, snapshot
+from lightning_ptm.update.gradient import ShardGradient
+from lightning_ptm.update.job import UpdateJob
 from lightning_ptm.update.pipeline import Pipeline
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import Shadow, snapshot
+from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.updater import Updater
 
 
 class HandOps(FileOps):
@@ -720,7 +726,7 @@ def test_default_chunk_is_a_page_of_float32() -> None:
 def test_on_a_device(home: Tier, comes: Tier) -> None:
     """Masters on the device are updated there; masters on the host on the CPU, the compute copy sent to the device. Gradients
     in pages of the device are read behind what has been queued when the job was submitted."""
-    from lightning_ptm.memory import Allocator
+    from lightning_ptm.memory.allocator import Allocator
 
     mib = 1 << 20
     optimizer = optim.AdamW([torch.nn.Parameter(torch.ones(5000))], lr=1e-2)

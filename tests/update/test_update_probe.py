@@ -10,7 +10,9 @@ from devices import HERE, on_device
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update import HyperParameters, Initial, RunViews, Shadow, probe, snapshot
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
+from lightning_ptm.update.traits import Initial
 
 
 def parameters() -> list[torch.nn.Parameter]:

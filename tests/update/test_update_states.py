@@ -14,16 +14,11 @@ from torch import optim
 
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
-from lightning_ptm.update import (
-    FlatStates,
-    LossScale,
-    TensorGradient,
-    greatest,
-    norm_of_power,
-    probe,
-    shard_power,
-    shard_segments,
-)
+from lightning_ptm.update.gradient import TensorGradient
+from lightning_ptm.update.norms import greatest, norm_of_power, shard_power
+from lightning_ptm.update.probe import probe
+from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.states import FlatStates, shard_segments
 
 shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 
@@ -187,16 +182,6 @@ def test_loss_scale_state_goes_both_ways() -> None:
     assert ours.value == 8.0
     theirs.load_state_dict(LossScale(init_scale=16.0).state_dict())
     assert theirs.get_scale() == 16.0
-
-
-def test_a_disabled_scale_is_one() -> None:
-    scale = LossScale(enabled=False)
-    scale.update(True)
-    assert scale.value == 1.0
-    assert scale.unscale_factor() is None
-    assert scale.state_dict() == {}
-    loss = torch.ones(())
-    assert scale.scale(loss) is loss
 
 
 def test_scales_that_cannot_work() -> None:
