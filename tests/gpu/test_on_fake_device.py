@@ -21,11 +21,11 @@ def built() -> None:
 
 PARTS = {
     "memory": ("tests/memory", 40),
-    "update": ("tests/update", 3),
+    "update": ("tests/update", 5),
     "runs": ("tests/gpu/test_cuda.py", 12),
 }
 """Folders with tests of the marker, and how many there are at least."""
-PARTS_OF_OTHERS = {"memory": ("tests/memory", 40), "update": ("tests/update", 3)}
+PARTS_OF_OTHERS = {"memory": ("tests/memory", 40), "update": ("tests/update", 5)}
 """The same of tests that need no CUDA."""
 CHOICES = [
     *(("cuda", part, order) for part in PARTS for order in ORDERS),

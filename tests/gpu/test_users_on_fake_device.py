@@ -24,7 +24,7 @@ KINDS = [
         "PassesOfOneGraph",
         "TwoGraphs",
     ),
-    *("AllAside", "ReadsWeightsAside", "FitsAside", "Breaks in the forward", "Breaks in the backward"),
+    *("AllAside", "LeavesAside", "ReadsWeightsAside", "FitsAside", "Breaks in the forward", "Breaks in the backward"),
     *("Breaks behind the backward", "Breaks before the step", "Breaks behind the step"),
 ]
 HOMES = ("device", "masters in RAM", "host", "masters on disk", "all on disk")
@@ -32,6 +32,7 @@ QUICK = [
     "LooksAside:all on disk",
     "AssignsAside:all on disk",
     "AllAside:host",
+    "LeavesAside:device",
     "StepsAside:all on disk:host",
     "Breaks behind the backward:host",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
 from lightning_ptm.errors import CheckpointError, RankError, UsageError
+from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 
@@ -283,6 +284,26 @@ def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
     for rank in range(world_size):
         if rank != 1:
             assert outcomes[rank].value.startswith((f"a collective of rank {rank} failed (", "rank "))
+
+
+def tell_of_a_gather() -> list[tuple[str, str, int]]:
+    """What listeners hear of collectives of this rank, when they have been waited for."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    events, heard = Events(), []
+    communicator = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60), events)
+    flat = flat_of(SIZES["tail_only"], torch.float32, communicator.world_size)
+    shard, full = torch.zeros(flat.shard_numel), torch.zeros(flat.padded_numel)
+    communicator.all_gather(shard, full, flat).wait()  # nobody listens
+    with events.heard_by(heard.append):
+        work = communicator.all_gather(shard, full, flat)
+        assert not heard
+        work.wait()
+    communicator.close()
+    return [(each.kind.name, each.name, each.bytes == full.nbytes) for each in heard]
+
+
+def test_listeners_hear_of_collectives_that_have_ended() -> None:
+    assert run_ranks(tell_of_a_gather, 2) == [[("COLLECTIVE", "all_gather", True)]] * 2
 
 
 def refuse(error: RuntimeError) -> None:
