@@ -16,7 +16,7 @@ from test_expert_parallel_checkpoints import assert_same_states, read
 from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.parallel import Columns
 
 
@@ -209,3 +209,24 @@ def test_a_loss_that_is_kept_with_its_graph_changes_nothing_in_the_next_run_of_a
     kept, given_up = (run_ranks(kept_graphs, 2, keeps, 2, 1, 2) for keeps in (True, False))
     for rank, weights in enumerate(kept):
         assert all(torch.equal(value, given_up[rank][name]) for name, value in weights.items())
+
+
+class FailsToConfigure(Blocks):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if os.environ["RANK"] == "1":
+            raise ValueError("no such rate")
+        return super().configure_optimizers()
+
+
+def fails_to_configure() -> str:
+    with pytest.raises((RankError, ValueError)) as caught:
+        trainer_of(2, 2).fit(FailsToConfigure(), loader(2))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_where_one_rank_fails_before_the_run_is_set_up_the_others_say_so() -> None:
+    first, second = run_ranks(fails_to_configure, 2)
+    assert second == "ValueError: no such rate"
+    assert first.startswith(
+        "RankError: another rank of the tensor group of rank 0 has failed, or hangs, while the run was set up"
+    )
