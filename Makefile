@@ -15,7 +15,7 @@ run: $(VENV)/.for-runs
 	$(in_venv) python main.py fit --config gpt.yaml $(ARGS)
 
 test: $(VENV)/.for-tests
-	$(in_venv) pytest -q -n 2 $(ARGS)
+	$(in_venv) pytest -q -n 3 $(ARGS)
 
 # The site of docs/, in docs/_build/html.
 docs: $(VENV)/.for-docs

@@ -14,8 +14,8 @@ from rank_models import Tower
 from rank_training import Training, loader, make_strategy, make_trainer, tokens
 
 from lightning_ptm import CheckpointError
-from lightning_ptm.checkpoints import file_io, newest
-from lightning_ptm.trainer import checkpointing
+from lightning_ptm.checkpoints import file_io
+from lightning_ptm.trainer import checkpointing, resuming
 
 TRAINING = Training(Tower, "32-true", batches=2)
 
@@ -44,19 +44,19 @@ def twice(world_size: int, folder: Path, root: Path) -> tuple[int, int, str]:
     """Begins, goes on; then what one rank cannot look for ends the run on all."""
     began = go_on(world_size, folder, root / "kept", "sharded", 1)
     rank = int(torch.distributed.get_rank())
-    look = newest._in
+    look = resuming._in
 
     def finds(*given: Any) -> Any:
         assert rank == 0, "only rank 0 looks"
         return look(*given)
 
-    newest._in = finds
+    resuming._in = finds
     resumed = go_on(world_size, folder, root / "kept", "sharded", 2)
 
     def fails(place: Path, suffixes: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(place))
 
-    newest._in = fails
+    resuming._in = fails
     try:
         go_on(world_size, folder, root / "kept", "sharded", 3)
     except (PermissionError, CheckpointError) as error:

@@ -14,7 +14,7 @@ from other_stream import OtherStream
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients import FlatGradient
-from lightning_ptm.update import LossScale
+from lightning_ptm.update.scale import LossScale
 
 
 def test_gradients_of_two_passes_add_up_and_are_forgotten(disk: Path) -> None:
