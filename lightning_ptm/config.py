@@ -135,9 +135,9 @@ class Settings:
             are then computed without torch.compile.
         staging_memory: Bytes of RAM for pages in flight between disk and update; `auto` picks a few dozen pages.
         freed_memory: On a CPU, what becomes of the memory of activations when a step has freed it: `keep` it for the next
-            step (faster), `return` it to the system (smaller), or `auto`: with all in RAM, keep all but blocks of 32 MiB and
-            more, so that the process takes no more than without pages; else keep it unless pages take a quarter of the free
-            RAM or more.
+            step (faster), `return` it to the system (smaller), or `auto`: return it where something is on disk and
+            pages take a quarter of the free RAM or more, else keep it; with all in RAM, keep large blocks (32 MiB and more)
+            only in a mixed precision, whose gradients take half as much as without pages.
         state_dict_type: `full` checkpoints are one ordinary Lightning file, with all states gathered on rank 0 as it is
             written; `sharded` ones are a folder of safetensors files, written by all ranks straight from their pages.
         async_save: Training goes on while a sharded checkpoint is written: what an update is about to change is copied

@@ -22,7 +22,8 @@ next step finds the memory of the last. A step of GPT 124M at batch 2 x 256, in 
     glibc's own settings          185,000 page faults, 860 to 980 ms, peak 2.9 GB
     freed memory kept               2,000 page faults, 680 to 720 ms, peak 3.3 GB
 
-**Keep all but large blocks** (`keep_freed_memory(but_large=True)`), where all is in RAM and nobody asked for either. Blocks
+**Keep all but large blocks** (`keep_freed_memory(but_large=True)`), where all is in RAM, nobody asked for either, and nothing
+makes up for holes (in mixed precision narrower gradients do). Blocks
 of many sizes leave holes that the largest do not fit into, so the heap grows by more than these. Six steps of GPT 124M in
 fp32, at batch 2 x 256 (logits of 98 MiB, an embedding's gradient of 147), beside Lightning's single device with glibc's own
 settings; page faults and CPU time of a step are then the single device's (213,000; 5.3 to 5.7 s and 5.3 to 5.9):

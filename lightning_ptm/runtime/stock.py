@@ -75,7 +75,7 @@ def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Bluep
     return dataclasses.replace(
         blueprint,
         inventory=inventory,
-        freed_memory=_freed_memory(settings, machine, inventory),
+        freed_memory=_freed_memory(blueprint, settings, machine, inventory),
         # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
         gradient_room_bytes=max(2 * max(per_unit), left),
     )
@@ -97,17 +97,26 @@ def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
     return blueprint
 
 
-def _freed_memory(settings: Settings, machine: Machine, inventory: Inventory) -> Freed:
+def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, inventory: Inventory) -> Freed:
     """On a CPU. It leaves where RAM is what is short: something is on disk, and pages take a good part of the RAM there is.
-    With all in RAM a run takes no more than it does without pages."""
+    With all in RAM a run takes about what it does without pages: what is kept of large blocks has to be saved elsewhere."""
     if settings.freed_memory != "auto":
         return Freed.STAYS if settings.freed_memory == "keep" else Freed.LEAVES
     pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
-    if not any(size for tier, size in pools.items() if not tier.addressable):
-        return Freed.SMALL_STAYS
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
     roomy = in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
-    return Freed.STAYS if roomy else Freed.LEAVES
+    if any(size for tier, size in pools.items() if not tier.addressable):
+        return Freed.STAYS if roomy else Freed.LEAVES
+    return Freed.STAYS if roomy and _narrow_gradients(blueprint) else Freed.SMALL_STAYS
+
+
+def _narrow_gradients(blueprint: Blueprint) -> bool:
+    """Whether most of them are narrower than masters, in whose precision they are without pages: a mixed precision."""
+    narrow = Counter[bool]()
+    for flat in blueprint.trained_flats():
+        master = blueprint.master_dtypes[flat.index]
+        narrow[master is not None and blueprint.gradient_dtypes[flat.index].itemsize < master.itemsize] += flat.shard_numel
+    return narrow[True] > narrow[False]
 
 
 def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:

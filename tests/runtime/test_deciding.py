@@ -170,10 +170,17 @@ def test_gradients_in_pages_of_their_own_beside_a_device_wait_as_long_as_they_li
     assert in_grad.gradient_room_bytes == 2 * 3 * PAGE
 
 
+MIXED = {"compute": torch.bfloat16, "mixed": True}
+
+
 @pytest.mark.parametrize(
     ("freed", "free", "settings", "becomes"),
     [
         ("auto", GIB, {}, Freed.SMALL_STAYS),
+        ("auto", GIB, MIXED, Freed.STAYS),
+        ("auto", 4 << 20, MIXED | {"host_memory": "4MiB"}, Freed.SMALL_STAYS),
+        ("auto", GIB, MIXED | {"compute": torch.float32}, Freed.SMALL_STAYS),
+        ("auto", GIB, MIXED | {"mixed": False}, Freed.SMALL_STAYS),
         ("auto", 24 * GIB, {"disk_path": "/d", "master_home": "disk"}, Freed.STAYS),
         ("auto", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, Freed.LEAVES),
         ("keep", 8 << 20, {"disk_path": "/d", "master_home": "disk", "host_memory": "8MiB"}, Freed.STAYS),
