@@ -115,7 +115,9 @@ def _narrow_gradients(blueprint: Blueprint) -> bool:
     narrow = Counter[bool]()
     for flat in blueprint.trained_flats():
         master = blueprint.master_dtypes[flat.index]
-        narrow[master is not None and blueprint.gradient_dtypes[flat.index].itemsize < master.itemsize] += flat.shard_numel
+        narrow[master is not None and blueprint.gradient_dtypes[flat.index].itemsize < master.itemsize] += (
+            flat.shard_numel
+        )
     return narrow[True] > narrow[False]
 
 
