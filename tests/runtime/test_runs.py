@@ -349,18 +349,20 @@ class _Kept(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("tier", "freed", "kept"),
+    ("tier", "precision", "freed", "kept"),
     [
-        ("ram", "auto", Freed.SMALL_STAYS),
-        ("ram", "keep", Freed.STAYS),
-        ("ram", "return", Freed.LEAVES),
-        ("masters_on_disk", "auto", Freed.STAYS),
-        ("masters_on_disk", "return", Freed.LEAVES),
+        ("ram", "32-true", "auto", Freed.SMALL_STAYS),
+        ("ram", "bf16-mixed", "auto", Freed.STAYS),
+        ("ram", "bf16-true", "auto", Freed.SMALL_STAYS),
+        ("ram", "32-true", "keep", Freed.STAYS),
+        ("ram", "bf16-mixed", "return", Freed.LEAVES),
+        ("masters_on_disk", "32-true", "auto", Freed.STAYS),
+        ("masters_on_disk", "bf16-mixed", "return", Freed.LEAVES),
     ],
 )
-def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, freed, kept) -> None:
+def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision, freed, kept) -> None:
     seen = _Kept()
-    make_trainer(strategy_at(tier, freed_memory=freed), callbacks=[seen]).fit(make(), BATCHES.loader())
+    make_trainer(strategy_at(tier, freed_memory=freed), precision=precision, callbacks=[seen]).fit(make(), BATCHES.loader())
     assert seen.freed is kept
 
 
