@@ -43,7 +43,7 @@ from lightning_ptm.runtime.lockfree import LockFreeUpdates
 from lightning_ptm.update import buffering, job
 from lightning_ptm.update.buffers import Contribution
 from lightning_ptm.update.gradient import Transform
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 
 LIMIT, FAR_LIMIT = 1.01, 1.03
 LEAST_STALENESS, FAR_STALENESS = 1.0, 4.0
@@ -52,13 +52,13 @@ _LOOK_S = 0.001
 OURS = "each"
 APART = "each-apart"
 
-Rule = Callable[[Contribution], tuple[tuple[HyperParameters, ...], Transform]]
+Rule = Callable[[Contribution], tuple[tuple[GroupValues, ...], Transform]]
 
 
 def rule(gradients: str, rates: str) -> Rule:
     """Another `combined`: "mean" or "sum" of gradients; "sum", "mean" or "newest" of learning rates."""
 
-    def combine(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], Transform]:
+    def combine(contribution: Contribution) -> tuple[tuple[GroupValues, ...], Transform]:
         origins = contribution.origins
         if len(origins) < 2:
             return tuple(origin.hyper for origin in origins), contribution.transform
@@ -68,7 +68,7 @@ def rule(gradients: str, rates: str) -> Rule:
             lr = {"sum": sum(each), "mean": sum(each) / len(each), "newest": each[-1]}[rates]
             groups.append({**newest, "lr": lr})
         share = 1 / len(origins) if gradients == "mean" else 1.0
-        return (HyperParameters(tuple(groups)),), dataclasses.replace(contribution.transform, share=share)
+        return (GroupValues(tuple(groups)),), dataclasses.replace(contribution.transform, share=share)
 
     return combine
 
@@ -87,7 +87,7 @@ class Counted:
         self._combine = combine
         self.gradients: Counter[int] = Counter()
 
-    def __call__(self, contribution: Contribution) -> tuple[tuple[HyperParameters, ...], Transform]:
+    def __call__(self, contribution: Contribution) -> tuple[tuple[GroupValues, ...], Transform]:
         steps = len(contribution.origins)
         self.gradients[steps] += steps
         return self._combine(contribution)

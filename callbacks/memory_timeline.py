@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm import AngelPTMStrategy, Event, EventKind
 from lightning_ptm.config import format_bytes
-from lightning_ptm.drawing import BLUE, ORANGE, BytesPanel, Layer, Line, draw
+from lightning_ptm.drawing import BLUE, ORANGE, Area, BytesPanel, Line, draw
 from lightning_ptm.errors import ConfigError
 
 from .outside_fit import OutsideFit
@@ -184,7 +184,7 @@ def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Image | Non
         BytesPanel(
             title=curve.tier.upper(),
             layers=[
-                Layer(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
+                Area(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
             ],
             lines=[Line(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
             limit_name="pages may take",

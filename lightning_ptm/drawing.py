@@ -42,7 +42,7 @@ _PILLOW = (10, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Area:
     """An area, on top of the ones before it; a value for each tick."""
 
     name: str
@@ -74,7 +74,7 @@ class BytesPanel:
     """
 
     title: str
-    layers: Sequence[Layer]
+    layers: Sequence[Area]
     limit_name: str
     limit: float
     lines: Sequence[Line] = ()
@@ -87,7 +87,7 @@ class BytesPanel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BusyRow:
     """One thing that is busy or not: stretches (start, seconds, name of what it does), and what to say at its end."""
 
     name: str
@@ -100,7 +100,7 @@ class BusyPanel:
     """What was busy from 0 to `seconds`; `colours` by the names of what rows do, in the order of the legend."""
 
     title: str
-    rows: Sequence[Row]
+    rows: Sequence[BusyRow]
     seconds: float
     colours: dict[str, str]
 

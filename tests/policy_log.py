@@ -14,7 +14,7 @@ from lightning_ptm.forecasting.clock import Clock
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.transfer import Transfer
-from lightning_ptm.planning.chunks import Act, Doing
+from lightning_ptm.planning.chunks import ChunkAct, ChunkEvent
 from lightning_ptm.planning.gradients import gradient_tasks
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Mode
@@ -85,11 +85,11 @@ class Log(L.Callback):
     def on_train_end(self, *_: Any) -> None:
         self.engine.updater._pipeline.policy.told = None
 
-    def _hear(self, act: Act[Any]) -> None:
+    def _hear(self, act: ChunkAct[Any]) -> None:
         self.entries.append(entry(act, act.flat.flat.index))
 
 
-def entry(act: Act[Any], flat: int) -> Entry:
+def entry(act: ChunkAct[Any], flat: int) -> Entry:
     return (act.doing.value, flat, act.start, act.numel)
 
 
@@ -117,7 +117,7 @@ def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
 
 def between(entries: list[Entry], steps: int, before: int) -> list[Entry]:
     """From the first update of step `before` to the first of the last of `steps`."""
-    submitted = [place for place, each in enumerate(entries) if each[0] == Doing.SUBMITTED.value]
+    submitted = [place for place, each in enumerate(entries) if each[0] == ChunkEvent.SUBMITTED.value]
     first = [place for place in submitted if entries[place] == entries[submitted[-1]]]
     assert len(first) == steps
     return _joined(entries[first[before] : first[-1]])
@@ -128,7 +128,7 @@ def _joined(entries: list[Entry]) -> list[Entry]:
     found: list[Entry] = []
     for doing, flat, start, numel in entries:
         last = found[-1] if found else None
-        if doing == Doing.COMPUTED.value and last is not None and last[:2] == (doing, flat):
+        if doing == ChunkEvent.COMPUTED.value and last is not None and last[:2] == (doing, flat):
             found[-1] = (doing, flat, last[2], last[3] + numel)
         else:
             found.append((doing, flat, start, numel))

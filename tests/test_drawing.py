@@ -9,7 +9,19 @@ import pytest
 from PIL import Image
 
 from lightning_ptm import drawing
-from lightning_ptm.drawing import BLUE, GREEN, ORANGE, OVER, BusyPanel, BytesPanel, Layer, Line, Row, check_target, draw
+from lightning_ptm.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    OVER,
+    Area,
+    BusyPanel,
+    BusyRow,
+    BytesPanel,
+    Line,
+    check_target,
+    draw,
+)
 from lightning_ptm.errors import ConfigError
 
 WIDTH, HEIGHT = 600, 200
@@ -26,7 +38,7 @@ def count(image: Image.Image, colour: str) -> int:
 
 def panel(*values: float, limit: float = 0, line: tuple[float, ...] = (), **more: object) -> BytesPanel:
     lines = [Line("line", line, GREEN)] if line else []
-    layers = [Layer("homes", [value / 2 for value in values], BLUE), Layer("rest", [v / 2 for v in values], ORANGE)]
+    layers = [Area("homes", [value / 2 for value in values], BLUE), Area("rest", [v / 2 for v in values], ORANGE)]
     return BytesPanel("DEVICE", layers, "limit", limit, lines, **more)  # type: ignore[arg-type]
 
 
@@ -75,7 +87,7 @@ def test_a_limit_far_above_does_not_flatten_what_is_below() -> None:
 
 def test_rows_are_busy_for_their_share_of_the_time() -> None:
     def row(*stretches: tuple[float, float, str]) -> Image.Image:
-        panel = BusyPanel("BUSY", [Row("compute", stretches, "note")], 10.0, {"compute": BLUE, "gather": GREEN})
+        panel = BusyPanel("BUSY", [BusyRow("compute", stretches, "note")], 10.0, {"compute": BLUE, "gather": GREEN})
         return draw("", [panel], WIDTH, HEIGHT)
 
     none = row()

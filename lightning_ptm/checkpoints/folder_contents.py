@@ -25,15 +25,15 @@ from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.runtime.pieces import within
 from lightning_ptm.runtime.sharded_kinds import ShardedFlat, ShardedKind
-from lightning_ptm.runtime.snapshot import Part, stretches
+from lightning_ptm.runtime.snapshot import SnapshotPart, stretches
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
-from lightning_ptm.storage.writer import RangeWriter, SaveOps, Source
+from lightning_ptm.storage.writer import FileBytes, RangeWriter, SaveOps
 
 _AT_ONCE_BYTES = 16 << 20
 """Of what stays where it is in RAM, so much is taken together: each message of a tensor group is one more wait for all."""
 
-_Put = Callable[[str, int, Tensor | Source, bool], None]
+_Put = Callable[[str, int, Tensor | FileBytes, bool], None]
 """Writes to a file, from an offset on, bytes, which may stay as they are until all is written."""
 
 
@@ -115,14 +115,14 @@ def parts_of(
     *,
     cell_numel: int,
     changing: bool,
-) -> tuple[list[Part], list[Callable[[], None]]]:
+) -> tuple[list[SnapshotPart], list[Callable[[], None]]]:
     """What to do with paged elements, and how to write those that no page holds, which never change.
 
     Args:
         exchange: of whole rows of what is cut by columns.
         cell_numel, changing: see `pages_of`.
     """
-    parts: dict[int, Part] = {}
+    parts: dict[int, SnapshotPart] = {}
     outside: list[Callable[[], None]] = []
     for file, layout, kind in zip(files.files, files.layouts, kinds, strict=True):
         starts = {tensor.name: tensor.start for tensor in layout.tensors}
@@ -131,7 +131,7 @@ def parts_of(
                 stays = _stays(flat, changing=changing)
                 write = partial(_put, put, file.name, starts, flat, exchange, stays)
                 room = partial(exchange.wait_for_room, flat) if isinstance(exchange, ExchangeBehind) else None
-                part = Part(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room)
+                part = SnapshotPart(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room)
                 known = parts.get(flat.paged.id)
                 parts[flat.paged.id] = part if known is None else _with(known, part)
             for parameter, first, values in flat.outside:
@@ -139,7 +139,7 @@ def parts_of(
     return list(parts.values()), outside
 
 
-def _with(part: Part, other: Part) -> Part:
+def _with(part: SnapshotPart, other: SnapshotPart) -> SnapshotPart:
     """The same elements, some of which are another unit's: vectors, whole, so that nothing of them is exchanged."""
 
     def put(start: int, values: Tensor) -> None:

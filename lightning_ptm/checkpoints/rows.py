@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.comm.behind import Arriving, Channel
+from lightning_ptm.comm.behind import Channel, OnTheWay
 from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.pieces import within
@@ -135,7 +135,7 @@ class _UnderWay:
     message: Message
     coming: Sequence[int]
     received: Tensor
-    work: Arriving
+    work: OnTheWay
 
 
 def exchanged(box: Box | None) -> TypeGuard[Box]:

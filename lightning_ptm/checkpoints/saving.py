@@ -39,7 +39,7 @@ from lightning_ptm.runtime.machine import free_host_bytes
 from lightning_ptm.runtime.sharded_kinds import ShardedKind
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
-from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, RangeWriter, SaveOps, Source, failure
+from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, FileBytes, RangeWriter, SaveOps, failure
 from lightning_ptm.update.threads import one_core, use_cores
 
 _COPIES_SHARE = 8
@@ -279,7 +279,7 @@ class Saving:
                     return
             self._commit()
 
-    def _put(self, name: str, start: int, values: Tensor | Source, stays: bool) -> None:
+    def _put(self, name: str, start: int, values: Tensor | FileBytes, stays: bool) -> None:
         """What lies in pages comes from the threads of the snapshot, whole rows from the one that exchanges them."""
         assert self._writer is not None
         with self._putting:

@@ -36,7 +36,7 @@ from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.parts import Boxes
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
-from lightning_ptm.storage.pretrained import Held, find
+from lightning_ptm.storage.pretrained import FileTensor, find
 
 WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)(?=\.)"
@@ -52,7 +52,7 @@ _CANDIDATES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StateDictPlace:
     """A parameter or buffer that the module's state dict has: its name there, where it is, and its shape in files."""
 
     name: str
@@ -72,7 +72,7 @@ class Names:
         computed: buffers that are in no state dict.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, StateDictPlace]
     wrapped: Mapping[str, Sequence[str]]
     computed: frozenset[str]
 
@@ -117,7 +117,7 @@ def first_values(
     return Given(parameters, buffers)
 
 
-def _held(path: Path, communicator: Communicator, progress: Progress | None) -> Mapping[str, Held]:
+def _held(path: Path, communicator: Communicator, progress: Progress | None) -> Mapping[str, FileTensor]:
     if not is_sharded(path):
         return find(path)
 
@@ -129,8 +129,8 @@ def _held(path: Path, communicator: Communicator, progress: Progress | None) -> 
     return {name: _as_held(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _as_held(value: Tensor) -> Held:
-    return Held(value.dtype, tuple(value.shape), lambda: value)
+def _as_held(value: Tensor) -> FileTensor:
+    return FileTensor(value.dtype, tuple(value.shape), lambda: value)
 
 
 # -- the module's names ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _as_held(value: Tensor) -> Held:
 
 def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
     """The names of its parameters and buffers, all of those that a shared one has."""
-    places: dict[str, Place] = {}
+    places: dict[str, StateDictPlace] = {}
     computed: set[str] = set()
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
@@ -148,7 +148,7 @@ def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
             elif tensor is not None:
                 box = boxes.get(id(tensor))
                 shape = tuple(tensor.shape) if box is None else box.shape
-                places[name] = Place(name, owner, attribute, tensor, shape)
+                places[name] = StateDictPlace(name, owner, attribute, tensor, shape)
     wrapped: dict[str, list[str]] = {}
     for name in places:
         plain = WRAPPERS.sub("", name)
@@ -160,7 +160,7 @@ def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
 # -- from the files' names to the module's --------------------------------------------------------------------------------
 
 
-def _placed(path: Path, held: Mapping[str, Held], names: Names, given: Any) -> dict[str, tuple[str, ...]]:
+def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any) -> dict[str, tuple[str, ...]]:
     """name in the files -> names in the module; empty: unexpected. Names that are left out are not in it."""
     if given is None:
         rename: Callable[[str], str | None] = _prefixed(path, list(held), names)
@@ -257,7 +257,7 @@ def _exchanged(first: str, prefix: str, name: str) -> str:
 def _check(
     path: Path,
     module: nn.Module,
-    held: Mapping[str, Held],
+    held: Mapping[str, FileTensor],
     names: Names,
     chosen: Mapping[str, Sequence[str]],
     settings: Settings,
@@ -319,7 +319,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
     return f"{what} {some(names, _MOST_NAMES)} ({len(names)} in all)" if names else ""
 
 
-def _check_tied(path: Path, held: Mapping[str, Held], names: Names, chosen: Mapping[str, Sequence[str]]) -> None:
+def _check_tied(path: Path, held: Mapping[str, FileTensor], names: Names, chosen: Mapping[str, Sequence[str]]) -> None:
     """Names that are one tensor here must have one value in the files."""
     seen: dict[int, str] = {}
     for name, targets in chosen.items():
@@ -333,7 +333,7 @@ def _check_tied(path: Path, held: Mapping[str, Held], names: Names, chosen: Mapp
 
 
 def _check_ranks(
-    path: Path, held: Mapping[str, Held], chosen: Mapping[str, Sequence[str]], communicator: Communicator
+    path: Path, held: Mapping[str, FileTensor], chosen: Mapping[str, Sequence[str]], communicator: Communicator
 ) -> None:
     """All ranks have files of the same names and shapes (I2)."""
     facts = sorted((name, tuple(targets), str(held[name].dtype), held[name].shape) for name, targets in chosen.items())

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_ptm.errors import CheckpointError
 
 
-class Arriving(Protocol):
+class OnTheWay(Protocol):
     """Bytes that are on their way."""
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ class Channel(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Arriving]:
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, OnTheWay]:
         """See `Communicator.start_all_to_all`."""
 
 
@@ -56,7 +56,7 @@ class GroupBehind:
         """torch's."""
         return "" if self._group is None else self._group.group_name
 
-    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Arriving]:
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, OnTheWay]:
         """See `Channel`.
 
         Raises:

@@ -29,7 +29,7 @@ ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StateBytes:
+class ModelStateBytes:
     """Bytes of all ranks' model states: compute parameters, gradients, master states."""
 
     p16: int
@@ -42,7 +42,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class ModelCount:
     """What a model is made of.
 
     Attributes:
@@ -59,7 +59,7 @@ class Count:
     parts: dict[str, int]
     numel: int
     precision: str
-    states: StateBytes
+    states: ModelStateBytes
     units: int
     largest_unit: str
     largest_unit_numel: int
@@ -67,7 +67,7 @@ class Count:
     largest_unit_part: int
 
 
-def count(config: str | Path) -> Count:
+def count(config: str | Path) -> ModelCount:
     """Counts the model of a config file. Takes seconds and no memory for parameters, whatever their number.
 
     Raises:
@@ -87,7 +87,7 @@ def count(config: str | Path) -> Count:
     tensor_ranks, plan = settings.get("tensor_parallel_size", 1), settings.get("tensor_parallel_plan", "auto")
     if tensor_ranks > 1:  # from here on, its parameters are a rank's parts
         CutModule(model, plan_of(model, plan), CountedGroup(tensor_ranks), strict=plan != "auto", proven=False)
-    return Count(
+    return ModelCount(
         parts=parts,
         numel=sum(sizes.values()),
         precision=precision.precision,
@@ -100,7 +100,7 @@ def count(config: str | Path) -> Count:
     )
 
 
-def render(title: str, counted: Count) -> str:
+def render(title: str, counted: ModelCount) -> str:
     """The table that `params` prints."""
     width = max(len("part"), *map(len, counted.parts))
     lines = [title, "", f"{'part':<{width}}  {'parameters':>21}  share"]
@@ -169,7 +169,7 @@ def _parts(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, int]:
     return dict(sorted(numel_of.items(), key=lambda pair: -pair[1]))
 
 
-def _states(model: nn.Module, precision: AngelPTMPrecision) -> StateBytes:
+def _states(model: nn.Module, precision: AngelPTMPrecision) -> ModelStateBytes:
     kept = {id(p) for module in model.modules() if keeps_fp32(module) for p in module.parameters(recurse=False)}
     p16 = g16 = master = 0
     for parameter in model.parameters():
@@ -181,4 +181,4 @@ def _states(model: nn.Module, precision: AngelPTMPrecision) -> StateBytes:
             g16 += numel * itemsize
             has_copy = plan.mixed and itemsize < 4
             master += numel * (4 * (1 + ADAM_MOMENTS) if has_copy else itemsize * ADAM_MOMENTS)
-    return StateBytes(p16, g16, master)
+    return ModelStateBytes(p16, g16, master)

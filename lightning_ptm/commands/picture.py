@@ -18,10 +18,10 @@ from lightning_ptm.drawing import (
     SKY,
     VERMILION,
     YELLOW,
+    Area,
     BusyPanel,
+    BusyRow,
     BytesPanel,
-    Layer,
-    Row,
     draw,
 )
 from lightning_ptm.forecasting.rates import Activity
@@ -83,10 +83,10 @@ def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
             name = "gathered, gradients on their way, staging"
         else:
             name = "staging"
-        layers = [Layer("homes", [home] * count, HOMES)]
-        layers += [Layer(name, held, HELD)] if any(held) else []
-        layers += [Layer(_rest_name(tier), rest, FREE)] if any(rest) else []
-        layers += [Layer("activations", kept, ACTIVATIONS)] if kept else []
+        layers = [Area("homes", [home] * count, HOMES)]
+        layers += [Area(name, held, HELD)] if any(held) else []
+        layers += [Area(_rest_name(tier), rest, FREE)] if any(rest) else []
+        layers += [Area("activations", kept, ACTIVATIONS)] if kept else []
         title = "DEVICE (this CPU's RAM)" if blueprint.unified and tier.computes else tier.name
         panels.append(
             BytesPanel(
@@ -135,10 +135,10 @@ def _busy(found: Prediction, record: Sequence[Activity]) -> BusyPanel:
     )
 
 
-def _row(link: Link | None, record: Sequence[Activity], busy_s: float, seconds: float, moved: str) -> Row:
+def _row(link: Link | None, record: Sequence[Activity], busy_s: float, seconds: float, moved: str) -> BusyRow:
     # Without a lock, updates that take longer than compute's step go on behind it.
     share = f"{busy_s / seconds:.0%}" if busy_s <= seconds else "behind"
-    return Row(
+    return BusyRow(
         name="compute" if link is None else link.value.replace("_", " "),
         busy=[(done.start_s, done.seconds, done.operation.value) for done in record if done.link is link],
         note=f"{busy_s:.3g} s, {share}  {moved}".rstrip(),

@@ -24,7 +24,7 @@ from lightning_ptm.commands.compute_rates import (
 from lightning_ptm.commands.fixed_costs import FixedCosts, fixed_costs
 from lightning_ptm.commands.sample import small_gpt, typical_s
 from lightning_ptm.commands.update_rates import UpdateRates, update_rates
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import DTYPES
 from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory.backend import Backend, CpuBackend
@@ -61,7 +61,7 @@ class RankRates:
     sample_s: float
     updates: UpdateRates
 
-    def efficiency(self, works: Sequence[Work], memory_bytes_per_s: float) -> float:
+    def efficiency(self, works: Sequence[UnitWork], memory_bytes_per_s: float) -> float:
         """The share of these rates that a model reaches; at most 1.
 
         Args:

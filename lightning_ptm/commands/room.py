@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.config import format_bytes
-from lightning_ptm.forecasting.counting import Work, anatomy
+from lightning_ptm.forecasting.counting import UnitWork, anatomy
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.runtime.blueprint import Blueprint
@@ -30,11 +30,11 @@ class Sizes:
         # Where experts are undivided each stands for itself: of thousands, few have tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
         # State.
-        self._known: dict[int, tuple[tuple[int, ...], tuple[Work, ...]]] = {}
+        self._known: dict[int, tuple[tuple[int, ...], tuple[UnitWork, ...]]] = {}
         run.model.to(run.request.compute)
         self._anatomy = anatomy(run.model, blueprint.units)
 
-    def at(self, samples: int) -> tuple[tuple[int, ...], tuple[Work, ...]]:
+    def at(self, samples: int) -> tuple[tuple[int, ...], tuple[UnitWork, ...]]:
         """Bytes of activations at each tick, and what units compute."""
         if samples not in self._known:
             run, blueprint = self._run, self._blueprint
@@ -54,11 +54,11 @@ class Sizes:
         return self._known[samples]
 
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
-        """Units whose backward ends with another one's, and that one, which hangs on no size of batch (`Work.ends_with`)."""
+        """Units whose backward ends with another one's, and that one, which hangs on no size of batch (see UnitWork)."""
         works = self.at(wanted if isinstance(wanted, int) else sample_count(self._run.batch))[1]
         return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
-    def offloaded(self, works: Sequence[Work]) -> int:
+    def offloaded(self, works: Sequence[UnitWork]) -> int:
         """Of what units compute, the bytes that wait in RAM for the backward."""
         return (
             host_activation_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to_host else 0

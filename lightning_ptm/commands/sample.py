@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.models import GPT
@@ -38,7 +38,7 @@ def typical_s(compute: Callable[[], None], seconds: float) -> float:
     return median(found)
 
 
-def sample_works(width: int, samples: int) -> Sequence[Work]:
+def sample_works(width: int, samples: int) -> Sequence[UnitWork]:
     """What its units compute in a forward."""
     model = GPT(**_settings(width), meta=True)
     with torch.device("meta"):

@@ -27,7 +27,7 @@ from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import ParameterGradients
 from lightning_ptm.update.job import JobHandle, UpdateJob
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.updater import Updater
 
@@ -125,7 +125,7 @@ class _Bench:
             traits = probe(optimizer, dtype=torch.float32)
             self._traits = traits.encoded({slot.name: encoding for slot in traits.slots})
             self._shadow = Shadow(optimizer, self._traits)
-            self._hyper: HyperParameters = snapshot(optimizer, self._traits)
+            self._hyper: GroupValues = snapshot(optimizer, self._traits)
             self.updater = Updater(self._allocator, staging=_STAGING_CHUNKS)
             undo.callback(self.updater.close)
             self._numel = each * _FLATS

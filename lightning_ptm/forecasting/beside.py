@@ -18,7 +18,7 @@ from lightning_ptm.planning.chunks import Chunks
 from lightning_ptm.planning.cuts import Cuts, even_cuts
 from lightning_ptm.planning.pace import Pace, paced_steps
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.planning.waiting import Begin, Doing, Flat, Reading, Waiting
+from lightning_ptm.planning.waiting import Begin, Flat, GradientEvent, Reading, Waiting
 from lightning_ptm.terms import Phase
 
 _MERGED_PASSES = 1.4
@@ -241,8 +241,8 @@ class Beside:
     def _offer(self, flat: _Flat, step: int, *, begin: bool) -> None:
         held = self.waiting.hold(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
         if held.foreseen:
-            self._at.longer_s += self._rates.loss * self._forecast_s(flat, together=held.doing is Doing.ADDED)
-        if held.doing is Doing.ADDED:
+            self._at.longer_s += self._rates.loss * self._forecast_s(flat, together=held.doing is GradientEvent.ADDED)
+        if held.doing is GradientEvent.ADDED:
             size = 3 * flat.is_.numel * flat.is_.bytes_per_element
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
         if begin:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ptm.forecasting.meta_calls import Call, Calls
+from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
 from lightning_ptm.forecasting.sending import NOTHING_SENT, Sending
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted import CountedGroup, Sent
@@ -35,7 +35,7 @@ from lightning_ptm.runtime.units import Unit
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UnitWork:
     """One unit's forward, units inside it left out.
 
     Attributes:
@@ -130,12 +130,12 @@ class Counter:
         self._like: dict[int, int] = {}
         """Unit -> the unit whose forward stands for its own."""
 
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[UnitWork, ...]:
         sources = [self._like.get(index, index) for index in range(len(self._units))]
         return tuple(
-            Work()
+            UnitWork()
             if index in self._absent
-            else Work(
+            else UnitWork(
                 flops=self._flops[at],
                 saved_bytes=self._saved[at],
                 input_bytes=self._inputs[at] + self._kept[at],
@@ -179,7 +179,7 @@ class Counter:
             with (
                 torch.autograd.graph.saved_tensors_hooks(self._keep, _given),
                 _Attention(self.attends),
-                Calls(self._called),
+                MetaCalls(self._called),
             ):
                 yield
                 self.tell_sent()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Anatomy, Counter, Work, anatomy
+from lightning_ptm.forecasting.counting import Anatomy, Counter, UnitWork, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.parallel.counted import CountedGroup
@@ -79,7 +79,7 @@ def estimate(
     experts: DividedExperts | None = None,
     known: Anatomy | None = None,
     group: CountedGroup | None = None,
-) -> tuple[Work, ...]:
+) -> tuple[UnitWork, ...]:
     """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
 
     Args:
@@ -115,7 +115,7 @@ def estimate(
 
 
 def activation_bytes(
-    works: Sequence[Work],
+    works: Sequence[UnitWork],
     recomputed: frozenset[int],
     trace: Trace,
     *,
@@ -171,13 +171,13 @@ def activation_bytes(
 
 
 def host_activation_bytes(
-    works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int] | None = None
+    works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
 ) -> int:
     """Bytes that go to RAM in a forward, wait there, and come back in the backward (`activations="host"`)."""
     return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 
-def _kept_bytes(works: Sequence[Work], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:
+def _kept_bytes(works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int]) -> list[int]:
     return [
         0 if index in around else work.input_bytes if index in recomputed else work.saved_bytes
         for index, work in enumerate(works)

@@ -57,7 +57,7 @@ class _NotComparedError(Exception):
     """An argument of which equality does not tell that results are alike."""
 
 
-class Calls(TorchDispatchMode):
+class MetaCalls(TorchDispatchMode):
     """Tells of each call, one after the other."""
 
     def __init__(self, tell: Callable[[Call], None]) -> None:

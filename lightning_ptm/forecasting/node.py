@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import apart
 from lightning_ptm.planning.holders import Axis, Holders
@@ -234,7 +234,7 @@ class Node:
     def _between(self, nodes: int) -> float:
         return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
-    def seconds(self, work: Work, dtype: str) -> float:
+    def seconds(self, work: UnitWork, dtype: str) -> float:
         """What the forward of a unit takes one rank, if nothing keeps it waiting.
 
         Raises:
@@ -276,7 +276,11 @@ def _along(holders: Holders | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
 
 
 def forward_s(
-    work: Work, matrix_flops_per_s: float, attention_flops_per_s: float, curved_per_s: float, memory_bytes_per_s: float
+    work: UnitWork,
+    matrix_flops_per_s: float,
+    attention_flops_per_s: float,
+    curved_per_s: float,
+    memory_bytes_per_s: float,
 ) -> float:
     """Seconds of a unit's forward by the rates of what it is made of; a third of its forward and backward."""
     return (

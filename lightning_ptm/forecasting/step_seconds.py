@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
 from lightning_ptm.forecasting.node import Node
@@ -114,7 +114,7 @@ def _with_copies(
     return found
 
 
-def exchanges(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> Exchanged:
+def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]) -> Exchanged:
     """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; and,
     in it, of activations that the ranks of a tensor group add up and gather.
 
@@ -132,7 +132,9 @@ def exchanges(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: 
     return {at: sent for at, sent in found.items() if sent}
 
 
-def _tokens(blueprint: Blueprint, works: Sequence[Work], trace: Trace, again: Collection[int]) -> dict[int, Sending]:
+def _tokens(
+    blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]
+) -> dict[int, Sending]:
     assert blueprint.experts is not None
     layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
     found: defaultdict[int, Sending] = defaultdict(Sending)

@@ -15,7 +15,7 @@ import torch
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import Mark
 from lightning_ptm.memory.disk import DiskRegion
-from lightning_ptm.memory.io import Job
+from lightning_ptm.memory.io import IoJob
 from lightning_ptm.memory.jobs import DiskToDisk, ReadBounced, Straight, WriteBounced
 from lightning_ptm.memory.paged import PagedTensor, PageSpan
 from lightning_ptm.memory.region import HostRegion, Region
@@ -49,7 +49,7 @@ class DiskJob:
     """A job and the disk path (lane) whose threads do it."""
 
     lane: int
-    job: Job
+    job: IoJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def _disk_and_ram(
         for piece in join(found_on_disk, page_size) if disk.is_one_file else found_on_disk:
             found = extents(in_ram.pages, page_size, ram_at, ram_at + piece.bytes)
             views = tuple(region.memory[extent.start_bytes : extent.stop_bytes] for extent in found)
-            job: Job = Straight(disk, piece, views, reading)
+            job: IoJob = Straight(disk, piece, views, reading)
             jobs.append(DiskJob(disk.lane(piece.frame), job))
             ram_at += piece.bytes
 

@@ -22,7 +22,7 @@ from lightning_ptm.memory.region import Staging
 from lightning_ptm.memory.transfer import Transfer
 
 
-class Job(Protocol):
+class IoJob(Protocol):
     """One blocking transfer of at most a page."""
 
     def run(self, staging: Staging) -> None: ...
@@ -30,7 +30,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    job: Job
+    job: IoJob
     transfer: Transfer
 
 
@@ -65,7 +65,7 @@ class IoQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: int, job: Job, transfer: Transfer) -> None:
+    def submit(self, lane: int, job: IoJob, transfer: Transfer) -> None:
         """Queue a job; its end is one `piece_finished` of `transfer`, also when the queue refuses (closed or dead)."""
         with self._lock:
             refusal = self._refusal

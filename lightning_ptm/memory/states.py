@@ -62,7 +62,7 @@ def next_state(state: PageState, event: PageEvent) -> PageState:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """The bytes of one tensor in one page."""
 
     tensor_id: int
@@ -93,10 +93,10 @@ class PageTable:
         self.page_size = page_size
 
         # State: only frames in use, and only frames in flight, have an entry.
-        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._parts: dict[int, tuple[PagePart, ...]] = {}
         self._flights: dict[int, list[Flight]] = {}
 
-    def parts(self, frame: int) -> tuple[Part, ...]:
+    def parts(self, frame: int) -> tuple[PagePart, ...]:
         """The tensors in a page, as they were taken; empty for a page that is ABSENT."""
         return self._parts.get(frame, ())
 
@@ -125,7 +125,7 @@ class PageTable:
             raise InternalError(f"tensor {tensor_id} is already in {self.tier.name} page {frame}")
         if not 0 <= start_bytes < stop_bytes <= self.page_size:
             raise InternalError(f"bytes {start_bytes} to {stop_bytes} do not lie in a page of {self.page_size}")
-        self._parts[frame] = (*parts, Part(tensor_id, start_bytes, stop_bytes))
+        self._parts[frame] = (*parts, PagePart(tensor_id, start_bytes, stop_bytes))
 
     def free(self, frame: int, tensor_id: int) -> bool:
         """Take a tensor's bytes of a page away from it; True when the page is empty and its frame can be given back."""
@@ -137,7 +137,7 @@ class PageTable:
             del self._parts[frame]
         return not rest
 
-    def check_free(self, frame: int, tensor_id: int) -> Part:
+    def check_free(self, frame: int, tensor_id: int) -> PagePart:
         """The part that `free` would take away; InternalError when it may not."""
         for part in self.parts(frame):
             if part.tensor_id == tensor_id:

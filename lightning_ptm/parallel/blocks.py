@@ -30,7 +30,7 @@ _OWN = "a function of its own:"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
+class ProofBlock:
     """What is proven in one piece.
 
     Attributes:
@@ -104,7 +104,7 @@ def _function(value: Any, index: int) -> str:
     return f"{value.__module__}.{name}" if known else f"{_OWN} {name or type(value).__qualname__}"
 
 
-def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
+def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[ProofBlock, ...]:
     """The blocks in which layers that need others to be whole again lie: elements of a container, or what is around the rest.
 
     Raises:
@@ -136,7 +136,7 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[Block, ...]:
         inner = next((name for name in found if place.name.startswith(f"{name}.")), None)
         if inner is not None:
             found[inner][place.name.removeprefix(f"{inner}.")] = place.rule
-    return tuple(Block(name, modules[name], plan) for name, plan in found.items())
+    return tuple(ProofBlock(name, modules[name], plan) for name, plan in found.items())
 
 
 def _refuse_layers_of_two(root: nn.Module, places: Sequence[Place]) -> None:

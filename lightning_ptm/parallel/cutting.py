@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import with_adapters
 from lightning_ptm.parallel.between import Between
-from lightning_ptm.parallel.blocks import Block, blocks_of
+from lightning_ptm.parallel.blocks import ProofBlock, blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof
@@ -63,7 +63,7 @@ class CutModule:
         self._undo: list[Callable[[], None]] = []
         self._sequence: SequenceParallel | None = None
         if sequence_parallel:
-            blocks = (Block("", root, plan),) if of_block else blocks_of(root, named)
+            blocks = (ProofBlock("", root, plan),) if of_block else blocks_of(root, named)
             self._sequence = SequenceParallel(blocks, group, self.places)
             if not of_block:
                 self._sequence.refuse_idle()

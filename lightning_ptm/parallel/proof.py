@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError, RankError, some
-from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, Block
+from lightning_ptm.parallel.blocks import OF_EVERY_MODULE, ProofBlock
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested import copied, results_in, tensors_in, told
 from lightning_ptm.parallel.rules import Rule
@@ -60,7 +60,9 @@ class Proof:
         ConfigError: a block cannot be copied.
     """
 
-    def __init__(self, blocks: Sequence[Block], group: TensorGroup, divide: Divided, *, of_parts: bool = False) -> None:
+    def __init__(
+        self, blocks: Sequence[ProofBlock], group: TensorGroup, divide: Divided, *, of_parts: bool = False
+    ) -> None:
         self._group = group
         self._of_parts = of_parts
         self._divide = divide
@@ -94,7 +96,7 @@ class Proof:
         for handle in self._inside.pop(name, ()):
             handle.remove()
 
-    def _hook(self, kind: str, block: Block, skeleton: nn.Module) -> Callable[..., None]:
+    def _hook(self, kind: str, block: ProofBlock, skeleton: nn.Module) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
@@ -112,7 +114,7 @@ class Proof:
 
         return called
 
-    def _unproven(self, kind: str, block: Block) -> Callable[..., None]:
+    def _unproven(self, kind: str, block: ProofBlock) -> Callable[..., None]:
         @torch.compiler.disable
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
             if block.name in self._inside and kind not in self._proven:
@@ -125,7 +127,7 @@ class Proof:
         return called
 
     def _prove(
-        self, kind: str, block: Block, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: str, block: ProofBlock, skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
@@ -171,7 +173,7 @@ class Proof:
             return _computed(module, args, kwargs)
 
     def _in_training(
-        self, block: Block, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, block: ProofBlock, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[tuple[float, str]]:
         """What differs in training (I3)."""
         for name, module in block.module.named_modules():
@@ -187,14 +189,14 @@ class Proof:
             of_divided = self._drawn_alike(divided, args, kwargs)
         return list(self._differences(block, once, of_divided, known, divided))
 
-    def _not_alone(self, block: Block, error: Exception) -> ConfigError:
+    def _not_alone(self, block: ProofBlock, error: Exception) -> ConfigError:
         return ConfigError(
             f"{block.name} ({type(block.module).__name__}) cannot be proven: a copy of it, made when the run was set up, "
             f"does not compute ({type(error).__name__}: {error}); hand it what it needs as arguments of its forward, not in "
             f"attributes that are set before a call, or leave its layers out of tensor_parallel_plan"
         )
 
-    def _refusal(self, block: Block, what: str) -> ConfigError:
+    def _refusal(self, block: ProofBlock, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
         between = (
             "; what is between them must take tokens one by one, or sequence_parallel=False be given"
@@ -210,7 +212,7 @@ class Proof:
         )
 
     def _differences(
-        self, block: Block, whole: _Computed, divided: _Computed, known: Any, module: nn.Module
+        self, block: ProofBlock, whole: _Computed, divided: _Computed, known: Any, module: nn.Module
     ) -> Iterator[tuple[float, str]]:
         if len(whole.outputs) != len(divided.outputs):
             raise ValueError(f"{len(divided.outputs)} outputs in place of {len(whole.outputs)}")
@@ -340,7 +342,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _without_weights(block: Block) -> nn.Module:
+def _without_weights(block: ProofBlock) -> nn.Module:
     """A copy whose parameters are on the meta device, without what others have hooked to it."""
     try:
         memo: dict[int, Any] = {

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lightning_ptm.errors import some
-from lightning_ptm.parallel.blocks import Block
+from lightning_ptm.parallel.blocks import ProofBlock
 from lightning_ptm.parallel.rules import Columns, Partial, Place, Rows, Rule, Summed, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Region:
+class ModuleRegion:
     """A module inside of a block; the block itself where layers directly inside of it gather for themselves.
 
     Attributes:
@@ -38,10 +38,10 @@ class SequenceBlock:
         regions: none inside of another, but for the block itself.
     """
 
-    block: Block
-    regions: tuple[Region, ...]
+    block: ProofBlock
+    regions: tuple[ModuleRegion, ...]
 
-    def region_of(self, name: str) -> Region | None:
+    def region_of(self, name: str) -> ModuleRegion | None:
         """The innermost region around a module, given by its name in the block; None: it has parts."""
         around = [each for each in self.regions if is_in(name, each.name)]
         return max(around, key=lambda each: len(each.name), default=None)
@@ -63,7 +63,7 @@ _OF_PARAMETERS = (Columns, Rows, Partial, Vocabulary)
 """Rules that say what becomes of all parameters of a module."""
 
 
-def sequence_block(block: Block) -> SequenceBlock | None:
+def sequence_block(block: ProofBlock) -> SequenceBlock | None:
     """How ranks divide the sequence in a block; None: there is nothing in it between layers that are cut."""
     modules = dict(block.module.named_modules())
     rules = {name: rule for name, rule in block.plan.items() if name in modules}
@@ -87,15 +87,15 @@ def sequence_block(block: Block) -> SequenceBlock | None:
         name for name in found if name and not any(is_in(name, other) for other in found if other not in ("", name))
     ]
     regions = [
-        Region(name, divided=all(found[each] and each == name for each in found if is_in(each, name)))
+        ModuleRegion(name, divided=all(found[each] and each == name for each in found if is_in(each, name)))
         for name in outermost
     ]
     if "" in found:
-        regions.append(Region("", divided=True))
+        regions.append(ModuleRegion("", divided=True))
     return SequenceBlock(block, tuple(regions)) if any(each.divided for each in regions) else None
 
 
-def whole_because_of(block: Block) -> str:
+def whole_because_of(block: ProofBlock) -> str:
     """Which layers keep ranks from having parts of a sequence around pairs of Columns() and Rows(); "" without such pairs."""
     rules = block.plan.values()
     columns = any(isinstance(rule, Columns) and not rule.gather for rule in rules)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between import Between
-from lightning_ptm.parallel.blocks import Block
+from lightning_ptm.parallel.blocks import ProofBlock
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.parts import InBlock, InRegion, Parts
 from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block, whole_because_of
@@ -30,7 +30,7 @@ class SequenceParallel:
         ConfigError: statistics of a batch would be of a part.
     """
 
-    def __init__(self, blocks: Sequence[Block], group: TensorGroup, cut: Sequence[Place]) -> None:
+    def __init__(self, blocks: Sequence[ProofBlock], group: TensorGroup, cut: Sequence[Place]) -> None:
         self.parts = Parts(group)
         self._whole = Between(group)
         self._all_blocks = tuple(blocks)

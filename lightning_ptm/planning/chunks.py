@@ -107,7 +107,7 @@ F_contra = TypeVar("F_contra", contravariant=True)
 J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
 
 
-class Doing(enum.Enum):
+class ChunkEvent(enum.Enum):
     """What becomes of a chunk; SUBMITTED and ENDED: of a job."""
 
     SUBMITTED = "submitted"
@@ -119,10 +119,10 @@ class Doing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Act(Generic[F]):
+class ChunkAct(Generic[F]):
     """What was decided, for who listens."""
 
-    doing: Doing
+    doing: ChunkEvent
     flat: F
     start: int = 0
     numel: int = 0
@@ -167,7 +167,7 @@ class Chunks(Generic[F, J, C]):
         self._hands = hands
         self.staging = staging
 
-        self.told: Callable[[Act[F]], None] | None = None
+        self.told: Callable[[ChunkAct[F]], None] | None = None
         """Told of what is decided, in order."""
         self.queue: list[J] = []
         """Jobs with arithmetic left, in the order of service."""
@@ -191,7 +191,7 @@ class Chunks(Generic[F, J, C]):
             place -= 1
         self.queue.insert(place, job)
         if self.told is not None:
-            self.told(Act(Doing.SUBMITTED, flat, numel=job.cuts.numel))
+            self.told(ChunkAct(ChunkEvent.SUBMITTED, flat, numel=job.cuts.numel))
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
         for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
             self._ahead.remove(chunk)
@@ -280,10 +280,10 @@ class Chunks(Generic[F, J, C]):
     def _retire(self) -> bool:
         moved = False
         for chunk in [chunk for chunk in self._writing if chunk.written()] if self._writing else ():
-            self._free(self._writing, chunk, Doing.WRITTEN)
+            self._free(self._writing, chunk, ChunkEvent.WRITTEN)
             moved = True
         for chunk in [chunk for chunk in self._abandoned if chunk.readable()] if self._abandoned else ():
-            self._free(self._abandoned, chunk, Doing.GIVEN_UP)
+            self._free(self._abandoned, chunk, ChunkEvent.GIVEN_UP)
             moved = True
         return moved
 
@@ -326,7 +326,7 @@ class Chunks(Generic[F, J, C]):
         among.append(chunk)
         self._held += 1
         self._hands.read(job, chunk)
-        self._tell(Doing.READ, chunk)
+        self._tell(ChunkEvent.READ, chunk)
         return chunk
 
     def _is_busy(self, flat: F, start: int) -> bool:
@@ -340,21 +340,21 @@ class Chunks(Generic[F, J, C]):
             return False
         for chunk in reversed(self._ahead):
             if chunk.readable():
-                self._free(self._ahead, chunk, Doing.GIVEN_UP)
+                self._free(self._ahead, chunk, ChunkEvent.GIVEN_UP)
                 return True
         for job in reversed(self.queue):
             if job is asking or job.has_gradient():
                 continue
             for chunk in reversed(job.active):
                 if chunk.readable():
-                    self._free(job.active, chunk, Doing.GIVEN_UP)
+                    self._free(job.active, chunk, ChunkEvent.GIVEN_UP)
                     if chunk in job.lacking:
                         job.lacking.remove(chunk)
                     job.waiting.append(chunk.start)
                     return True
         return False
 
-    def _free(self, among: list[C], chunk: C, doing: Doing) -> None:
+    def _free(self, among: list[C], chunk: C, doing: ChunkEvent) -> None:
         self._hands.free(chunk)  # first: it raises what went wrong with a write, and others of the chunk may go on
         among.remove(chunk)
         self._held -= 1
@@ -377,7 +377,7 @@ class Chunks(Generic[F, J, C]):
     def _compute(self, job: J, chunk: C) -> None:
         writes = self._hands.update(job, chunk)
         job.active.remove(chunk)
-        self._tell(Doing.COMPUTED, chunk)
+        self._tell(ChunkEvent.COMPUTED, chunk)
         if writes:
             self._writing.append(chunk)
         elif job.streams:
@@ -390,8 +390,8 @@ class Chunks(Generic[F, J, C]):
         self.queue.remove(job)
         self._hands.end(job)
         if self.told is not None:
-            self.told(Act(Doing.ENDED, job.flat, numel=job.cuts.numel))
+            self.told(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))
 
-    def _tell(self, doing: Doing, chunk: C) -> None:
+    def _tell(self, doing: ChunkEvent, chunk: C) -> None:
         if self.told is not None:
-            self.told(Act(doing, chunk.flat, chunk.start, chunk.numel))
+            self.told(ChunkAct(doing, chunk.flat, chunk.start, chunk.numel))

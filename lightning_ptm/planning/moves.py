@@ -17,7 +17,7 @@ from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ShardStretch:
     """Elements [first, first + numel) of a parameter, from `place` on in the shard of `rank`."""
 
     parameter: int
@@ -52,7 +52,7 @@ class Move:
         return replace(self, place=self.place + start, to=self.to + start, numel=numel)
 
 
-def moves(wanted: Iterable[Stretch], held: Mapping[int, Sequence[Stretch]]) -> Iterator[Move]:
+def moves(wanted: Iterable[ShardStretch], held: Mapping[int, Sequence[ShardStretch]]) -> Iterator[Move]:
     """What brings wanted stretches to their places, in their order.
 
     Args:

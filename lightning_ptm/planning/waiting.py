@@ -37,7 +37,7 @@ _BETWEEN = 2
 """Jobs that are in hand whatever their size, so that reads go on between them."""
 
 
-class Doing(enum.Enum):
+class GradientEvent(enum.Enum):
     """What becomes of a flat's gradients."""
 
     WAITS = "waits"
@@ -47,10 +47,10 @@ class Doing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class GradientAct:
     """What was decided, for who listens: of which flat, and of how many contributions; `foreseen`: versions forecast them."""
 
-    doing: Doing
+    doing: GradientEvent
     flat: int
     steps: int
     foreseen: bool = False
@@ -162,7 +162,7 @@ class Waiting(Generic[F]):
         self.reach = REACH if reach is None else reach
         self._in_hand: list[F] = []
 
-        self.told: Callable[[Act], None] | None = None
+        self.told: Callable[[GradientAct], None] | None = None
         """Told of what is decided, in order."""
 
     @property
@@ -170,7 +170,9 @@ class Waiting(Generic[F]):
         """Whether forecasts follow the momentum of sums that wait."""
         return follows_sums(self.reach)
 
-    def hold(self, flat: F, step: int, steps: int = 1, which: Hashable = None, *, unseen: int | None = None) -> Act:
+    def hold(
+        self, flat: F, step: int, steps: int = 1, which: Hashable = None, *, unseen: int | None = None
+    ) -> GradientAct:
         """A contribution has come; it is held back until its pass is asked for.
 
         Args:
@@ -186,9 +188,9 @@ class Waiting(Generic[F]):
         last = flat.sums[-1] if flat.sums else None
         if last is not None and last.which == which:
             last.steps += steps
-            return self._tell(Act(Doing.ADDED, flat.place, steps, foreseen))
+            return self._tell(GradientAct(GradientEvent.ADDED, flat.place, steps, foreseen))
         flat.sums.append(_Sum(which, step, steps))
-        return self._tell(Act(Doing.WAITS, flat.place, steps, foreseen))
+        return self._tell(GradientAct(GradientEvent.WAITS, flat.place, steps, foreseen))
 
     def begin(self, flat: F) -> None:
         """What has come for a flat is held back no longer."""
@@ -205,7 +207,7 @@ class Waiting(Generic[F]):
         """Pages of this kind are spare again."""
         self._free[kind] += 1
 
-    def finish(self, flat: F, *, learned: bool) -> Act:
+    def finish(self, flat: F, *, learned: bool) -> GradientAct:
         """A flat's job has ended: its version is to be published.
 
         Args:
@@ -221,7 +223,7 @@ class Waiting(Generic[F]):
         flat.learned = flat.learned or learned
         foreseen = flat.learned and bool(flat.sums) and flat.late <= self.reach
         flat.exact = not learned and not foreseen
-        return self._tell(Act(Doing.PUBLISHED, flat.place, taken.steps, foreseen))
+        return self._tell(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, foreseen))
 
     def want_exact(self) -> list[F]:
         """Nothing waits: jobs are to publish the parameters of these flats, whose newest versions are forecasts."""
@@ -254,10 +256,10 @@ class Waiting(Generic[F]):
                 learns = learns and flat.foreseeable and 0 < steps <= self.reach
                 ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
-                self._tell(Act(Doing.BEGINS, flat.place, steps))
+                self._tell(GradientAct(GradientEvent.BEGINS, flat.place, steps))
         return begun
 
-    def _tell(self, act: Act) -> Act:
+    def _tell(self, act: GradientAct) -> GradientAct:
         if self.told is not None:
             self.told(act)
         return act

@@ -39,7 +39,7 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-class Event(enum.Enum):
+class CallEvent(enum.Enum):
     """What autograd tells of a unit."""
 
     __hash__ = object.__hash__
@@ -61,46 +61,46 @@ class Action(enum.Enum):
     REFUSE = "a gradient has arrived behind its end"
 
 
-_NEXT: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
-    (State.RESTING, Event.OUTPUT): (State.COMPUTING, (Action.ENTER,)),
-    (State.RESTING, Event.RECOMPUTE): (State.HELD, (Action.HOLD,)),
-    (State.RESTING, Event.GRADIENT): (State.FREED, ()),
-    (State.RESTING, Event.INPUTS): (State.RESTING, ()),
-    (State.RESTING, Event.PASS_ENDS): (State.RESTING, ()),
-    (State.HELD, Event.OUTPUT): (State.KEPT, (Action.ENTER,)),
-    (State.HELD, Event.RECOMPUTE): (State.HELD, ()),
-    (State.HELD, Event.GRADIENT): (State.KEPT, ()),
-    (State.HELD, Event.INPUTS): (State.HELD, ()),
-    (State.HELD, Event.PASS_ENDS): (State.HELD, ()),
-    (State.COMPUTING, Event.OUTPUT): (State.COMPUTING, ()),
-    (State.COMPUTING, Event.RECOMPUTE): (State.KEPT, ()),
-    (State.COMPUTING, Event.GRADIENT): (State.COMPUTING, ()),
-    (State.COMPUTING, Event.INPUTS): (State.COMPUTING, ()),
-    (State.COMPUTING, Event.PASS_ENDS): (State.ENDED, (Action.END,)),
-    (State.FREED, Event.OUTPUT): (State.FREED, ()),
-    (State.FREED, Event.RECOMPUTE): (State.KEPT, (Action.HOLD,)),
-    (State.FREED, Event.GRADIENT): (State.FREED, ()),
-    (State.FREED, Event.INPUTS): (State.FREED, ()),
-    (State.FREED, Event.PASS_ENDS): (State.ENDED, (Action.END,)),
-    (State.KEPT, Event.OUTPUT): (State.KEPT, ()),
-    (State.KEPT, Event.RECOMPUTE): (State.KEPT, ()),
-    (State.KEPT, Event.GRADIENT): (State.KEPT, ()),
-    (State.KEPT, Event.INPUTS): (State.KEPT, ()),
-    (State.KEPT, Event.PASS_ENDS): (State.ENDED, (Action.END,)),
-    (State.ENDED, Event.OUTPUT): (State.ENDED, ()),
-    (State.ENDED, Event.RECOMPUTE): (State.ENDED, (Action.HOLD,)),
-    (State.ENDED, Event.GRADIENT): (State.ENDED, (Action.REFUSE,)),
-    (State.ENDED, Event.INPUTS): (State.ENDED, ()),
-    (State.ENDED, Event.PASS_ENDS): (State.ENDED, ()),
+_NEXT: dict[tuple[State, CallEvent], tuple[State, tuple[Action, ...]]] = {
+    (State.RESTING, CallEvent.OUTPUT): (State.COMPUTING, (Action.ENTER,)),
+    (State.RESTING, CallEvent.RECOMPUTE): (State.HELD, (Action.HOLD,)),
+    (State.RESTING, CallEvent.GRADIENT): (State.FREED, ()),
+    (State.RESTING, CallEvent.INPUTS): (State.RESTING, ()),
+    (State.RESTING, CallEvent.PASS_ENDS): (State.RESTING, ()),
+    (State.HELD, CallEvent.OUTPUT): (State.KEPT, (Action.ENTER,)),
+    (State.HELD, CallEvent.RECOMPUTE): (State.HELD, ()),
+    (State.HELD, CallEvent.GRADIENT): (State.KEPT, ()),
+    (State.HELD, CallEvent.INPUTS): (State.HELD, ()),
+    (State.HELD, CallEvent.PASS_ENDS): (State.HELD, ()),
+    (State.COMPUTING, CallEvent.OUTPUT): (State.COMPUTING, ()),
+    (State.COMPUTING, CallEvent.RECOMPUTE): (State.KEPT, ()),
+    (State.COMPUTING, CallEvent.GRADIENT): (State.COMPUTING, ()),
+    (State.COMPUTING, CallEvent.INPUTS): (State.COMPUTING, ()),
+    (State.COMPUTING, CallEvent.PASS_ENDS): (State.ENDED, (Action.END,)),
+    (State.FREED, CallEvent.OUTPUT): (State.FREED, ()),
+    (State.FREED, CallEvent.RECOMPUTE): (State.KEPT, (Action.HOLD,)),
+    (State.FREED, CallEvent.GRADIENT): (State.FREED, ()),
+    (State.FREED, CallEvent.INPUTS): (State.FREED, ()),
+    (State.FREED, CallEvent.PASS_ENDS): (State.ENDED, (Action.END,)),
+    (State.KEPT, CallEvent.OUTPUT): (State.KEPT, ()),
+    (State.KEPT, CallEvent.RECOMPUTE): (State.KEPT, ()),
+    (State.KEPT, CallEvent.GRADIENT): (State.KEPT, ()),
+    (State.KEPT, CallEvent.INPUTS): (State.KEPT, ()),
+    (State.KEPT, CallEvent.PASS_ENDS): (State.ENDED, (Action.END,)),
+    (State.ENDED, CallEvent.OUTPUT): (State.ENDED, ()),
+    (State.ENDED, CallEvent.RECOMPUTE): (State.ENDED, (Action.HOLD,)),
+    (State.ENDED, CallEvent.GRADIENT): (State.ENDED, (Action.REFUSE,)),
+    (State.ENDED, CallEvent.INPUTS): (State.ENDED, ()),
+    (State.ENDED, CallEvent.PASS_ENDS): (State.ENDED, ()),
 }
 """Before it is asked whether the unit's backward has ended (`step`)."""
 
-_PROGRESS = (Event.GRADIENT, Event.INPUTS)
+_PROGRESS = (CallEvent.GRADIENT, CallEvent.INPUTS)
 _BEGUN = (State.COMPUTING, State.FREED, State.KEPT)
 
 
 def step(
-    state: State, event: Event, *, complete: bool = False, open_calls: bool = False, blind_calls: bool = False
+    state: State, event: CallEvent, *, complete: bool = False, open_calls: bool = False, blind_calls: bool = False
 ) -> tuple[State, tuple[Action, ...]]:
     """The state behind an event, and what to do.
 
@@ -116,7 +116,7 @@ def step(
         return State.ENDED, (*actions, Action.END)
     # An input that other units use too (an encoder's output) has its whole gradient only when they are done, and a parameter
     # may get no gradient at all: the pages are not held for these. A late reader fetches again.
-    if following is State.COMPUTING and (complete or (event is Event.INPUTS and not open_calls)):
+    if following is State.COMPUTING and (complete or (event is CallEvent.INPUTS and not open_calls)):
         return State.FREED, (*actions, Action.LEAVE)
     return following, actions
 
@@ -194,11 +194,11 @@ class Calls:
         """A gradient of an output of a call has arrived."""
         entry = self._units[unit]
         entry.passed |= {call for call in entry.calls if call not in entry.passed and self._takes_part(call)}
-        return self._step(unit, Event.OUTPUT)
+        return self._step(unit, CallEvent.OUTPUT)
 
     def recompute(self, unit: int) -> tuple[Action, ...]:
         """The unit's forward is about to be computed again."""
-        return self._step(unit, Event.RECOMPUTE)
+        return self._step(unit, CallEvent.RECOMPUTE)
 
     def one_of_many(self, unit: int) -> bool:
         """Whether a trained parameter has got its gradient where others are still to come and the unit's backward has begun:
@@ -212,7 +212,7 @@ class Calls:
     def gradient(self, unit: int) -> tuple[Action, ...]:
         """A trained parameter has got its gradient."""
         self._units[unit].due -= 1
-        return self._step(unit, Event.GRADIENT)
+        return self._step(unit, CallEvent.GRADIENT)
 
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
         """The gradients of a call's inputs have been computed; of those that other micro-batches have, too, in part."""
@@ -220,21 +220,21 @@ class Calls:
         if call not in entry.calls or not self._in_this_pass(entry, call):
             return ()
         entry.calls[call] = True
-        return self._step(unit, Event.INPUTS)
+        return self._step(unit, CallEvent.INPUTS)
 
     def ends_with(self, unit: int, call: int) -> bool:
         """Whether the unit's backward has ended when the gradients of a call's inputs come. Changes nothing."""
         entry = self._units[unit]
         if unit == 0 or call not in entry.calls or not self._in_this_pass(entry, call):
             return False
-        return Action.END in self._next(entry, Event.INPUTS, besides=call)[1]
+        return Action.END in self._next(entry, CallEvent.INPUTS, besides=call)[1]
 
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
         """The pass is over: what each unit, the last one first, still has to do. To be acted on one by one."""
         for unit in reversed(range(len(self._units))):
-            yield unit, self._step(unit, Event.PASS_ENDS)
+            yield unit, self._step(unit, CallEvent.PASS_ENDS)
 
-    def _step(self, unit: int, event: Event) -> tuple[Action, ...]:
+    def _step(self, unit: int, event: CallEvent) -> tuple[Action, ...]:
         entry = self._units[unit]
         if unit == 0 or event not in _PROGRESS:  # I3
             entry.state, actions = _NEXT[entry.state, event]
@@ -242,7 +242,7 @@ class Calls:
         entry.state, actions = self._next(entry, event)
         return actions
 
-    def _next(self, entry: _Unit, event: Event, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
+    def _next(self, entry: _Unit, event: CallEvent, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
         """As `step`; a call `besides` the open ones is taken for done."""
         still_open = (call for call, done in entry.calls.items() if not done and call != besides)
         return step(

@@ -1,6 +1,6 @@
 """Decides everything before a byte is allocated, and makes the `Blueprint` of it.
 
-Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has. `draw` is for the
+Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has. `decide_here` is for the
 ranks that run; `decide` makes the same decisions for a machine and a number of ranks that need not be there. Stages, each a
 function of those before: what is asked for, how the model lies in flats (`specs`), what room there is (`budgets`), where all
 of it has its home.
@@ -54,7 +54,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.traits import OptimizerTraits
 
 
-def draw(
+def decide_here(
     request: Request, communicator: Communicator, ranks_on_host: int, *, in_memory: int = 0, on_disk: int = 0
 ) -> Blueprint:
     """Decides everything for a run here; a collective.
@@ -79,7 +79,7 @@ def check_parameters(request: Request, communicator: Communicator, ranks_on_host
     optimizers update them there. Says nothing of memory, which the pages that there are have now. Not collective.
 
     Raises:
-        ConfigError: as `draw`.
+        ConfigError: as `decide_here`.
     """
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     world_size, rank = communicator.world_size, communicator.rank

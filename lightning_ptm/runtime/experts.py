@@ -61,7 +61,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         anchor: Tensor,
-        group: ExpertGroup,
+        group: DividedExpertGroup,
         step: int,
         sent: Sequence[int],
         received: Sequence[int],
@@ -105,7 +105,7 @@ class _GradientTimes(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class ExpertGroup:
+class DividedExpertGroup:
     """What a layer finds in `expert_group`: its experts, wherever in the group they are.
 
     Args:
@@ -252,7 +252,9 @@ class ExpertGroups:
         for place, layer in enumerate(self._layers):
             units, divisor = experts.units[place], experts.gradient_divisor
             counts = experts.split.counts(len(units))
-            group = ExpertGroup(place, communicator, counts, agreement, units, expect, self.stats, clock, divisor)
+            group = DividedExpertGroup(
+                place, communicator, counts, agreement, units, expect, self.stats, clock, divisor
+            )
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:

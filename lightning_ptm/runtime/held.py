@@ -14,7 +14,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.planning.moves import Stretch
+from lightning_ptm.planning.moves import ShardStretch
 from lightning_ptm.runtime.pieces import Elements
 from lightning_ptm.update.states import Segment, shard_segments
 
@@ -53,15 +53,15 @@ class Held:
             if (shape := own.shapes[place]) is not None
         ]
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> Iterator[ShardStretch]:
         """Of all ranks, one after the other, in the order of each shard."""
         for rank in range(len(self.ranks)):
             for each in self.segments(rank):
-                yield Stretch(self.keys[each.parameter], each.parameter_start, each.numel, rank, each.start)
+                yield ShardStretch(self.keys[each.parameter], each.parameter_start, each.numel, rank, each.start)
 
-    def of_parameters(self) -> dict[int, list[Stretch]]:
+    def of_parameters(self) -> dict[int, list[ShardStretch]]:
         """The same by parameter, in its order."""
-        found: dict[int, list[Stretch]] = {}
+        found: dict[int, list[ShardStretch]] = {}
         for each in self.stretches():
             found.setdefault(each.parameter, []).append(each)
         for stretches in found.values():

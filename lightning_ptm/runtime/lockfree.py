@@ -31,7 +31,7 @@ from lightning_ptm.update.buffering import Buffering, LockFreeFlat
 from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin
 from lightning_ptm.update.forecast import can_forecast
 from lightning_ptm.update.gradient import Transform
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     # -- gradients go -------------------------------------------------------------------------------------------------
 
-    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         # A step's gradients stay until zero_grad where the user may use them again.
         gradient = flat.gradient
         source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()

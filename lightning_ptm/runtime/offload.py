@@ -28,7 +28,7 @@ LEAST_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class SavedView:
     """A saved tensor: what it is of a storage that is away."""
 
     away: Away
@@ -117,14 +117,14 @@ class Offload:
         ended = self._calls.pop()
         self._settle(but=(ended, *self._calls))
 
-    def pack(self, tensor: Tensor) -> Tensor | Sent:
+    def pack(self, tensor: Tensor) -> Tensor | SavedView:
         """What autograd keeps for `tensor`, which the innermost call saves."""
         if not self._calls or not self._leaves(tensor):
             return tensor
         with self._stream.entered():
             return self._send(tensor)
 
-    def _send(self, tensor: Tensor) -> Sent:
+    def _send(self, tensor: Tensor) -> SavedView:
         call = self._calls[-1]
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
@@ -134,9 +134,11 @@ class Offload:
             away = self._mover.send(tensor, call.name)
             self._leaving[address] = call, weakref.ref(away)
             call.saved.append(weakref.ref(away))
-        return Sent(away, call, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        return SavedView(
+            away, call, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+        )
 
-    def unpack(self, sent: Sent) -> Tensor:
+    def unpack(self, sent: SavedView) -> Tensor:
         """The tensor that was saved.
 
         Raises:

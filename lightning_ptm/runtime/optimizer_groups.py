@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.traits import same_value
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class OptimizerGroups:
         known = {id(parameter) for members in before for parameter in members}
         return any(id(parameter) not in known for members in now for parameter in members)
 
-    def check_unchanged(self, optimizer: int, hyper: HyperParameters) -> None:
+    def check_unchanged(self, optimizer: int, hyper: GroupValues) -> None:
         """Raises UsageError: a group is not what it was when units were updated behind the backward, with `hyper`."""
         groups = self.optimizers[optimizer].param_groups
         # The snapshot has settled these, or has advanced them in the user's groups.

@@ -22,7 +22,7 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.gradient_pages import GradientPages, PageSupply
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.heirlooms import Heirlooms
-from lightning_ptm.runtime.pieces import Buffers
+from lightning_ptm.runtime.pieces import PieceBuffers
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
@@ -121,9 +121,9 @@ class Pages:
             self.gradient_pages = GradientPages(self._taken(What.GRADIENTS))
         return self.gradient_pages
 
-    def buffers_for_saves(self) -> Buffers:
+    def buffers_for_saves(self) -> PieceBuffers:
         """Through which saves behind training bring what is on disk into memory."""
-        return Buffers(self._allocator, self._taken(What.SAVES))
+        return PieceBuffers(self._allocator, self._taken(What.SAVES))
 
     def _states(
         self, flat: FlatLayout, traits: Sequence[OptimizerTraits], rank: int

@@ -64,7 +64,7 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
     step, stored = step_of(allocator, paged), in_pages(paged)
     # The plan has room for these only where something is on disk.
     through = [] if stored.tier.addressable else [(stored.dtype, stored.numel)]
-    with contextlib.closing(Buffers.for_now(allocator, through)) as buffers:
+    with contextlib.closing(PieceBuffers.for_now(allocator, through)) as buffers:
         stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
         for start, part in chosen(allocator, paged, stretches, buffers):
             values[start : start + part.numel()].copy_(part)
@@ -78,7 +78,7 @@ def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen =
 
 
 def chosen(
-    allocator: Allocator, paged: Elements, stretches: Iterable[tuple[int, int]], buffers: Buffers
+    allocator: Allocator, paged: Elements, stretches: Iterable[tuple[int, int]], buffers: PieceBuffers
 ) -> Iterator[tuple[int, Tensor]]:
     """(first element, elements) of stretches, which are asked for one when that one is about to be read; each is good until
     the next is asked for.
@@ -238,7 +238,7 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
         for start in range(0, tensor.numel, step):
             change(stored.tensor().narrow(0, *_stretch(tensor, start, step)), start)
         return
-    buffers = Buffers.for_now(allocator, [(stored.dtype, stored.numel)])
+    buffers = PieceBuffers.for_now(allocator, [(stored.dtype, stored.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
         with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
@@ -279,7 +279,7 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segme
         yield segments[index].cut(start, stop)
 
 
-class Buffers:
+class PieceBuffers:
     """A few tensors in RAM of each dtype. Owns them until `close`."""
 
     def __init__(self, allocator: Allocator, tensors: Iterable[PagedTensor]) -> None:
@@ -290,7 +290,7 @@ class Buffers:
             self._free.setdefault(tensor.dtype, []).append(tensor)
 
     @classmethod
-    def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> Buffers:
+    def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> PieceBuffers:
         """As many as there is room for, one at least of each dtype.
 
         Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.planning.moves import Move, Stretch, moves, rounds
+from lightning_ptm.planning.moves import Move, ShardStretch, moves, rounds
 from lightning_ptm.runtime import pieces
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Relay:
 
     def arrivals(
         self,
-        wanted: Iterable[Stretch],
+        wanted: Iterable[ShardStretch],
         sources: Mapping[int, Held],
         communicator: Communicator,
         *,
@@ -82,7 +82,7 @@ class Relay:
         Collective, as `arrivals`."""
         numel = sum(each.numel for each in source.of_parameters().get(key, ()))  # none of one without elements
         found = torch.empty(numel, dtype=source.dtype)
-        wanted = [Stretch(key, 0, numel, rank, 0) for rank in range(communicator.world_size)]
+        wanted = [ShardStretch(key, 0, numel, rank, 0) for rank in range(communicator.world_size)]
         for start, part in self.arrivals(wanted, {key: source}, communicator):
             found[start : start + part.numel()].copy_(part)
         shape, stride = source.shape(key), source.stride(key)
@@ -94,13 +94,13 @@ class Relay:
         """(move, how far it has come, elements) of what this rank holds, in that order."""
         on_disk = {id(held): pieces.in_pages(held.here()) for move in own for held in (sources[move.parameter],)}
         through = [(paged.dtype, paged.numel) for paged in on_disk.values() if not paged.tier.addressable]
-        with contextlib.closing(pieces.Buffers.for_now(self._allocator, through)) as buffers:
+        with contextlib.closing(pieces.PieceBuffers.for_now(self._allocator, through)) as buffers:
             for _, group in itertools.groupby(own, key=lambda move: id(sources[move.parameter])):
                 found = list(group)
                 yield from self._read_one(found, sources[found[0].parameter], buffers, letting_go=letting_go)
 
     def _read_one(
-        self, own: Sequence[Move], held: Held, buffers: pieces.Buffers, *, letting_go: bool
+        self, own: Sequence[Move], held: Held, buffers: pieces.PieceBuffers, *, letting_go: bool
     ) -> Iterator[tuple[Move, int, Tensor]]:
         tensor = held.here()
         step = pieces.step_of(self._allocator, tensor)

@@ -28,7 +28,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.offload import Offload, Sent
+from lightning_ptm.runtime.offload import Offload, SavedView
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 
 _CHECKPOINT = checkpoint.__module__
@@ -136,7 +136,7 @@ class SavedTensors:
 
     def _pack(
         self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
-    ) -> Packed | Sent | _HandedOn | _Kept:
+    ) -> Packed | SavedView | _HandedOn | _Kept:
         for flat in flats:
             packed = flat.binding.pack(tensor)
             if packed is not None:
@@ -146,14 +146,14 @@ class SavedTensors:
         # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
         # backward comes (a step that fails, or that is left out).
         kept = tensor if offload is None else offload.pack(tensor)
-        return kept if isinstance(kept, Sent) else _Kept(tensor.detach(), tensor._version)
+        return kept if isinstance(kept, SavedView) else _Kept(tensor.detach(), tensor._version)
 
-    def _unpack(self, saved: Packed | Sent | _HandedOn | _Kept) -> Tensor:
+    def _unpack(self, saved: Packed | SavedView | _HandedOn | _Kept) -> Tensor:
         if isinstance(saved, _Kept):
             if saved.tensor._version != saved.version:
                 _refuse_changed(saved)
             return saved.tensor
-        if isinstance(saved, Sent):
+        if isinstance(saved, SavedView):
             assert self._offload is not None  # it has packed this
             return self._offload.unpack(saved)
         if isinstance(saved, _HandedOn):

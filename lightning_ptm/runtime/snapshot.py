@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """What lies in pages and what to do with its elements: `put(first element, elements on the CPU)` must copy them.
 
     Attributes:
@@ -86,9 +86,9 @@ class Snapshot:
     def __init__(
         self,
         allocator: Allocator,
-        parts: Sequence[Part],
+        parts: Sequence[SnapshotPart],
         cell_numel: int,
-        buffers: pieces.Buffers,
+        buffers: pieces.PieceBuffers,
         failed: Callable[[], None] | None = None,
     ) -> None:
         self._allocator = allocator
@@ -163,7 +163,7 @@ class Snapshot:
         if self._failed is not None:
             self._failed()
 
-    def _put(self, part: Part, start: int, values: Tensor) -> None:
+    def _put(self, part: SnapshotPart, start: int, values: Tensor) -> None:
         try:
             if part.before_put is not None:
                 part.before_put(start)
@@ -219,7 +219,7 @@ class Snapshots:
         self,
         allocator: Allocator,
         updater: Updater,
-        buffers: pieces.Buffers | None,
+        buffers: pieces.PieceBuffers | None,
         sizes: Sequence[tuple[torch.dtype, int]],
         settle: Callable[[str], None],
     ) -> None:
@@ -230,7 +230,7 @@ class Snapshots:
         self._sizes = sizes
         self._settle = settle
 
-    def begin(self, parts: Sequence[Part], failed: Callable[[], None] | None = None) -> Snapshot:
+    def begin(self, parts: Sequence[SnapshotPart], failed: Callable[[], None] | None = None) -> Snapshot:
         """The states of now, to be taken in any thread while updates go on; end it with `end`.
 
         Args:
@@ -239,7 +239,7 @@ class Snapshots:
         self._settle("snapshot")
         cell_numel = self.at_once
         if self._buffers is None:
-            self._buffers = pieces.Buffers.for_now(self._allocator, self._sizes)
+            self._buffers = pieces.PieceBuffers.for_now(self._allocator, self._sizes)
         snapshot = Snapshot(self._allocator, parts, cell_numel, self._buffers, failed)
         self._updater.watch(snapshot.before_write)
         return snapshot

@@ -268,7 +268,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 
 
 def _transit_pages(blueprint: Blueprint) -> int:
-    """For what `pieces.Buffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
+    """For what `PieceBuffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
     there all the time."""
     return max(_TRANSIT_PAGES, 0 if blueprint.saves_behind else sum(1 for _ in save_rows(blueprint)))
 

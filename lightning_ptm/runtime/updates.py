@@ -23,7 +23,7 @@ from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.update.gradient import ParameterGradients, Transform
 from lightning_ptm.update.job import JobHandle, UpdateJob, check_every_gradient
-from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.updater import Updater
 
@@ -48,7 +48,7 @@ class _Pending:
 @dataclasses.dataclass(slots=True)
 class _Armed:
     optimizer: int
-    hyper: HyperParameters | None = None
+    hyper: GroupValues | None = None
 
 
 class UpdateScheduler(abc.ABC):
@@ -172,7 +172,7 @@ class UpdateScheduler(abc.ABC):
     # -- what differs -------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         """A flat's gradient of this step is complete."""
 
     @abc.abstractmethod
@@ -253,7 +253,7 @@ class SynchronousUpdates(UpdateScheduler):
         self._in_thread = in_thread
         self._pending: dict[int, list[_Pending]] = {}
 
-    def _update(self, unit: int, flat: FlatUpdate, hyper: HyperParameters, transform: Transform) -> None:
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         store, source = flat.store, flat.gradient.source()
         if isinstance(source, ParameterGradients):
             source.watch()

@@ -32,7 +32,7 @@ _CONVERT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class FileTensor:
     """A tensor of a file.
 
     Args:
@@ -44,7 +44,7 @@ class Held:
     read: Callable[[], Tensor]
 
 
-def find(path: Path) -> dict[str, Held]:
+def find(path: Path) -> dict[str, FileTensor]:
     """All tensors by name, of a safetensors file, of a folder with `model.safetensors`, with an index and shards, or with
     one safetensors file of any name, or of such an index itself.
 
@@ -58,7 +58,7 @@ def find(path: Path) -> dict[str, Held]:
         raise unread(Path(error.filename or path), error) from error
 
 
-def _find(path: Path) -> dict[str, Held]:
+def _find(path: Path) -> dict[str, FileTensor]:
     if path.is_file():
         if path.name.endswith(_INDEX_SUFFIX):
             return _indexed(path)
@@ -91,15 +91,15 @@ def _find(path: Path) -> dict[str, Held]:
     )
 
 
-def _tensors(path: Path) -> dict[str, Held]:
+def _tensors(path: Path) -> dict[str, FileTensor]:
     mapped = Mapped(path)
     return {
-        tensor.name: Held(tensor.dtype, tensor.shape, partial(mapped.tensor, tensor.name))
+        tensor.name: FileTensor(tensor.dtype, tensor.shape, partial(mapped.tensor, tensor.name))
         for tensor in mapped.layout.tensors
     }
 
 
-def _indexed(path: Path) -> dict[str, Held]:
+def _indexed(path: Path) -> dict[str, FileTensor]:
     try:
         places = json.loads(path.read_bytes())["weight_map"]
         if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):

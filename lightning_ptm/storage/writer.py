@@ -52,7 +52,7 @@ class SaveOps(FileOps):
         os.fsync(fd)
 
 
-class Source(Protocol):
+class FileBytes(Protocol):
     """Bytes for a file that lie elsewhere in another order: they are put in the file's where they leave from."""
 
     @property
@@ -141,7 +141,7 @@ class RangeWriter:
             raise failure(path, error) from error
         self._created.append(name)  # synced with all others, in `finish`
 
-    def put(self, name: str, start: int, values: torch.Tensor | Source, *, stays: bool = False) -> None:
+    def put(self, name: str, start: int, values: torch.Tensor | FileBytes, *, stays: bool = False) -> None:
         """Write `values` (1-D, contiguous, on the CPU, if they are a tensor) to a file from byte `start` on.
 
         Args:

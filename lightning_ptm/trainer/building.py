@@ -34,7 +34,7 @@ from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Blueprint, Request
-from lightning_ptm.runtime.deciding import draw
+from lightning_ptm.runtime.deciding import decide_here
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.exchanges import Exchanges
 from lightning_ptm.runtime.handed_on import HandedOn
@@ -107,7 +107,7 @@ class BuildingStrategy(CheckpointingStrategy):
         if anew:
             request = dataclasses.replace(request, rearranges=True)
         make_folders(settings.disk_paths)
-        blueprint = self._drawn(request, handed)
+        blueprint = self._decided(request, handed)
         if fitting and not anew and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         self._engine = Engine(
@@ -146,11 +146,11 @@ class BuildingStrategy(CheckpointingStrategy):
             self._wide_products = chosen_wide_products(settings, compute, communicator, backend)
         return settings
 
-    def _drawn(self, request: Request, handed: HandedOn | None) -> Blueprint:
+    def _decided(self, request: Request, handed: HandedOn | None) -> Blueprint:
         assert self._communicator is not None
         in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
         ranks_here = max(1, self.num_processes)
-        return draw(request, self._communicator, ranks_here, in_memory=in_memory, on_disk=on_disk)
+        return decide_here(request, self._communicator, ranks_here, in_memory=in_memory, on_disk=on_disk)
 
     def _communicator_of_tensor_group(self) -> ProcessGroupCommunicator | None:
         """For its exchanges alone; None without one. Collective."""

@@ -19,7 +19,7 @@ import torch
 from lightning_ptm.update.gradient import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.job import GRADIENT, PARAMETER, SCRATCH, TARGET, JobUnderWay, UpdateJob
 from lightning_ptm.update.merged import FIRST_MOMENT, MergedStep
-from lightning_ptm.update.shadow import HyperParameters, RunViews
+from lightning_ptm.update.shadow import GroupValues, RunViews
 from lightning_ptm.update.states import Run, Segment
 from lightning_ptm.update.traits import frozen_scalars
 
@@ -29,7 +29,7 @@ class _Chunk:
     """A chunk's windows and the step that is taken: 1-D tensors of the shard's elements from `start` on."""
 
     progress: JobUnderWay
-    hyper: HyperParameters
+    hyper: GroupValues
     start: int
     parameter: torch.Tensor
     slots: Mapping[str, torch.Tensor]
@@ -129,11 +129,11 @@ class Arithmetic:
             windows[TARGET].copy_(windows[PARAMETER])
 
     @staticmethod
-    def _merged_hyper(progress: JobUnderWay) -> HyperParameters:
+    def _merged_hyper(progress: JobUnderWay) -> GroupValues:
         groups = enumerate(progress.job.hyper.groups)
         merged = progress.merged
         known = tuple(merged[i].group if i in merged else group for i, group in groups)
-        return HyperParameters(known, progress.job.hyper.number)
+        return GroupValues(known, progress.job.hyper.number)
 
     @staticmethod
     def _counted(run: Run, merged: MergedStep) -> Run:

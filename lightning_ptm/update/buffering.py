@@ -20,7 +20,7 @@ from lightning_ptm.planning.waiting import Begin
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Version, combined
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.job import JobHandle, UpdateJob
-from lightning_ptm.update.shadow import HyperParameters, Shadow
+from lightning_ptm.update.shadow import GroupValues, Shadow
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.threads import use_cores
 from lightning_ptm.update.updater import Updater
@@ -241,7 +241,7 @@ class Buffering:
             flat.shadow,
             contribution.source,
             target,
-            steps[-1] if steps else HyperParameters(()),
+            steps[-1] if steps else GroupValues(()),
             transform,
             steps[:-1],
             merge=begun.at_once,

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.planning import waiting
-from lightning_ptm.planning.waiting import Begin, Doing, Flat, Waiting, forecasts_all
+from lightning_ptm.planning.waiting import Begin, Flat, GradientEvent, Waiting, forecasts_all
 from lightning_ptm.update.forecast import Earlier, Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.job import Pending
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged import PagedTensor
@@ -33,7 +33,7 @@ class Origin:
     """The optimizer step that a gradient came from: its number, and the hyper-parameters as they were then."""
 
     step: int
-    hyper: HyperParameters
+    hyper: GroupValues
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Contribution:
         other.discard()
 
 
-def combined(contribution: Contribution) -> tuple[tuple[HyperParameters, ...], Transform]:
+def combined(contribution: Contribution) -> tuple[tuple[GroupValues, ...], Transform]:
     """How one update applies a contribution: the hyper-parameters of its steps, and what is done to the gradient first.
 
     From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
@@ -262,10 +262,10 @@ class Buffers:
         )
         if unseen is not None:
             if held.foreseen:
-                together = held.doing is Doing.ADDED and self.policy.follows_sums
+                together = held.doing is GradientEvent.ADDED and self.policy.follows_sums
                 flat.foresee(unseen.pages, contribution, flat.waiting[-1] if together else None)
             flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
-        if held.doing is Doing.ADDED:
+        if held.doing is GradientEvent.ADDED:
             flat.waiting[-1].add(contribution)
         else:
             flat.waiting.append(contribution)

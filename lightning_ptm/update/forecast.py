@@ -23,7 +23,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.gradient import GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.merged import FIRST_MOMENT
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.states import FlatStates, Run
 from lightning_ptm.update.traits import OptimizerTraits
 
@@ -151,9 +151,7 @@ class Forecast:
         last: an earlier forecast of this flat, whose curvature may still be good; its job is done.
     """
 
-    def __init__(
-        self, states: FlatStates, hyper: HyperParameters, ahead: int = 1, last: Forecast | None = None
-    ) -> None:
+    def __init__(self, states: FlatStates, hyper: GroupValues, ahead: int = 1, last: Forecast | None = None) -> None:
         self._states = states
         self._kind = states.traits.name
         self._hyper = hyper

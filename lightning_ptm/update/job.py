@@ -24,7 +24,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.forecast import Forecast
 from lightning_ptm.update.gradient import NO_TRANSFORM, GradientSource, ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.merged import MergedStep, merge
-from lightning_ptm.update.shadow import HyperParameters, Shadow
+from lightning_ptm.update.shadow import GroupValues, Shadow
 from lightning_ptm.update.state_layout import StateLayout
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.traits import ScalarState
@@ -77,9 +77,9 @@ class UpdateJob:
     shadow: Shadow
     gradient: GradientSource
     target: PagedTensor
-    hyper: HyperParameters
+    hyper: GroupValues
     transform: Transform = NO_TRANSFORM
-    earlier: Sequence[HyperParameters] = ()
+    earlier: Sequence[GroupValues] = ()
     merge: bool = False
     after: Sequence[Pending] = ()
     fresh_target: bool = False
@@ -88,7 +88,7 @@ class UpdateJob:
     on_done: Callable[[], None] | None = None
 
     @property
-    def steps(self) -> Sequence[HyperParameters]:
+    def steps(self) -> Sequence[GroupValues]:
         """Hyper-parameters of all steps, the oldest first."""
         return (*self.earlier, self.hyper)
 
@@ -121,7 +121,7 @@ class JobHandle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class JobColumn:
     """A paged tensor of a job: its role and what is done with it."""
 
     role: str
@@ -141,7 +141,7 @@ class Column:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Chunk(chunks.Chunk[FlatStates]):
+class JobChunk(chunks.Chunk[FlatStates]):
     """A stretch of a flat's shard on its way: buffers and transfers by column role (elements)."""
 
     buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
@@ -165,28 +165,28 @@ def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier
     return tier_of_arithmetic(home, staging_tier)
 
 
-def state_columns(states: FlatStates) -> list[Column]:
+def state_columns(states: FlatStates) -> list[JobColumn]:
     """The columns that are known before the job is: the master parameter and the slots."""
-    columns = [Column(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
+    columns = [JobColumn(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
     layouts = states.layouts
     columns.extend(
-        Column(name, slot, reads=True, writes=True, layout=layouts[name]) for name, slot in states.slots.items()
+        JobColumn(name, slot, reads=True, writes=True, layout=layouts[name]) for name, slot in states.slots.items()
     )
     return columns
 
 
-def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[Column]:
+def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[JobColumn]:
     """All columns of a job. One without any gradient copies the master parameter to its target and changes no state."""
     if job.states.master is not None and not any(present):
-        master = Column(PARAMETER, job.states.master, reads=True, writes=False)
-        return [master, Column(TARGET, job.target, reads=False, writes=True)]
+        master = JobColumn(PARAMETER, job.states.master, reads=True, writes=False)
+        return [master, JobColumn(TARGET, job.target, reads=False, writes=True)]
     columns = state_columns(job.states)
     if job.states.master is None:
-        columns.append(Column(PARAMETER, job.target, reads=True, writes=True))
+        columns.append(JobColumn(PARAMETER, job.target, reads=True, writes=True))
     else:
-        columns.append(Column(TARGET, job.target, reads=False, writes=True))
+        columns.append(JobColumn(TARGET, job.target, reads=False, writes=True))
     if isinstance(job.gradient, ShardGradient):
-        columns.append(Column(GRADIENT, job.gradient.paged, reads=True, writes=False))
+        columns.append(JobColumn(GRADIENT, job.gradient.paged, reads=True, writes=False))
     return columns
 
 
@@ -206,7 +206,7 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
             )
 
 
-class JobUnderWay(chunks.Job[FlatStates, Chunk]):
+class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
     """A submitted job on its way through the updater."""
 
     def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:

@@ -29,8 +29,8 @@ from lightning_ptm.update.job import (
     PARAMETER,
     SCRATCH,
     TARGET,
-    Chunk,
-    Column,
+    JobChunk,
+    JobColumn,
     JobHandle,
     JobUnderWay,
     Pending,
@@ -93,7 +93,7 @@ class Pipeline:
         self.chunk_numel = chunk_numel
         self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
         self._encoder = Encoder()
-        self.policy: Chunks[FlatStates, JobUnderWay, Chunk] = Chunks(self, staging=staging)
+        self.policy: Chunks[FlatStates, JobUnderWay, JobChunk] = Chunks(self, staging=staging)
         """Takes jobs, and forgets what was read ahead."""
         self._landing: list[JobUnderWay] = []
         """Computed jobs whose compute parameters are not readable yet."""
@@ -186,11 +186,11 @@ class Pipeline:
 
     # What the policy has done.
 
-    def chunk(self, states: FlatStates, start: int, numel: int) -> Chunk:
+    def chunk(self, states: FlatStates, start: int, numel: int) -> JobChunk:
         """A chunk of which nothing has been read."""
-        return Chunk(states, start, numel)
+        return JobChunk(states, start, numel)
 
-    def read(self, progress: JobUnderWay | None, chunk: Chunk) -> bool:
+    def read(self, progress: JobUnderWay | None, chunk: JobChunk) -> bool:
         """Begin to read the columns that the chunk lacks and that can be read by now; whether there are any."""
         if progress is None:
             tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
@@ -216,7 +216,7 @@ class Pipeline:
         chunk.whole = progress is not None and len(chunk.buffers) == len(columns)
         return bool(missing)
 
-    def free(self, chunk: Chunk) -> None:
+    def free(self, chunk: JobChunk) -> None:
         """Give its buffers back; raises what went wrong with its writes."""
         for transfer in chunk.writes.values():
             transfer.wait()
@@ -227,13 +227,13 @@ class Pipeline:
     def _tier(self, states: FlatStates) -> Tier:
         return arithmetic_tier(states, None, self.staging_tier)
 
-    def _staged(self, states: FlatStates) -> list[Column]:
+    def _staged(self, states: FlatStates) -> list[JobColumn]:
         """Columns that are known before a job is, and pass through buffers."""
         tier = self._tier(states) if states.home() is not None else None
         return [column for column in state_columns(states) if column.home.tier is not tier]
 
     @torch.no_grad()
-    def update(self, progress: JobUnderWay, chunk: Chunk) -> bool:
+    def update(self, progress: JobUnderWay, chunk: JobChunk) -> bool:
         """Update a chunk and begin its writes; whether there are any."""
         if progress.submitted is not None:
             progress.submitted.order()
@@ -275,13 +275,13 @@ class Pipeline:
         return bool(chunk.writes)
 
     @staticmethod
-    def _of(chunk: Chunk, columns: list[Column]) -> list[Column]:
+    def _of(chunk: JobChunk, columns: list[JobColumn]) -> list[JobColumn]:
         """Those that a chunk has anything of: of states with own shapes it may have none."""
         if not chunk.flat.traits.whole:
             return columns
         return [column for column in columns if column.stretch(chunk.start, chunk.numel)[1]]
 
-    def _windows(self, progress: JobUnderWay, chunk: Chunk) -> dict[str, torch.Tensor]:
+    def _windows(self, progress: JobUnderWay, chunk: JobChunk) -> dict[str, torch.Tensor]:
         """What a chunk has of each column, where the arithmetic addresses it: by role, 1-D."""
         windows = {}
         for column in self._of(chunk, progress.columns):
@@ -292,7 +292,7 @@ class Pipeline:
         return windows
 
     @contextlib.contextmanager
-    def _scratch(self, progress: JobUnderWay, chunk: Chunk) -> Iterator[dict[str, torch.Tensor]]:
+    def _scratch(self, progress: JobUnderWay, chunk: JobChunk) -> Iterator[dict[str, torch.Tensor]]:
         """Room for the gradient of a parameter that is updated whole; nothing where updates are element-wise."""
         parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         if not chunk.flat.traits.whole:
@@ -306,7 +306,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _decoded(
-        self, progress: JobUnderWay, chunk: Chunk, windows: dict[str, torch.Tensor]
+        self, progress: JobUnderWay, chunk: JobChunk, windows: dict[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The windows, with what encoded slots stand for in place of what lies in pages; encoded again at the end."""
         states, number = chunk.flat, progress.job.hyper.number

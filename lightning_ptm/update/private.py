@@ -327,7 +327,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class Reached:
     """Something by which an optimizer reaches parameters beside its groups: where it is, and what."""
 
     place: str
@@ -338,16 +338,16 @@ class Held:
         return type(self.value).__name__
 
 
-def held_by(optimizer: Optimizer) -> Held | None:
+def held_by(optimizer: Optimizer) -> Reached | None:
     """The first optimizer, module or parameter that an optimizer's attributes or group values hold."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     seen: set[int] = {id(optimizer), id(optimizer.param_groups)}
 
-    def search(place: str, value: Any) -> Held | None:
+    def search(place: str, value: Any) -> Reached | None:
         if isinstance(value, Optimizer | torch.nn.Module) and value is not optimizer:
-            return Held(place, value)
+            return Reached(place, value)
         if id(value) in parameters or (type(value) is int and value in parameters):
-            return Held(place, value)
+            return Reached(place, value)
         if id(value) in seen or not isinstance(value, (*_CONTAINERS, tuple, functools.partial, types.MethodType)):
             return None
         seen.add(id(value))

@@ -34,7 +34,7 @@ NOT_HYPER = frozenset(("params", "param_names"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HyperParameters:
+class GroupValues:
     """The values of an optimizer's `param_groups` at one step, without the parameters (tensors copied).
 
     Attributes:
@@ -49,7 +49,7 @@ class HyperParameters:
 class _Advanced:
     """Scalars before and behind a step."""
 
-    hyper: HyperParameters
+    hyper: GroupValues
     group: int
     dtype: torch.dtype
     before: ScalarState | None
@@ -78,7 +78,7 @@ class RunViews:
     scalars: ScalarState | None
 
 
-def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> HyperParameters:
+def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> GroupValues:
     """Copy the hyper-parameters for one step, as the user's object has them now.
 
     Args:
@@ -108,7 +108,7 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
         if known.fused and values.get("fused") is None:
             values["fused"] = True
         groups.append(MappingProxyType(values))
-    hyper = HyperParameters(tuple(groups), number)
+    hyper = GroupValues(tuple(groups), number)
     if traits.group_slots:
         shadow = Shadow(optimizer, traits)
         like = torch.empty(0, device=traits.device)
@@ -147,7 +147,7 @@ class Shadow:
         self._advanced: list[_Advanced] = []
         """Of one step."""
 
-    def step(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> None:
+    def step(self, hyper: GroupValues, runs: Sequence[RunViews]) -> None:
         """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.
 
         Scalars are not advanced here (one parameter has many runs): see `advance`.
@@ -166,7 +166,7 @@ class Shadow:
         else:
             self._call(hyper, runs)
 
-    def step_whole(self, hyper: HyperParameters, run: RunViews) -> ScalarState | None:
+    def step_whole(self, hyper: GroupValues, run: RunViews) -> ScalarState | None:
         """Update a whole parameter and its slots in place; call it under no_grad.
 
         Returns:
@@ -179,7 +179,7 @@ class Shadow:
         return _scalars_of(state, run.slots)
 
     def advance(
-        self, hyper: HyperParameters, group: int, scalars: ScalarState | None, like: torch.Tensor
+        self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor
     ) -> ScalarState | None:
         """The scalars of a parameter after one step, found on a few zeros (invariant I2 of traits.py); None where it still
         has no state at all.
@@ -199,21 +199,21 @@ class Shadow:
             self._advanced.append(known)
         return known.after
 
-    def advanced_group(self, hyper: HyperParameters, group: int, like: torch.Tensor) -> dict[str, Any]:
+    def advanced_group(self, hyper: GroupValues, group: int, like: torch.Tensor) -> dict[str, Any]:
         """The values of a parameter group that the class advances (`traits.group_slots`), after one step."""
         created, after = self.traits.created, dict[str, Any]()
         scalars: ScalarState | None = None
         if created and created <= hyper.groups[group].keys():
             # A class that makes such a key in its first step makes the parameters' state there, and expects it later.
             groups = [{key: value for key, value in each.items() if key not in created} for each in hyper.groups]
-            scalars = self.advance(HyperParameters(tuple(groups)), group, None, like)
+            scalars = self.advance(GroupValues(tuple(groups)), group, None, like)
         self._try_on_zeros(hyper, group, scalars, like, keep=after)
         return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
     @torch.no_grad()
     def _try_on_zeros(
         self,
-        hyper: HyperParameters,
+        hyper: GroupValues,
         group: int,
         scalars: ScalarState | None,
         like: torch.Tensor,
@@ -240,7 +240,7 @@ class Shadow:
         dtypes = {slot.name: slot.dtype for slot in traits.slots}
         return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 
-    def _values(self, hyper: HyperParameters, group: int) -> dict[str, Any]:
+    def _values(self, hyper: GroupValues, group: int) -> dict[str, Any]:
         values = dict(hyper.groups[group])
         for key in self.traits.group_containers:
             if key in values:
@@ -256,7 +256,7 @@ class Shadow:
         else:
             self._step(self._clone, **self._closure)
 
-    def _call(self, hyper: HyperParameters, runs: Sequence[RunViews]) -> list[dict[str, Any]]:
+    def _call(self, hyper: GroupValues, runs: Sequence[RunViews]) -> list[dict[str, Any]]:
         """One call of the optimizer; what it keeps of each run behind it."""
         clone = self._clone
         groups: dict[int, dict[str, Any]] = {}
@@ -284,7 +284,7 @@ class Shadow:
             for run in runs:
                 run.parameter.grad = None
 
-    def _state(self, hyper: HyperParameters, run: RunViews) -> dict[str, Any]:
+    def _state(self, hyper: GroupValues, run: RunViews) -> dict[str, Any]:
         if run.scalars is not None:
             state = {name: copy_value(value) for name, value in run.scalars.values.items()}
             state.update(run.slots)

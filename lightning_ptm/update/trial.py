@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.shadow import GroupValues, RunViews, Shadow, own_values, undecorated_step
 from lightning_ptm.update.specimens import Gradient, Specimen, Trial
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
@@ -332,13 +332,13 @@ def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -
     return None
 
 
-def hyper_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> HyperParameters:
+def hyper_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> GroupValues:
     """Of a step of a trial.
 
     Args:
         advanced: by group, values that steps before have moved on.
     """
-    return HyperParameters(
+    return GroupValues(
         tuple(
             MappingProxyType({**own_values(values), **trial.at_step(index, step), **advanced[index]})
             for index, values in enumerate(trial.groups)

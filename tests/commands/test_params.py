@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lightning_ptm.cli import main
-from lightning_ptm.commands.params import Count, count
+from lightning_ptm.commands.params import ModelCount, count
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT, T5MoE
@@ -99,7 +99,7 @@ def test_parts_and_states_of_experts(of_a_layer: int, tmp_path: Path) -> None:
     document = yaml.safe_load((CONFIGS / f"{LARGEST}.yaml").read_text())
     document["model"]["init_args"]["experts"] = of_a_layer
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(document))
-    found: Count = count(tmp_path / "config.yaml")
+    found: ModelCount = count(tmp_path / "config.yaml")
     experts = 16 * of_a_layer
     assert found.parts["Expert"] == experts * 2 * 1024 * 16384
     assert found.parts["Router"] == experts * 1024

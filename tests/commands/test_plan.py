@@ -27,7 +27,7 @@ from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.data import TextBytes
 from lightning_ptm.drawing import OVER
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes
 from lightning_ptm.forecasting.hardware import find
 from lightning_ptm.forecasting.rates import Activity
@@ -145,7 +145,7 @@ def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any],
     assert plans[0] == plans[1]
 
 
-def counted(model: L.LightningModule, length: int, samples: int) -> tuple[Work, ...]:
+def counted(model: L.LightningModule, length: int, samples: int) -> tuple[UnitWork, ...]:
     tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
     return estimate(model, discover(model, "auto"), (tokens, tokens), torch.float32)
 
@@ -232,7 +232,7 @@ def test_experts_share_the_tokens_evenly() -> None:
 
 
 def test_activations_by_tick() -> None:
-    root, block = Work(0, 10, 0), Work(0, 100, 7)
+    root, block = UnitWork(0, 10, 0), UnitWork(0, 100, 7)
     order = [(0, Phase.FORWARD), (1, Phase.FORWARD), (2, Phase.FORWARD)]
     order += [(2, Phase.BACKWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)]
     trace = Trace(tuple(Tick(unit, phase, (0, unit) if unit else (0,)) for unit, phase in order))

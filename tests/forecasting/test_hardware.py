@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.counting import Work
+from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import FIELDS, find, installed, read
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
@@ -199,7 +199,7 @@ def test_several_nodes_need_a_network_and_a_dtype_needs_a_rate() -> None:
 
 def test_what_a_probe_measures_beside_multiplications_counts() -> None:
     node = read(find("a100_40gb_x8"))
-    work = Work(flops=10**12, attention_flops=10**11, curved_numel=10**9, moved_bytes=10**9)
+    work = UnitWork(flops=10**12, attention_flops=10**11, curved_numel=10**9, moved_bytes=10**9)
     assert node.seconds(work, "bfloat16") == pytest.approx(1e12 / 156e12)
     same = dict.fromkeys(node.compute_flops_per_s, 1e12), dict.fromkeys(node.compute_flops_per_s, 1e10)
     node = dataclasses.replace(node, attention_flops_per_s=same[0], curved_numel_per_s=same[1])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptm.forecasting.meta_calls import Call, Calls
+from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
 
 
 class Made(TorchDispatchMode):
@@ -85,9 +85,9 @@ def told_and_returned(
 ) -> tuple[list[Call], list[Any]]:
     told: list[Call] = []
     returned: list[Any] = []
-    calls = Calls(told.append)
+    calls = MetaCalls(told.append)
     for _ in range(times):
-        with calls if remembers else Calls(told.append):
+        with calls if remembers else MetaCalls(told.append):
             results = compute(torch.ones(8, 64, device="meta"))
         returned += [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes()) for each in results]
     return told, returned
@@ -103,7 +103,7 @@ def test_what_is_remembered_is_what_would_be(compute: Callable[[Tensor], list[Te
 def test_a_call_like_an_earlier_one_is_not_made() -> None:
     x, other = torch.ones(4, 8, device="meta"), torch.ones(4, 8, dtype=torch.bfloat16, device="meta")
     told: list[Call] = []
-    with Made() as made, Calls(told.append):
+    with Made() as made, MetaCalls(told.append):
         for _ in range(5):
             x.exp(), other.exp(), torch.mm(x, x.t())
     assert made.count["exp"] == 2 and made.count["mm"] == 1 and made.count["t"] == 5
@@ -114,7 +114,7 @@ def test_a_call_like_an_earlier_one_is_not_made() -> None:
 
 def test_each_result_is_a_tensor_of_its_own() -> None:
     x = torch.ones(4, device="meta", requires_grad=True)
-    with Calls(lambda call: None):
+    with MetaCalls(lambda call: None):
         first, second = x.exp(), x.exp()
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
     assert first.grad_fn is not None and second.grad_fn is not None
@@ -122,7 +122,7 @@ def test_each_result_is_a_tensor_of_its_own() -> None:
 
 def test_what_depends_on_values_is_made_each_time() -> None:
     told: list[Call] = []
-    with Calls(told.append):
+    with MetaCalls(told.append):
         results = [torch.tensor([1.0, 2.0]) * factor for factor in (1, 2, 2)]
         drawn = [torch.rand(3) for _ in range(2)]
     assert [each.tolist() for each in results] == [[1, 2], [2, 4], [2, 4]]

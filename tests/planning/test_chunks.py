@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning.chunks import Act, Chunk, Chunks, Job, Wanted
+from lightning_ptm.planning.chunks import Chunk, ChunkAct, Chunks, Job, Wanted
 from lightning_ptm.planning.cuts import even_cuts
 from lightning_ptm.planning.homes import Wishes
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
@@ -52,7 +52,7 @@ class Bench:
 
     def __init__(self, staging: int = 4) -> None:
         self.chunks: Chunks[str, HandJob, HandChunk] = Chunks(self, staging=staging)
-        self.log: list[Act[str]] = []
+        self.log: list[ChunkAct[str]] = []
         self.chunks.told = self.log.append
         self.reading: list[HandChunk] = []
         self.writing: list[HandChunk] = []

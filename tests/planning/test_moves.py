@@ -7,12 +7,12 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptm.planning.moves import Move, Stretch, moves, rounds
+from lightning_ptm.planning.moves import Move, ShardStretch, moves, rounds
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
-def laid(sizes: list[int], order: list[int], piece: int, ranks: int) -> list[Stretch]:
+def laid(sizes: list[int], order: list[int], piece: int, ranks: int) -> list[ShardStretch]:
     """Parameters end to end in that order, dealt out to ranks in pieces, as flats are; joined nowhere."""
     found, position = [], 0
     for parameter in order:
@@ -20,20 +20,20 @@ def laid(sizes: list[int], order: list[int], piece: int, ranks: int) -> list[Str
         while first < sizes[parameter]:
             turn, inside = divmod(position, piece)
             numel = min(sizes[parameter] - first, piece - inside)
-            found.append(Stretch(parameter, first, numel, turn % ranks, turn // ranks * piece + inside))
+            found.append(ShardStretch(parameter, first, numel, turn % ranks, turn // ranks * piece + inside))
             first, position = first + numel, position + numel
         position += 3  # padding
     return sorted(found, key=lambda each: (each.rank, each.place))
 
 
-def by_parameter(stretches: list[Stretch]) -> dict[int, list[Stretch]]:
-    found: dict[int, list[Stretch]] = {}
+def by_parameter(stretches: list[ShardStretch]) -> dict[int, list[ShardStretch]]:
+    found: dict[int, list[ShardStretch]] = {}
     for each in sorted(stretches, key=lambda each: each.first):
         found.setdefault(each.parameter, []).append(each)
     return found
 
 
-def shards(stretches: list[Stretch]) -> dict[tuple[int, int], tuple[int, int]]:
+def shards(stretches: list[ShardStretch]) -> dict[tuple[int, int], tuple[int, int]]:
     """By rank and place, which element of which parameter is there."""
     return {
         (each.rank, each.place + at): (each.parameter, each.first + at)
@@ -72,10 +72,10 @@ def test_all_that_is_wanted_comes_to_its_place_once(
 
 
 def test_what_stays_on_its_rank_in_its_place_is_one_move() -> None:
-    here = [Stretch(7, 0, 100, 0, 5)]
+    here = [ShardStretch(7, 0, 100, 0, 5)]
     (move,) = moves(here, {7: here})
     assert move == Move(7, 0, 5, 0, 5, 100) and move.local
 
 
 def test_of_what_nobody_holds_nothing_is_moved() -> None:
-    assert not list(moves([Stretch(1, 0, 4, 0, 0)], {2: [Stretch(2, 0, 4, 0, 0)]}))
+    assert not list(moves([ShardStretch(1, 0, 4, 0, 0)], {2: [ShardStretch(2, 0, 4, 0, 0)]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.planning.waiting import REACH, Act, Begin, Doing, Flat, Reading, Waiting
+from lightning_ptm.planning.waiting import REACH, Begin, Flat, GradientAct, GradientEvent, Reading, Waiting
 
 
 def waiting_of(count: int = 1, spares: int = 2, room: int = 2, **more: bool) -> tuple[Waiting[Flat], list[Flat]]:
@@ -13,7 +13,7 @@ def waiting_of(count: int = 1, spares: int = 2, room: int = 2, **more: bool) -> 
     return Waiting(flats, ["a kind"] * spares, room=room), flats
 
 
-def offer(waiting: Waiting[Flat], flat: Flat, step: int, which: str = "all") -> Act:
+def offer(waiting: Waiting[Flat], flat: Flat, step: int, which: str = "all") -> GradientAct:
     held = waiting.hold(flat, step, which=which)
     waiting.begin(flat)
     return held
@@ -54,9 +54,9 @@ def test_two_jobs_are_in_hand_whatever_their_size_and_more_as_far_as_there_is_ro
 
 def test_what_is_of_other_parameters_waits_apart_and_is_not_held_back() -> None:
     waiting, (flat,) = waiting_of()
-    assert offer(waiting, flat, 0).doing is Doing.WAITS
-    assert waiting.hold(flat, 1, which="all").doing is Doing.ADDED
-    assert waiting.hold(flat, 2, which="some").doing is Doing.WAITS
+    assert offer(waiting, flat, 0).doing is GradientEvent.WAITS
+    assert waiting.hold(flat, 1, which="all").doing is GradientEvent.ADDED
+    assert waiting.hold(flat, 2, which="some").doing is GradientEvent.WAITS
     assert begun(waiting.next_jobs()) == [(0, 2)]
     waiting.finish(flat, learned=False)
     assert not waiting.next_jobs() and flat.pending == 1  # held back, and nothing else waits

@@ -12,7 +12,7 @@ from lightning_ptm.planning.waiting import REACH
 from lightning_ptm.runtime.flat_clock import FlatClock
 from lightning_ptm.update.buffers import Contribution, Origin, Version
 from lightning_ptm.update.gradient import NO_TRANSFORM, ParameterGradients
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 
 
 class Buffered:
@@ -114,4 +114,4 @@ def clocks(*flats: Any, reach: int = REACH) -> list[FlatClock]:
 def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:
     """Of a step: its number, in two elements of each parameter that has a gradient."""
     gradients = [torch.full((2,), float(step)) if has else None for has in which]
-    return Contribution(ParameterGradients(gradients), (Origin(step, HyperParameters(())),), NO_TRANSFORM)
+    return Contribution(ParameterGradients(gradients), (Origin(step, GroupValues(())),), NO_TRANSFORM)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawn_by_hand import PAGE, drawn
+from decided_by_hand import PAGE, decided
 from small_parts import Twin
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
@@ -110,7 +110,7 @@ def build(
 ) -> Engine:
     communicator = communicator or SoloCommunicator()
     settings = {"units": ["Block"], **settings}
-    blueprint = drawn(module, list(optimizers), ranks=communicator.world_size, **settings)
+    blueprint = decided(module, list(optimizers), ranks=communicator.world_size, **settings)
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
     return Engine(module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True)

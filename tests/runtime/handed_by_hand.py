@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from drawn_by_hand import LaidOut, adam, drawn, laid_out
+from decided_by_hand import LaidOut, adam, decided, laid_out
 from torch import nn
 from torch.optim import Optimizer
 from values_by_hand import PLACES, states_for
@@ -41,7 +41,7 @@ def old_pages(
 ) -> Iterator[tuple[LaidOut, HandedOn, Optimizer, dict[int, Any]]]:
     """(pages, what is handed on of them, the optimizer of what trains, states of it) of a module."""
     optimizer = adam([each for each in module.parameters() if each.requires_grad])
-    with laid_out(drawn(module, [optimizer], **PLACES[place], **options), [disk]) as made:
+    with laid_out(decided(module, [optimizer], **PLACES[place], **options), [disk]) as made:
         made.take_over(keep_frozen=True)
         states = states_for(module, *UPDATED)
         made.optimizer_values.load(0, states)
@@ -53,7 +53,7 @@ def new_pages(
     module: nn.Module, disk: Path, place: str, handed: HandedOn, optimizer: Optimizer, **options: Any
 ) -> Iterator[tuple[LaidOut, Heirlooms]]:
     """Pages for what the module's parameters are now, not laid yet."""
-    blueprint = drawn(module, [optimizer], **PLACES[place], **options)
+    blueprint = decided(module, [optimizer], **PLACES[place], **options)
     kept = heirlooms(blueprint, handed, [optimizer], [disk])
     with laid_out(blueprint, [disk], kept) as made:
         yield made, kept

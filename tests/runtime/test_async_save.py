@@ -28,8 +28,8 @@ from lightning_ptm.checkpoints import saving
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.pieces import BUFFERS, Buffers
-from lightning_ptm.runtime.snapshot import Part, Snapshot
+from lightning_ptm.runtime.pieces import BUFFERS, PieceBuffers
+from lightning_ptm.runtime.snapshot import Snapshot, SnapshotPart
 from lightning_ptm.runtime.updates import SynchronousUpdates
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import writer
@@ -558,10 +558,12 @@ def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
     return paged
 
 
-def _buffers(allocator: Any) -> Buffers:
+def _buffers(allocator: Any) -> PieceBuffers:
     """Of a cell each, as a save behind training has them; for what is on disk."""
     count = BUFFERS if allocator.tier is Tier.DISK else 0
-    return Buffers(allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)])
+    return PieceBuffers(
+        allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)]
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -577,7 +579,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
         taken[index][start : start + values.numel()] = values
         times[index][start : start + values.numel()] += 1
 
-    parts = [Part(paged, lambda start, values, i=i: put(i, start, values)) for i, paged in enumerate(tensors)]
+    parts = [SnapshotPart(paged, lambda start, values, i=i: put(i, start, values)) for i, paged in enumerate(tensors)]
     buffers = _buffers(allocator)
     snapshot = Snapshot(allocator, parts, CELL, buffers)
 
@@ -610,7 +612,7 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
         raise CheckpointError("no room")
 
     buffers = _buffers(allocator)
-    snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
+    snapshot = Snapshot(allocator, [SnapshotPart(paged, put)], CELL, buffers)
     snapshot.before_write(paged, CELL, torch.zeros(CELL))
     snapshot.before_write(paged, 0, torch.zeros(CELL))
     with pytest.raises(CheckpointError, match="no room"):
@@ -632,7 +634,7 @@ def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
         taken[start + middle : start + values.numel()] = values[middle:]
 
     buffers = _buffers(allocator)
-    snapshot = Snapshot(allocator, [Part(paged, put)], CELL, buffers)
+    snapshot = Snapshot(allocator, [SnapshotPart(paged, put)], CELL, buffers)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

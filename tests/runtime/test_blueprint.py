@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from drawn_by_hand import Net, drawn
+from decided_by_hand import Net, decided
 
 from lightning_ptm.terms import Tier
 
@@ -14,8 +14,8 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 def test_which_updates_are_late() -> None:
     module = Net(2)
     module.blocks[1].requires_grad_(False)
-    in_ram, on_disk = drawn(module), drawn(module, disk_path="/d", master_home="disk")
-    lock_free = drawn(module, disk_path="/d", lock_free=True)
+    in_ram, on_disk = decided(module), decided(module, disk_path="/d", master_home="disk")
+    lock_free = decided(module, disk_path="/d", lock_free=True)
     for unit, trained in enumerate((True, True, False)):
         assert not in_ram.updates_late(unit, apart=False)
         assert {each.updates_late(unit, apart=False) for each in (on_disk, lock_free)} == {trained}

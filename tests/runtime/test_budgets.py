@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, Block, asked, drawn
+from decided_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, Block, asked, decided
 from torch import nn
 
 from lightning_ptm.errors import CapacityError
@@ -26,7 +26,7 @@ def sized(device: int, host: int = 0, disk: int = 0) -> Budget:
 
 
 def budget(machine: Machine, **settings: Any) -> Budget:
-    return drawn(machine=machine, **settings).budget
+    return decided(machine=machine, **settings).budget
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
     shards = budget(CLUSTER, ranks=2)
     assert budget(CLUSTER, ranks=2, reduce_gradients="each_step") == shards.without(Tier.DEVICE, 7 * PAGE)
     assert budget(CLUSTER, reduce_gradients="each_step") == budget(CLUSTER)  # one rank reduces nothing
-    assert drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step").reduced_at_step
-    assert not drawn(machine=CLUSTER, ranks=2).reduced_at_step
-    assert not drawn(machine=CLUSTER, reduce_gradients="each_step").reduced_at_step
+    assert decided(machine=CLUSTER, ranks=2, reduce_gradients="each_step").reduced_at_step
+    assert not decided(machine=CLUSTER, ranks=2).reduced_at_step
+    assert not decided(machine=CLUSTER, reduce_gradients="each_step").reduced_at_step
     with pytest.raises(CapacityError, match=r"keeps 448 KiB of gradients whole .* have 448 KiB in all"):
-        drawn(machine=CLUSTER, ranks=2, reduce_gradients="each_step", device_memory=7 * PAGE)
+        decided(machine=CLUSTER, ranks=2, reduce_gradients="each_step", device_memory=7 * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     """Of four pages each: parameter, gradient and two moments."""
-    found = drawn(disk_path="/d", master_home="disk", staging_memory=staging, host_memory=host)
+    found = decided(disk_path="/d", master_home="disk", staging_memory=staging, host_memory=host)
     assert found.staging_chunks == chunks
 
 
@@ -106,7 +106,7 @@ def test_forecasts_are_for_updates_that_are_not_held_or_reach_all_that_may_be_la
     staleness: int, hold: bool, forecast: bool, reach: int, forecasts: bool, held: bool
 ) -> None:
     settings = {"max_staleness": staleness, "hold_updates": hold, "forecast": forecast, "forecast_reach": reach}
-    found = drawn(lock_free=True, disk_path="/d", staleness_warmup=5, **settings)
+    found = decided(lock_free=True, disk_path="/d", staleness_warmup=5, **settings)
     assert found.lock_free is not None and (found.lock_free.warmup, found.lock_free.reach) == (5, reach)
     assert (found.lock_free.forecast, found.lock_free.paced_steps > 1) == (forecasts, held)
     assert found.lock_free.max_staleness == staleness
@@ -115,7 +115,7 @@ def test_forecasts_are_for_updates_that_are_not_held_or_reach_all_that_may_be_la
 @pytest.mark.parametrize(("cores", "ranks", "ours", "updates"), [(8, 1, 8, 4), (8, 4, 2, 1), (2, 4, 1, 1)])
 def test_cores_of_updates(cores: int, ranks: int, ours: int, updates: int) -> None:
     machine = dataclasses.replace(WORKSTATION, cores=cores, ranks=ranks)
-    found = drawn(machine=machine, lock_free=True, disk_path="/d").lock_free
+    found = decided(machine=machine, lock_free=True, disk_path="/d").lock_free
     assert found is not None and (found.cores_in_all, found.cores) == (ours, updates)
 
 
@@ -132,7 +132,7 @@ def test_gradients_that_travel_have_pages(options: dict[str, Any], count: int, w
     """Of each size: those of flats that wait (twice where they outlive the pass), of versions in the making, one more."""
     module = nn.Module()
     module.blocks = nn.ModuleList(Block(1) for _ in range(2))
-    found = drawn(module, lock_free=True, disk_path="/d", keep_gradients=keep, **options)
+    found = decided(module, lock_free=True, disk_path="/d", keep_gradients=keep, **options)
     assert found.lock_free is not None
     assert [row.count for row in found.lock_free.spares] == [2]
     assert [row.count for row in found.lock_free.gradients] == ([(count * 2 if keep else count) + 3] if count else [])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_ptm.runtime.calls import Action, Calls, Event, State, step
+from lightning_ptm.runtime.calls import Action, CallEvent, Calls, State, step
 
 R, H, C, F, K, E = State.RESTING, State.HELD, State.COMPUTING, State.FREED, State.KEPT, State.ENDED
 
@@ -24,7 +24,7 @@ SIMPLE = {
 @pytest.mark.parametrize("state", list(State))
 def test_events_that_ask_for_no_counts(state: State) -> None:
     for event, (following, actions) in zip(
-        (Event.OUTPUT, Event.RECOMPUTE, Event.PASS_ENDS), SIMPLE[state], strict=True
+        (CallEvent.OUTPUT, CallEvent.RECOMPUTE, CallEvent.PASS_ENDS), SIMPLE[state], strict=True
     ):
         for complete, open_calls, blind_calls in itertools.product((False, True), repeat=3):
             found = step(state, event, complete=complete, open_calls=open_calls, blind_calls=blind_calls)
@@ -34,22 +34,22 @@ def test_events_that_ask_for_no_counts(state: State) -> None:
 @pytest.mark.parametrize("open_calls", [False, True])
 @pytest.mark.parametrize("blind_calls", [False, True])
 @pytest.mark.parametrize("complete", [False, True])
-@pytest.mark.parametrize("event", [Event.GRADIENT, Event.INPUTS])
+@pytest.mark.parametrize("event", [CallEvent.GRADIENT, CallEvent.INPUTS])
 @pytest.mark.parametrize("state", list(State))
-def test_progress(state: State, event: Event, complete: bool, open_calls: bool, blind_calls: bool) -> None:
+def test_progress(state: State, event: CallEvent, complete: bool, open_calls: bool, blind_calls: bool) -> None:
     following, actions = step(state, event, complete=complete, open_calls=open_calls, blind_calls=blind_calls)
     if state is E:
-        assert (following, actions) == (E, (Action.REFUSE,) if event is Event.GRADIENT else ())
+        assert (following, actions) == (E, (Action.REFUSE,) if event is CallEvent.GRADIENT else ())
         return
-    begun = state in (C, F, K) or event is Event.GRADIENT
+    begun = state in (C, F, K) or event is CallEvent.GRADIENT
     ended = begun and complete and not open_calls and not blind_calls
     assert (following is E) == (Action.END in actions) == ended
     # The lease of a unit that waits for others is given back, but where a recomputed forward needs it.
-    waits = state is C and not ended and (complete or (event is Event.INPUTS and not open_calls))
+    waits = state is C and not ended and (complete or (event is CallEvent.INPUTS and not open_calls))
     assert (Action.LEAVE in actions) == waits
     assert not {Action.ENTER, Action.HOLD, Action.REFUSE} & set(actions)
     if not ended:
-        after = {R: F, H: K} if event is Event.GRADIENT else {}
+        after = {R: F, H: K} if event is CallEvent.GRADIENT else {}
         assert following is (F if waits else after.get(state, state))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, LaidOut, Net, drawn, laid_out
+from decided_by_hand import PAGE, LaidOut, Net, decided, laid_out
 from small_parts import Twin
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -88,7 +88,7 @@ def run(
 ) -> Iterator[Run]:
     module = Net(2)
     optimizers = make(module)
-    with laid_out(drawn(module, optimizers, **PLACES[place], **options), [disk]) as made:
+    with laid_out(decided(module, optimizers, **PLACES[place], **options), [disk]) as made:
         made.take_over()
         it = Run(made, optimizers, communicator or SoloCommunicator())
         for row in made.blueprint.inventory.rows:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, drawn, sgd
+from decided_by_hand import PAGE, decided, sgd
 from test_stock import BF16, FP32, LOCK_FREE, MIXED
 
 from lightning_ptm.planning.inventory import What
@@ -31,7 +31,7 @@ HALF = [(What.PARAMETERS, "parameters", BF16), (What.GRADIENTS, "gradient", BF16
     ],
 )
 def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -> None:
-    found = drawn(**options)
+    found = decided(**options)
     for flat in found.layout.flats:
         kept = columns(found, flat.index)
         assert [(column.what, column.name, column.dtype) for column in kept] == expected
@@ -50,13 +50,13 @@ def test_what_is_kept_of_a_flat(options: dict[str, Any], expected: list[Kept]) -
 )
 def test_staging_of_a_chunk(options: dict[str, Any], pages: int) -> None:
     """A page of each at most, whatever the dtype; those of 16 bits fill half of theirs."""
-    assert chunk_bytes(drawn(**options)) == pages * PAGE
+    assert chunk_bytes(decided(**options)) == pages * PAGE
 
 
 @pytest.mark.parametrize(("word", "size"), [("bf16", 2 * 16384), ("int8", 20480)])
 def test_encoded_states_take_what_lies_in_pages_and_scratch_for_what_they_stand_for(word: str, size: int) -> None:
     """Of a chunk of 16384 elements: two bytes each, or one and a scale of two for each 64, up to a disk block's end."""
-    found = drawn(state_dtype=word)
+    found = decided(state_dtype=word)
     own = own_state_bytes(found)
     for flat in found.layout.flats:
         (sizes,) = own[flat.index]
@@ -66,4 +66,4 @@ def test_encoded_states_take_what_lies_in_pages_and_scratch_for_what_they_stand_
         assert kept["exp_avg"].numel * kept["exp_avg"].dtype.itemsize == sizes[0]
         assert kept["parameters"].numel == flat.shard_numel
     assert scratch_bytes(found) == 2 * PAGE
-    assert scratch_bytes(drawn()) == 0
+    assert scratch_bytes(decided()) == 0

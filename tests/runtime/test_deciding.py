@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, adam, asked, drawn
+from decided_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, adam, asked, decided
 
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.homes import Budget, Homes
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.deciding import draw
+from lightning_ptm.runtime.deciding import decide_here
 from lightning_ptm.runtime.heap import Freed
 from lightning_ptm.runtime.machine import Machine
 from lightning_ptm.terms import Tier
@@ -41,7 +41,7 @@ def sized(device: int, host: int = 0, disk: int = 0) -> Budget:
     ],
 )
 def test_where_states_live(machine: Machine, settings: dict[str, Any], homes: Homes, unified: bool) -> None:
-    found = drawn(machine=machine, **settings)
+    found = decided(machine=machine, **settings)
     assert found.unified is unified and found.ram is (D if unified else H)
     assert {(each.parameter, each.master) for each in found.placement.homes} == {(homes.parameter, homes.master)}
     # A device apart hands gradients to the host at once where the update runs there.
@@ -51,32 +51,32 @@ def test_where_states_live(machine: Machine, settings: dict[str, Any], homes: Ho
 @pytest.mark.parametrize("home", ["parameter_home", "master_home"])
 def test_a_home_on_no_disk_is_refused(home: str) -> None:
     with pytest.raises(ConfigError, match="is 'disk' and there is no disk_path"):
-        drawn(**{home: "disk"})
+        decided(**{home: "disk"})
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CapacityError):
-        drawn(host_memory="1MiB")
+        decided(host_memory="1MiB")
 
 
 def test_in_ram_updates_wait_for_the_step() -> None:
     """Where nothing is in RAM alone, they follow each unit's backward."""
-    assert drawn().outlive_backward
-    assert not drawn(disk_path="/d", master_home="disk").outlive_backward
-    assert drawn(disk_path="/d", master_home="disk", keep_gradients=True).outlive_backward
-    assert drawn(disk_path="/d", master_home="disk", update_in_backward=False).outlive_backward
+    assert decided().outlive_backward
+    assert not decided(disk_path="/d", master_home="disk").outlive_backward
+    assert decided(disk_path="/d", master_home="disk", keep_gradients=True).outlive_backward
+    assert decided(disk_path="/d", master_home="disk", update_in_backward=False).outlive_backward
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_lock_free_updates_get_gradients_behind_each_backward_where_nobody_keeps_them(keep: bool) -> None:
-    assert drawn(lock_free=True, disk_path="/d", keep_gradients=keep).outlive_backward is keep
-    assert drawn(lock_free=True, disk_path="/d", update_in_backward=False).outlive_backward
+    assert decided(lock_free=True, disk_path="/d", keep_gradients=keep).outlive_backward is keep
+    assert decided(lock_free=True, disk_path="/d", update_in_backward=False).outlive_backward
 
 
 def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
-    of_ranks = [drawn(machine=CLUSTER, ranks=2, rank=rank) for rank in range(2)]
+    of_ranks = [decided(machine=CLUSTER, ranks=2, rank=rank) for rank in range(2)]
     assert of_ranks[0].layout == of_ranks[1].layout and of_ranks[0].inventory == of_ranks[1].inventory
-    alone = drawn(machine=CLUSTER)
+    alone = decided(machine=CLUSTER)
     for ours, whole in zip(of_ranks[0].layout.flats, alone.layout.flats, strict=True):
         assert 2 * ours.shard_numel == whole.shard_numel
 
@@ -109,12 +109,12 @@ def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        drawn(**settings)
+        decided(**settings)
 
 
 @pytest.mark.parametrize(("machine", "trains", "goes"), [(CLUSTER, True, True), (CLUSTER, False, False)])
 def test_activations_go_to_the_host_where_something_trains(machine: Machine, trains: bool, goes: bool) -> None:
-    found = drawn(None, adam if trains else [], machine=machine, activations="host")
+    found = decided(None, adam if trains else [], machine=machine, activations="host")
     assert found.activations_to_host is goes
 
 
@@ -124,20 +124,20 @@ def test_equal_questions_have_equal_answers() -> None:
         return {each.name: getattr(found, each.name) for each in dataclasses.fields(found) if each.name not in left_out}
 
     for machine, ranks in itertools.product((WORKSTATION, CLUSTER), (1, 2)):
-        assert plain(drawn(machine=machine, ranks=ranks)) == plain(drawn(machine=machine, ranks=ranks))
+        assert plain(decided(machine=machine, ranks=ranks)) == plain(decided(machine=machine, ranks=ranks))
 
 
 def test_here_it_is_this_machine(tmp_path: Path) -> None:
-    found = draw(
+    found = decide_here(
         asked(device_memory="8MiB", host_memory="8MiB", disk_path=tmp_path, disk_memory="1MiB"), SoloCommunicator(), 1
     )
     assert found.budget == sized(8 << 20, 8 << 20, 1 << 20)
     with pytest.raises(ConfigError):
-        draw(asked(disk_path=tmp_path / "missing" / "x"), SoloCommunicator(), 1)
+        decide_here(asked(disk_path=tmp_path / "missing" / "x"), SoloCommunicator(), 1)
 
 
 def test_an_evaluation_has_no_states() -> None:
-    found = drawn(None, [], disk_path="/d", lock_free=True)
+    found = decided(None, [], disk_path="/d", lock_free=True)
     assert found.lock_free is None and set(found.traits) == {()} and found.staging_chunks == 1
     assert found.trace.ticks and all(tick.phase.value == "forward" for tick in found.trace.ticks)
 
@@ -155,7 +155,7 @@ def test_an_evaluation_has_no_states() -> None:
 )
 def test_between_a_device_and_ram_as_many_chunks_as_there_is_room_for(settings: dict[str, Any], chunks: int) -> None:
     """A page each, of parameters; the homes take 14 pages of moments and 7 of gradients."""
-    found = drawn(parameter_home="device", master_home="host", **settings)
+    found = decided(parameter_home="device", master_home="host", **settings)
     assert found.staging_chunks == chunks
     assert found.inventory.by_what(Tier.HOST)[What.STAGING] == chunks * PAGE
     assert found.pool_bytes[Tier.HOST] <= found.budget[Tier.HOST]
@@ -164,9 +164,9 @@ def test_between_a_device_and_ram_as_many_chunks_as_there_is_room_for(settings: 
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_in_pages_of_their_own_beside_a_device_wait_as_long_as_they_like(keep: bool) -> None:
     options: dict[str, Any] = {"parameter_home": "device", "master_home": "host", "keep_gradients": keep}
-    found = drawn(machine=CLUSTER, **options)
+    found = decided(machine=CLUSTER, **options)
     assert found.gradient_room_bytes == sum(flat.gradient_bytes for flat in found.trained_flats()) == 7 * PAGE
-    in_grad = drawn(machine=CLUSTER, parameter_home="device", master_home="device")
+    in_grad = decided(machine=CLUSTER, parameter_home="device", master_home="device")
     assert in_grad.gradient_room_bytes == 2 * 3 * PAGE
 
 
@@ -190,4 +190,4 @@ MIXED = {"compute": torch.bfloat16, "mixed": True}
 )
 def test_freed_memory(freed: str, free: int, settings: dict[str, Any], becomes: Freed) -> None:
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
-    assert drawn(machine=machine, freed_memory=freed, **settings).freed_memory is becomes
+    assert decided(machine=machine, freed_memory=freed, **settings).freed_memory is becomes

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import yaml
 from checkpoint_runs import HALF, fit
-from drawn_by_hand import PAGE, WORKSTATION, asked
+from decided_by_hand import PAGE, WORKSTATION, asked
 from plain_loop import Outcome
 
 from lightning_ptm import AngelPTMStrategy

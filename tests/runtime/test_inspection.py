@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, Net, drawn, laid_out
+from decided_by_hand import PAGE, Net, decided, laid_out
 from torch import nn
 
 from lightning_ptm.comm import SoloCommunicator
@@ -48,7 +48,7 @@ class Tail(Net):
 @contextmanager
 def engine_of(module: nn.Module, disk: Path, **options: Any) -> Iterator[Any]:
     """What is asked of an engine. `plans` are those that the executor follows, by mode."""
-    with laid_out(drawn(module, **options), [disk]) as made:
+    with laid_out(decided(module, **options), [disk]) as made:
         plans: dict[Mode, Any] = {}
         yield SimpleNamespace(
             blueprint=made.blueprint,

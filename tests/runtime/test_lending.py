@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, Net
+from decided_by_hand import PAGE, Net
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
 
 from lightning_ptm.errors import UsageError

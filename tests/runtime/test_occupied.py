@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from drawn_by_hand import CLUSTER, PAGE, Net, drawn
+from decided_by_hand import CLUSTER, PAGE, Net, decided
 
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.trace import Trace
@@ -33,7 +33,7 @@ def found_for(drawn_: Blueprint) -> Occupied:
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_what_is_fixed_and_what_comes_beside_it(name: str) -> None:
-    made = drawn(**RUNS[name])
+    made = decided(**RUNS[name])
     found, plan = found_for(made), make_plan(made, Mode.TRAIN, made.trace)
     for tier in TIERS:
         rows = [row for row in made.inventory.rows if row.tier is tier and row.lifetime is not Lifetime.PASSING]
@@ -52,12 +52,12 @@ def test_what_is_fixed_and_what_comes_beside_it(name: str) -> None:
 
 
 def test_the_worst_of_the_first_iteration_and_the_others_counts() -> None:
-    made = drawn(machine=CLUSTER, ranks=2, **ON_HOST)
+    made = decided(machine=CLUSTER, ranks=2, **ON_HOST)
     assert [size // PAGE for size in found_for(made).device_per_tick] == [12, 12, 7, 7, 12, 15, 9, 7, 3]
 
 
 def test_tiers_without_a_plan_are_as_full_all_the_time() -> None:
-    made = drawn(device_memory=16 * PAGE, **ON_HOST)
+    made = decided(device_memory=16 * PAGE, **ON_HOST)
     found = found_for(made)
     assert found.per_tick(Tier.HOST) == (found.fixed[Tier.HOST],) * 9
     assert found.peak(Tier.HOST) == found.fixed[Tier.HOST] == 28 * PAGE
@@ -68,7 +68,7 @@ def test_tiers_without_a_plan_are_as_full_all_the_time() -> None:
 
 def test_of_a_run_in_ram_by_hand() -> None:
     """Seven pages of parameters, twice as many of moments."""
-    found = found_for(drawn())
+    found = found_for(decided())
     assert found.device_per_tick == (21 * PAGE,) * 9
     assert found.fixed == {Tier.DEVICE: 21 * PAGE, Tier.HOST: 0, Tier.DISK: 0}
 
@@ -84,13 +84,13 @@ def test_of_a_run_in_ram_by_hand() -> None:
     ],
 )
 def test_gradients_beside_the_pages(options: dict[str, Any], pages: int) -> None:
-    assert found_for(drawn(**options)).gradients_beside == pages * PAGE
+    assert found_for(decided(**options)).gradients_beside == pages * PAGE
 
 
 @pytest.mark.parametrize(("room", "pages"), [(0, 1 + 2 * 5), (10, 1 + 2 * 5), (12, 1 + 12), (40, 16)])
 def test_behind_the_backward_as_many_wait_as_there_is_room_for(room: int, pages: int) -> None:
     """The root's, and those of two units at least."""
-    made = dataclasses.replace(drawn(Net(5), **ON_DISK), gradient_room_bytes=room * PAGE)
+    made = dataclasses.replace(decided(Net(5), **ON_DISK), gradient_room_bytes=room * PAGE)
     assert not made.outlive_backward
     assert found_for(made).gradients_beside == pages * PAGE
 
@@ -98,4 +98,4 @@ def test_behind_the_backward_as_many_wait_as_there_is_room_for(room: int, pages:
 def test_frozen_units_have_none() -> None:
     module = Net(3)
     module.blocks[2].requires_grad_(False)
-    assert found_for(drawn(module)).gradients_beside == 4 * PAGE
+    assert found_for(decided(module)).gradients_beside == 4 * PAGE

@@ -19,7 +19,7 @@ from lightning_ptm.memory.activations import HostBuffers, Mover
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.runtime import deciding, offload
-from lightning_ptm.runtime.offload import Offload, Sent
+from lightning_ptm.runtime.offload import Offload, SavedView
 
 CPU = CpuBackend()
 BATCHES = tokens(5)
@@ -127,7 +127,7 @@ def test_what_stays(taking: Offload) -> None:
     assert all(kept is tensor for kept, tensor in zip(call(taken, *stays), stays, strict=True))
     outside = torch.ones(64)
     assert taken.pack(outside) is outside
-    assert isinstance(call(taken, torch.ones(64))[0], Sent)
+    assert isinstance(call(taken, torch.ones(64))[0], SavedView)
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------------------

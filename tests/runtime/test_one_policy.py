@@ -12,7 +12,7 @@ from plain_loop import make_trainer, tokens
 from policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
 from tiny_models import Stack
 
-from lightning_ptm.planning.chunks import Chunks, Doing
+from lightning_ptm.planning.chunks import ChunkEvent, Chunks
 
 STEPS, BEFORE = 8, 3
 """Steps of a run, and how many come before those that are compared: nothing is read ahead of the first, and the first plan is
@@ -58,7 +58,7 @@ def test_what_a_run_decides_is_what_its_forecast_does(
     assert run == forecast
     assert len(run) >= 3 * 5 * (STEPS - BEFORE - 1)
     if where != "ram":
-        assert {doing for doing, *_ in run} >= {each.value for each in Doing if each is not Doing.GIVEN_UP}
+        assert {doing for doing, *_ in run} >= {each.value for each in ChunkEvent if each is not ChunkEvent.GIVEN_UP}
 
 
 def test_a_policy_that_changes_changes_both(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from drawn_by_hand import Net, drawn, laid_out
+from decided_by_hand import Net, decided, laid_out
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -23,7 +23,7 @@ def groups_of(
     """Of a module of three units."""
     module = Net(2)
     optimizers = make(list(module.parameters()))
-    with laid_out(drawn(module, optimizers)) as pages:
+    with laid_out(decided(module, optimizers)) as pages:
         yield OptimizerGroups(pages.flats, optimizers), optimizers, list(module.parameters())
 
 

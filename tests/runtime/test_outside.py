@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, PAGE, Net, drawn, sgd
+from decided_by_hand import CLUSTER, PAGE, Net, decided, sgd
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.terms import Tier
@@ -30,7 +30,7 @@ DOES_HARM: dict[str, dict[str, Any]] = {
 
 
 def test_a_run_that_rearranges_parameters_has_no_pages() -> None:
-    plain, found = drawn(), drawn(rearranges=True)
+    plain, found = decided(), decided(rearranges=True)
     assert plain.may_be_outside and not plain.outside and not plain.selfstepping
     assert found.outside and found.may_be_outside and found.selfstepping == {0}
     assert all(not unit.parameters for unit in found.units) and not found.layout.flats
@@ -38,14 +38,14 @@ def test_a_run_that_rearranges_parameters_has_no_pages() -> None:
 
 @pytest.mark.parametrize("name", list(DOES_HARM))
 def test_but_where_that_does_harm(name: str) -> None:
-    found = drawn(rearranges=True, **DOES_HARM[name])
+    found = decided(rearranges=True, **DOES_HARM[name])
     assert not found.outside and not found.may_be_outside and found.layout.flats
 
 
 def test_parameters_without_memory_need_pages() -> None:
     with torch.device("meta"):
         module = Net()
-    assert not drawn(module).may_be_outside
+    assert not decided(module).may_be_outside
 
 
 def lbfgs(parameters: Any) -> torch.optim.Optimizer:
@@ -53,18 +53,18 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_an_optimizer_that_pages_cannot_have_steps_itself() -> None:
-    found = drawn(optimizers=lbfgs)
+    found = decided(optimizers=lbfgs)
     assert found.selfstepping == {0} and not any(flat.trainable for flat in found.layout.flats)
 
 
 @pytest.mark.parametrize("name", [name for name in DOES_HARM if name not in ("weights", "not restored", "converted")])
 def test_and_is_refused_elsewhere(name: str) -> None:
     with pytest.raises(ConfigError, match="LBFGS"):
-        drawn(optimizers=lbfgs, **DOES_HARM[name])
+        decided(optimizers=lbfgs, **DOES_HARM[name])
 
 
 def test_and_where_ram_does_not_hold_all() -> None:
     options: dict[str, Any] = {"disk_path": "/d", "host_memory": 20 * PAGE}
-    assert {each.parameter for each in drawn(Net(6), sgd, **options).placement.homes} > {D}
+    assert {each.parameter for each in decided(Net(6), sgd, **options).placement.homes} > {D}
     with pytest.raises(ConfigError, match="LBFGS"):
-        drawn(Net(6), lbfgs, **options)
+        decided(Net(6), lbfgs, **options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, Net, drawn, laid_out
+from decided_by_hand import PAGE, Net, decided, laid_out
 from test_stock import RUNS, Odd
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
@@ -28,7 +28,7 @@ from lightning_ptm.terms import TIERS, Tier
 @pytest.mark.parametrize("name", list(RUNS))
 def test_set_up_takes_what_the_rows_say(name: str, disk: Path) -> None:
     """To the page, in each tier; gradients that come later are laid behind them in their order."""
-    found = drawn(Odd(), **RUNS[name])
+    found = decided(Odd(), **RUNS[name])
     with laid_out(found, [disk]) as made:
         for lifetimes in ((Lifetime.RUN,), (Lifetime.RUN, Lifetime.FIRST_GRADIENT)):
             for tier in TIERS:
@@ -66,7 +66,7 @@ LOCK_FREE: dict[str, Any] = {"lock_free": True, "disk_path": "/d"}
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_what_is_taken_of_a_flat_is_where_its_homes_are(name: str, disk: Path) -> None:
-    found = drawn(Odd(), **RUNS[name])
+    found = decided(Odd(), **RUNS[name])
     with laid_out(found, [disk]) as made:
         for store in made.stores:
             homes = found.placement.homes[store.unit.index]
@@ -105,14 +105,14 @@ def test_what_is_taken_of_a_flat_is_where_its_homes_are(name: str, disk: Path) -
     ],
 )
 def test_parameters_that_are_copies_and_those_that_close(options: dict[str, Any], is_copy: bool, closes: bool) -> None:
-    found = drawn(Net(1), **options)
+    found = decided(Net(1), **options)
     with pages(found, sizes={Tier.DEVICE: 1 << 22, Tier.HOST: 1 << 22, Tier.DISK: 0}) as made:
         (flat,) = made.store(1).flats
         assert (flat.binding._is_copy, flat.binding.doors.closes) == (is_copy, closes)
 
 
 def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
-    found = drawn()
+    found = decided()
     with pages(found, sizes={Tier.DEVICE: PAGE, Tier.HOST: 0, Tier.DISK: 0}) as made:
         made.store(0)
         with pytest.raises(CapacityError, match="flat 1 parameters"):
@@ -139,7 +139,7 @@ def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
     ],
 )
 def test_a_gradient_has_the_pages_of_its_row(options: dict[str, Any], lasts: bool, disk: Path) -> None:
-    found = drawn(Net(1), **options)
+    found = decided(Net(1), **options)
     with laid_out(found, [disk]) as made:
         (flat,) = made.flats[1]
         row = gradient_row(found, flat.store.layout)
@@ -160,7 +160,7 @@ def test_a_gradient_has_the_pages_of_its_row(options: dict[str, Any], lasts: boo
 
 
 def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
-    found = drawn(Net(1), **LOCK_FREE, device_memory="8MiB")
+    found = decided(Net(1), **LOCK_FREE, device_memory="8MiB")
     assert found.lock_free is not None
     with pages(found, (disk,)) as made:
         stores = [made.store(unit) for unit in range(2)]
@@ -178,7 +178,7 @@ def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
 
 
 def test_where_grad_itself_travels_there_are_no_pages_for_it(disk: Path) -> None:
-    with pages(drawn(Net(1), **LOCK_FREE), (disk,)) as made:
+    with pages(decided(Net(1), **LOCK_FREE), (disk,)) as made:
         assert made.take_gradient_pages() is None
 
 
@@ -186,7 +186,7 @@ def test_where_grad_itself_travels_there_are_no_pages_for_it(disk: Path) -> None
 
 
 def test_versions_in_the_making_and_buffers_of_saves(disk: Path) -> None:
-    found = drawn(Net(1), **LOCK_FREE, state_dict_type="sharded", async_save=True)
+    found = decided(Net(1), **LOCK_FREE, state_dict_type="sharded", async_save=True)
     with pages(found, (disk,)) as made:
         (row,) = found.inventory.of(What.VERSIONS)
         spares = made.spares()
@@ -203,7 +203,7 @@ def test_versions_in_the_making_and_buffers_of_saves(disk: Path) -> None:
 
 
 def test_without_them_nothing_is_taken() -> None:
-    with pages(drawn()) as made:
+    with pages(decided()) as made:
         before = made._allocator.free_bytes(Tier.DEVICE)
         assert made.spares() == () and made.take_gradient_pages() is None
         made.buffers_for_saves()

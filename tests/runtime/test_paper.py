@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, PAGE, drawn
+from decided_by_hand import CLUSTER, PAGE, decided
 from torch import nn
 
 from lightning_ptm.errors import CapacityError
@@ -74,7 +74,7 @@ def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) ->
     ],
 )
 def test_pages_at_ticks(options: dict[str, Any], follows: bool, pages: list[int]) -> None:
-    found = drawn(**options)
+    found = decided(**options)
     ticks, plan, done = replayed(found, follows=follows)
     assert ticks == pages
     if follows:  # every unit is in it
@@ -89,7 +89,7 @@ def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bo
     sizes = []
     for device_pages in range(5, 24):
         try:
-            found = drawn(
+            found = decided(
                 ranks=ranks,
                 device_memory=device_pages * PAGE,
                 keep_gradients=keep,
@@ -108,7 +108,7 @@ def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bo
 
 def test_pages_that_are_taken_once_are_not_there() -> None:
     """The pool of a run that keeps three pages for itself is smaller by these."""
-    found = drawn(device_memory=8 * PAGE, **ON_HOST)
+    found = decided(device_memory=8 * PAGE, **ON_HOST)
     ticks, _, _ = replayed(found, fixed_pages=1)
     assert max(ticks) == 7
     ticks, _, _ = replayed(found, fixed_pages=3, follows=False)
@@ -139,7 +139,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_experts_are_fetched_ahead_of_each_other_and_stay_until_their_update(rank: int) -> None:
-    found = drawn(Sparse(), machine=CLUSTER, ranks=2, rank=rank, expert_parallel_size=2, **ON_HOST)
+    found = decided(Sparse(), machine=CLUSTER, ranks=2, rank=rank, expert_parallel_size=2, **ON_HOST)
     ticks, plan, done = replayed(found)
     ours = sorted(set(found.by_need) - set(found.layout.elsewhere))
     assert [(tick.unit, tick.phase) for tick in found.trace.ticks] == [
@@ -173,7 +173,7 @@ def test_experts_are_fetched_ahead_of_each_other_and_stay_until_their_update(ran
 
 def test_what_is_fetched_is_given_up_once() -> None:
     for device_pages in range(12, 30):
-        found = drawn(
+        found = decided(
             Sparse(),
             machine=CLUSTER,
             ranks=2,
@@ -199,7 +199,7 @@ def test_what_is_fetched_is_given_up_once() -> None:
 
 def test_sums_on_disk_are_added_to_in_pages_beside_the_gradients_from_the_second_pass_on() -> None:
     """Blocks and their gradients as without; once more as many pages for what there is of each sum."""
-    found = drawn(
+    found = decided(
         device_memory=32 * PAGE,
         parameter_home="disk",
         master_home="disk",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drawn_by_hand import CLUSTER, PAGE, drawn
+from decided_by_hand import CLUSTER, PAGE, decided
 
 from lightning_ptm.planning.plan import Task
 from lightning_ptm.runtime.paper_gradients import LaidOut, PaperGradients
@@ -22,7 +22,7 @@ class Driven:
     def __init__(self, room: int = 99, by_need: tuple[int, ...] = (), **options: Any) -> None:
         self.pool = PaperPool(room)
         self.done = DoneByNeed(by_need)
-        found = drawn(**options)
+        found = decided(**options)
         self.units = PaperUnits(found, self.pool, self.done, bool)
         self.released = 0
         self.it = PaperGradients(found, self.pool, self.done, self.units, self.release_all)

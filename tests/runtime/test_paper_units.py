@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drawn_by_hand import CLUSTER, PAGE, drawn
+from decided_by_hand import CLUSTER, PAGE, decided
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.plan import Task
@@ -21,7 +21,7 @@ class Driven:
     def __init__(self, room: int, by_need: tuple[int, ...] = (), **options: Any) -> None:
         self.pool = PaperPool(room)
         self.done = DoneByNeed(by_need)
-        self.it = PaperUnits(drawn(**options), self.pool, self.done, bool)
+        self.it = PaperUnits(decided(**options), self.pool, self.done, bool)
 
     def used(self) -> int:
         self.pool.begin_tick()

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from drawn_by_hand import PAGE, WORKSTATION, Block, asked, drawn
+from decided_by_hand import PAGE, WORKSTATION, Block, asked, decided
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -160,7 +160,7 @@ def of_halves(module: Halves, ranks: int, rank: int = 0) -> Blueprint:
 
 def test_a_rank_keeps_as_much_of_parts_as_of_what_all_ranks_share() -> None:
     for ranks in (2, 4):
-        both = shared, cut_up = drawn(ranks=ranks), of_halves(Halves(), ranks, rank=1)
+        both = shared, cut_up = decided(ranks=ranks), of_halves(Halves(), ranks, rank=1)
         units = range(len(shared.units))
         assert [cut_up.layout.shard_pages(unit) for unit in units] == [
             shared.layout.shard_pages(unit) for unit in units

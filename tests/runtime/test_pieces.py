@@ -14,7 +14,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.codes import CodedTensor
 from lightning_ptm.memory.paged import PagedTensor
 from lightning_ptm.runtime import pieces
-from lightning_ptm.runtime.pieces import BUFFERS, Buffers
+from lightning_ptm.runtime.pieces import BUFFERS, PieceBuffers
 from lightning_ptm.terms import ALIGN_NUMEL, CODES, TIERS, Tier
 from lightning_ptm.update.encoding import EncodedTensor, Int8
 from lightning_ptm.update.states import Segment
@@ -65,7 +65,7 @@ def test_what_was_written_is_read(allocator: Allocator, tier: Tier, dtype: torch
 
 def test_a_reading_that_ends_early_gives_its_buffers_back(allocator: Allocator) -> None:
     tensor = paged(allocator, Tier.DISK, 20 * CELL)
-    buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
+    buffers = PieceBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
     for asked in (1, 2, 20):
         reading = pieces.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(asked)), buffers)
         next(reading)
@@ -87,7 +87,7 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
             asked.append(cell)
             yield cell * CELL, min(CELL, tensor.numel - cell * CELL)
 
-    buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
+    buffers = PieceBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
     ahead = BUFFERS if tier is Tier.DISK else 1
     found = []
     for start, values in pieces.chosen(allocator, tensor, stretches(), buffers):
@@ -102,7 +102,7 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
 @pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_who_stops_in_the_middle_can_release_everything(allocator: Allocator, tier: Tier) -> None:
     tensor = paged(allocator, tier, 8 * CELL)
-    buffers = Buffers.for_now(allocator, [(torch.float32, tensor.numel)])
+    buffers = PieceBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
     reading = pieces.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(8)), buffers)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def test_as_many_buffers_as_there_is_room_for(
     disk: Path, device: int, host: int, numel: int, tier: Tier, count: int
 ) -> None:
     with made(disk, device=device, host=host) as allocator:
-        buffers = Buffers.for_now(allocator, [(torch.float32, numel), (torch.float32, 1)])
+        buffers = PieceBuffers.for_now(allocator, [(torch.float32, numel), (torch.float32, 1)])
         taken = allocator.live_tensors()
         least = -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
         assert [(each.tier, each.numel) for each in taken] == [(tier, min(CELL, least))] * count
@@ -214,7 +214,7 @@ def test_as_many_buffers_as_there_is_room_for(
 
 def test_each_dtype_has_its_own(disk: Path) -> None:
     with made(disk, host=3) as allocator:
-        buffers = Buffers.for_now(allocator, [(torch.bfloat16, 9 * CELL), (torch.float64, 9 * CELL)])
+        buffers = PieceBuffers.for_now(allocator, [(torch.bfloat16, 9 * CELL), (torch.float64, 9 * CELL)])
         assert [(each.dtype, each.nbytes) for each in allocator.live_tensors()] == [
             (torch.bfloat16, PAGE),
             (torch.float64, PAGE),

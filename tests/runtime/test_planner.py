@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, Net, drawn
+from decided_by_hand import CLUSTER, Net, decided
 from torch import Tensor
 
 from lightning_ptm.comm import SoloCommunicator
@@ -82,14 +82,14 @@ def of_three(found: Callable[[int], Blueprint], numbers: tuple[int, int, int] = 
 
 
 def test_a_plan_of_one_rank_is_the_pure_one() -> None:
-    found = drawn(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", parameter_home="host")
     made = Planner(found, SoloCommunicator())
     assert made.plan(Mode.TRAIN, found.trace) == make_plan(found, Mode.TRAIN, found.trace)
     assert made.replan(Mode.TRAIN, found.trace) == (make_plan(found, Mode.TRAIN, found.trace), found.trace)
 
 
 def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
-    found = drawn(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", parameter_home="host")
     narrow = dataclasses.replace(found, placement=dataclasses.replace(found.placement, gather_bytes=0))
     made = Planner(narrow, SoloCommunicator())
     with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
@@ -98,12 +98,12 @@ def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
 
 
 def test_ranks_that_agree_have_their_plan() -> None:
-    found = drawn(**ON_HOST)
+    found = decided(**ON_HOST)
     assert of_three(lambda rank: found) == [make_plan(found, Mode.TRAIN, found.trace)] * 3
 
 
 def test_the_first_rank_that_plans_otherwise_is_named_with_what_it_plans() -> None:
-    alike, other = drawn(**ON_HOST), drawn(**{**ON_HOST, "parameter_home": "device"})
+    alike, other = decided(**ON_HOST), decided(**{**ON_HOST, "parameter_home": "device"})
     errors = of_three(lambda rank: alike if rank == 0 else other, numbers=(4, 5, 6))
     first = make_plan(other, Mode.TRAIN, other.trace), make_plan(alike, Mode.TRAIN, alike.trace)
     assert first[0] != first[1]
@@ -115,7 +115,7 @@ def test_the_first_rank_that_plans_otherwise_is_named_with_what_it_plans() -> No
 
 
 def test_plans_are_for_what_the_first_rank_has_traced() -> None:
-    found = drawn(**ON_HOST)
+    found = decided(**ON_HOST)
     half = len(found.trace.ticks) // 2
     other = Trace((*found.trace.ticks[:half], *found.trace.ticks[half:][::-1]))
     plans = Ranks().each(
@@ -125,7 +125,7 @@ def test_plans_are_for_what_the_first_rank_has_traced() -> None:
 
 
 def test_layouts_that_differ_are_refused_on_all_ranks() -> None:
-    layouts = [drawn(Net(2 + (rank == 2)), **ON_HOST).layout for rank in range(3)]
+    layouts = [decided(Net(2 + (rank == 2)), **ON_HOST).layout for rank in range(3)]
     errors = Ranks().each(lambda each: check_layout(layouts[each.rank], each))
     assert all(isinstance(error, RankError) for error in errors)
     (text,) = {str(error) for error in errors}
@@ -138,7 +138,7 @@ def test_layouts_that_differ_are_refused_on_all_ranks() -> None:
 
 def test_a_plan_that_does_not_simulate_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's faults are found by code that it shares nothing with."""
-    found = drawn(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", parameter_home="host")
     right = make_plan(found, Mode.TRAIN, found.trace)
     assert right.tasks[0].operation is Operation.FETCH
     wrong = Plan(right.tasks[1:], right.tick_count)

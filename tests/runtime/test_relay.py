@@ -12,7 +12,7 @@ from test_held import PAGE, flat_of
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.planning.moves import Stretch
+from lightning_ptm.planning.moves import ShardStretch
 from lightning_ptm.runtime import pieces
 from lightning_ptm.runtime.held import Held
 from lightning_ptm.runtime.relay import Relay
@@ -37,7 +37,11 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         for key, slot in zip(held.keys, flat.slots, strict=True):
             assert torch.equal(relay.whole(held, key, SoloCommunicator()), values[slot.start : slot.end])
         assert relay.moved_bytes == 4 * sum(SIZES) and not relay.given_up and not relay.sent_bytes
-        wanted = [Stretch(13, 5, 30_000, 0, 7), Stretch(10, 0, 100, 0, 40_000), Stretch(11, 0, 70_000, 0, 50_000)]
+        wanted = [
+            ShardStretch(13, 5, 30_000, 0, 7),
+            ShardStretch(10, 0, 100, 0, 40_000),
+            ShardStretch(11, 0, 70_000, 0, 50_000),
+        ]
         found = torch.zeros(200_000)
         end = 0
         sources = dict.fromkeys(held.keys, held)
@@ -68,6 +72,6 @@ def test_of_many_tensors_through_one_buffer(disk: Path) -> None:
             paged = allocator.allocate(f"values {key}", flat.shard_numel, torch.float32, Tier.DISK)
             pieces.write(allocator, paged, torch.full((flat.shard_numel,), float(key)))
             sources[key] = Held(flat, (0,), (key,), torch.float32, paged)
-        wanted = [Stretch(key, 0, 20_000, 0, 20_000 * key) for key in range(count)]
+        wanted = [ShardStretch(key, 0, 20_000, 0, 20_000 * key) for key in range(count)]
         arrivals = Relay(allocator).arrivals(wanted, sources, SoloCommunicator())
         assert all(bool((part == place // 20_000).all()) for place, part in arrivals)

@@ -19,7 +19,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
-from lightning_ptm.runtime.offload import Sent
+from lightning_ptm.runtime.offload import SavedView
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
 from lightning_ptm.terms import Tier
 
@@ -50,14 +50,14 @@ class Log:
     def begin_iteration(self) -> None:
         self.asked.append("begin iteration")
 
-    def pack(self, tensor: Tensor) -> Tensor | Sent:
+    def pack(self, tensor: Tensor) -> Tensor | SavedView:
         """What has an even number of elements goes."""
         if tensor.numel() % 2:
             return tensor
         self.asked.append(f"send {tensor.numel()}")
-        return Sent(tensor.clone(), None, tensor.dtype, 0, tuple(tensor.shape), ())  # type: ignore[arg-type]
+        return SavedView(tensor.clone(), None, tensor.dtype, 0, tuple(tensor.shape), ())  # type: ignore[arg-type]
 
-    def unpack(self, sent: Sent) -> Tensor:
+    def unpack(self, sent: SavedView) -> Tensor:
         self.asked.append("bring")
         return sent.away  # type: ignore[return-value]
 

@@ -92,15 +92,15 @@ def test_nothing_stays_on_a_module_whose_set_up_fails_last(
 
 def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is a row that nobody takes."""
-    draw = lightning_ptm.trainer.building.draw
+    decide_here = lightning_ptm.trainer.building.decide_here
 
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)
+    def with_a_row(*args: Any, **kwargs: Any) -> Any:
+        found = decide_here(*args, **kwargs)
         row = Row(What.SAVES, Tier.DEVICE, 100, "float32", 4, lifetime=Lifetime.RUN)
         rows = (*found.inventory.rows, row)
         return dataclasses.replace(found, inventory=dataclasses.replace(found.inventory, rows=rows))
 
-    monkeypatch.setattr(lightning_ptm.trainer.building, "draw", drawn)
+    monkeypatch.setattr(lightning_ptm.trainer.building, "decide_here", with_a_row)
     with pytest.raises(
         InternalError, match=r"set-up has taken \d+ bytes of the device tier, and the rows .* come to \d+"
     ):

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.runtime.pieces import Buffers
-from lightning_ptm.runtime.snapshot import Part, Snapshot, stretches
+from lightning_ptm.runtime.pieces import PieceBuffers
+from lightning_ptm.runtime.snapshot import Snapshot, SnapshotPart, stretches
 from lightning_ptm.terms import Tier
 
 CELL = 4096
@@ -36,10 +36,10 @@ class Taking:
         self.values: dict[tuple[int, int], Tensor] = {}
         self.before_put: Callable[[int, int], None] = lambda index, start: None
         parts = [
-            Part(paged, lambda start, values, index=index: self._put(index, start, values))
+            SnapshotPart(paged, lambda start, values, index=index: self._put(index, start, values))
             for index, paged in enumerate(self.tensors)
         ]
-        self.snapshot = Snapshot(allocator, parts, CELL, Buffers(allocator, []))
+        self.snapshot = Snapshot(allocator, parts, CELL, PieceBuffers(allocator, []))
 
     def _filled(self, allocator: Allocator, index: int) -> PagedTensor:
         paged = allocator.allocate("states", 3 * CELL + CELL // 2, torch.float32, Tier.DEVICE)
@@ -193,8 +193,8 @@ def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Alloca
             assert given.numel() and torch.isnan(into[start : start + given.numel()]).all(), "each once"
             into[start : start + given.numel()] = given
 
-        parts.append(Part(paged, put, starts))
-    snapshot = Snapshot(allocator, parts, CELL, Buffers(allocator, []))
+        parts.append(SnapshotPart(paged, put, starts))
+    snapshot = Snapshot(allocator, parts, CELL, PieceBuffers(allocator, []))
     for start, end in ((0, 3 * CELL), (4 * CELL, 4 * CELL), (4 * CELL, 6 * CELL)):
         changing = tensors[0].tensor()[start:end]
         snapshot.before_write(tensors[0], start, changing)
@@ -208,10 +208,10 @@ def test_a_part_that_says_how_much_is_taken_at_once_is_taken_so(allocator: Alloc
     taken: list[tuple[int, int]] = []
     tensors = [allocator.allocate("states", 3 * CELL, torch.float32, Tier.DEVICE) for _ in range(2)]
     parts = [
-        Part(paged, lambda start, values: taken.append((start, values.numel())), at_once=at_once)
+        SnapshotPart(paged, lambda start, values: taken.append((start, values.numel())), at_once=at_once)
         for paged, at_once in zip(tensors, (2 * CELL, None), strict=True)
     ]
-    Snapshot(allocator, parts, CELL, Buffers(allocator, [])).take_all()
+    Snapshot(allocator, parts, CELL, PieceBuffers(allocator, [])).take_all()
     assert taken == [(0, 2 * CELL), (2 * CELL, CELL), (0, CELL), (CELL, CELL), (2 * CELL, CELL)]
 
 
@@ -231,8 +231,8 @@ def test_who_waits_before_a_put_holds_up_nobody_and_hears_of_a_failure(allocator
         if start == CELL:
             raise OSError("the disk is full")
 
-    part = Part(paged, put, before_put=before_put)
-    snapshot = Snapshot(allocator, [part], CELL, Buffers(allocator, []), failed.set)
+    part = SnapshotPart(paged, put, before_put=before_put)
+    snapshot = Snapshot(allocator, [part], CELL, PieceBuffers(allocator, []), failed.set)
     last = paged.tensor()[2 * CELL :]
     updater = threading.Thread(target=snapshot.before_write, args=(paged, 2 * CELL, last))
     updater.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drawn_by_hand import Net, adam, drawn, sgd
+from decided_by_hand import Net, adam, decided, sgd
 from torch import nn
 
 from lightning_ptm.errors import ConfigError, InternalError
@@ -55,7 +55,7 @@ def test_masters_are_kept_beside_what_is_less_precise() -> None:
     module.norm = nn.BatchNorm1d(4)
     module.frozen = nn.Linear(3, 3).requires_grad_(False)
     module.wide = nn.Parameter(torch.zeros(5, dtype=FP64))
-    found = drawn(module, compute=BF16, mixed=True)
+    found = decided(module, compute=BF16, mixed=True)
     names = {flat.slots[0].spec.name: flat.index for flat in found.layout.flats}
     by_name = {
         name: (found.dtypes[at], found.master_dtypes[at], found.copies[at], found.gradient_dtypes[at])
@@ -75,20 +75,20 @@ def test_masters_are_kept_beside_what_is_less_precise() -> None:
 
 @pytest.mark.parametrize(("sums", "expected"), [(False, BF16), (True, FP32)])
 def test_sums_of_gradients_are_fp32(sums: bool, expected: torch.dtype) -> None:
-    found = drawn(compute=BF16, mixed=True, sums_gradients=sums)
+    found = decided(compute=BF16, mixed=True, sums_gradients=sums)
     assert set(found.gradient_dtypes) == {expected}
 
 
 def test_lock_free_updates_need_masters_in_any_precision() -> None:
-    assert set(drawn(lock_free=True, disk_path="/d").master_dtypes) == {FP32}
-    assert set(drawn().master_dtypes) == {None}
+    assert set(decided(lock_free=True, disk_path="/d").master_dtypes) == {FP32}
+    assert set(decided().master_dtypes) == {None}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_of_two_optimizers(ranks: int) -> None:
     module = Net(2)
     first, second = sgd(list(module.parameters())), adam(list(module.blocks[1].parameters()))
-    found = drawn(module, [first, second], ranks=ranks)
+    found = decided(module, [first, second], ranks=ranks)
     assert not found.selfstepping
     trained = {flat.slots[0].spec.name: flat for flat in found.trained_flats()}
     assert [trained[name].optimizers for name in sorted(trained)] == [(0,), (0, 1), (0,)]
@@ -107,12 +107,12 @@ def test_a_parameter_that_one_optimizer_has_twice() -> None:
     with pytest.raises(
         ConfigError, match=r"is in SGD twice, and each step updates it once; leave it in one group, once"
     ):
-        drawn(module, [twice])
+        decided(module, [twice])
 
 
 def test_flats_have_one_optimizer_and_what_is_in_none_is_frozen() -> None:
     module = Net(2)
-    found = drawn(module, [sgd([module.head]), adam([module.blocks[0].weight])])
+    found = decided(module, [sgd([module.head]), adam([module.blocks[0].weight])])
     slots = {slot.spec.name: slot.spec for flat in found.layout.flats for slot in flat.slots}
     assert [(slots[name].optimizer, slots[name].trainable) for name in sorted(slots)] == [
         (1, True),  # blocks.0
@@ -126,7 +126,7 @@ def test_dtypes_that_pages_do_not_hold() -> None:
     module = Net(1)
     module.codes = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"parameter codes is torch\.complex64"):
-        drawn(module, sgd)
+        decided(module, sgd)
 
 
 LYING: dict[str, tuple[torch.Tensor, tuple[int, ...] | None]] = {
@@ -143,15 +143,15 @@ def test_the_order_of_memory_is_kept(name: str) -> None:
     value, stride = LYING[name]
     module = nn.Module()
     module.weight = nn.Parameter(value)
-    found = drawn(module, sgd)
+    found = decided(module, sgd)
     assert found.layout.flats[0].slots[0].spec.stride == stride
     if stride is not None:
         with pytest.raises(ConfigError, match=r"parameter weight has strides .* state_dict_type='sharded'"):
-            drawn(module, sgd, state_dict_type="sharded")
+            decided(module, sgd, state_dict_type="sharded")
 
 
 def test_gaps_between_elements_are_refused() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(4, 6)[:, :3])
     with pytest.raises(ConfigError, match=r"parameter weight of shape \(4, 3\) has strides \(6, 1\)"):
-        drawn(module, sgd)
+        decided(module, sgd)

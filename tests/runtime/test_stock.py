@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import CLUSTER, PAGE, Net, adam, drawn, sgd
+from decided_by_hand import CLUSTER, PAGE, Net, adam, decided, sgd
 from torch import nn
 
 from lightning_ptm.errors import InternalError
@@ -63,7 +63,7 @@ def rows(found: Blueprint, what: What, lifetime: Lifetime = Lifetime.RUN) -> lis
 
 
 def test_homes_in_the_order_of_set_up() -> None:
-    found = drawn(Odd(), **MIXED, **MASTERS_ON_DISK)
+    found = decided(Odd(), **MIXED, **MASTERS_ON_DISK)
     homes = [row for row in found.inventory.rows if row.flat is not None]
     assert [(row.name, row.tier.name, row.dtype) for row in homes] == [
         ("flat 0 parameters", "DEVICE", "bfloat16"),
@@ -83,13 +83,13 @@ def test_homes_in_the_order_of_set_up() -> None:
 
 def test_gradients_with_homes() -> None:
     """Kept from the start, or taken as units end in the backward: the last unit first."""
-    kept = drawn(keep_gradients=True, **ON_HOST)
+    kept = decided(keep_gradients=True, **ON_HOST)
     assert [row.flat for row in rows(kept, What.GRADIENTS)] == [0, 1, 2, 3]
     assert not rows(kept, What.GRADIENTS, Lifetime.FIRST_GRADIENT)
-    later = drawn(**ON_HOST)
+    later = decided(**ON_HOST)
     assert [row.flat for row in rows(later, What.GRADIENTS, Lifetime.FIRST_GRADIENT)] == [3, 2, 1, 0]
     assert not rows(later, What.GRADIENTS)
-    assert not drawn().inventory.of(What.GRADIENTS)  # in `.grad`
+    assert not decided().inventory.of(What.GRADIENTS)  # in `.grad`
     for found in (kept, later):
         assert {row.flat: row for row in found.inventory.of(What.GRADIENTS)} == {
             flat.index: gradient_row(found, flat) for flat in found.trained_flats()
@@ -97,14 +97,14 @@ def test_gradients_with_homes() -> None:
 
 
 def test_gradients_that_pass_have_pages_and_no_row() -> None:
-    passing = drawn(machine=CLUSTER, ranks=2, device_memory="8MiB")
+    passing = decided(machine=CLUSTER, ranks=2, device_memory="8MiB")
     flat = passing.layout.flats[1]
     row = gradient_row(passing, flat)
     assert (row.tier, row.numel, row.lifetime) == (Tier.DEVICE, flat.shard_numel, Lifetime.PASSING)
     assert not passing.inventory.of(What.GRADIENTS)
     for found, where in (
-        (drawn(), "in .grad"),
-        (drawn(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no flat"),
+        (decided(), "in .grad"),
+        (decided(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no flat"),
     ):
         with pytest.raises(InternalError, match=f"gradient of flat 0 waits .*{where}.*, and has no pages of its own"):
             gradient_row(found, found.layout.flats[0])
@@ -123,7 +123,7 @@ def test_gradients_that_pass_have_pages_and_no_row() -> None:
     ],
 )
 def test_staging_is_of_what_is_not_where_the_arithmetic_is(options: dict[str, Any], expected: dict[str, int]) -> None:
-    found = drawn(**options)
+    found = decided(**options)
     staging = rows(found, What.STAGING)
     assert {row.dtype: row.count for row in staging} == {
         dtype: count * found.staging_chunks for dtype, count in expected.items()
@@ -143,32 +143,32 @@ def test_staging_is_of_what_is_not_where_the_arithmetic_is(options: dict[str, An
     ],
 )
 def test_saves_read_what_is_precise_and_on_disk(options: dict[str, Any], expected: set[torch.dtype]) -> None:
-    found = drawn(Odd(), **{"optimizers": adam, **options})
+    found = decided(Odd(), **{"optimizers": adam, **options})
     made = list(save_rows(found))
     assert {taken_dtype(row) for row in made} == expected
     assert {row.count for row in made} <= {BUFFERS} and {row.tier for row in made} <= {found.ram}
     assert not found.inventory.of(What.SAVES)
     if "optimizers" not in options:
-        behind = drawn(Odd(), **options, state_dict_type="sharded", async_save=True)
+        behind = decided(Odd(), **options, state_dict_type="sharded", async_save=True)
         assert list(behind.inventory.of(What.SAVES)) == made
 
 
 def test_saves_do_not_read_what_is_a_rounded_copy() -> None:
-    (row,) = save_rows(drawn(Net(), **ALL_ON_DISK, **MIXED))
+    (row,) = save_rows(decided(Net(), **ALL_ON_DISK, **MIXED))
     assert taken_dtype(row) is FP32
 
 
 def test_buffers_of_saves_are_no_longer_than_what_they_read() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(700))
-    found = drawn(module, sgd, **ALL_ON_DISK)
+    found = decided(module, sgd, **ALL_ON_DISK)
     (row,) = save_rows(found)
     assert 700 <= row.numel == found.layout.flats[0].shard_numel < chunk_numel(PAGE)
 
 
 def test_values_in_transit_have_a_page_for_each_dtype() -> None:
     def pages(**options: Any) -> int:
-        return sum(row.count for row in drawn(module, **ALL_ON_DISK, **MIXED, **options).inventory.of(What.TRANSIT))
+        return sum(row.count for row in decided(module, **ALL_ON_DISK, **MIXED, **options).inventory.of(What.TRANSIT))
 
     module = Odd()
     assert pages() == 2
@@ -176,7 +176,7 @@ def test_values_in_transit_have_a_page_for_each_dtype() -> None:
     assert pages() == 3
     # Where saves have buffers of their own it is what set-up needs.
     assert pages(state_dict_type="sharded", async_save=True) == 2
-    assert not drawn().inventory.of(What.TRANSIT)
+    assert not decided().inventory.of(What.TRANSIT)
 
 
 def test_rows_of_no_flat() -> None:
@@ -188,7 +188,7 @@ def test_rows_of_no_flat() -> None:
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_the_device_has_room_for_the_root_and_two_units(name: str) -> None:
-    found = drawn(Odd(), **RUNS[name])
+    found = decided(Odd(), **RUNS[name])
     layout = found.layout
     least = layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units))))
     room = sum(row.count for row in found.inventory.of(What.GATHERED))

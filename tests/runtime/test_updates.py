@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_by_hand import LaidOut, Net, drawn, laid_out
+from decided_by_hand import LaidOut, Net, decided, laid_out
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
@@ -74,7 +74,7 @@ def run(
         for parameter in module.parameters():
             parameter.fill_(1.0)
     optimizers = make(module)
-    with laid_out(drawn(module, optimizers, **options), [disk]) as made:
+    with laid_out(decided(module, optimizers, **options), [disk]) as made:
         made.take_over()
         it = Run(made, optimizers, room)
         for row in made.blueprint.inventory.rows:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from drawn_by_hand import PAGE
+from decided_by_hand import PAGE
 from plain_loop import TrainModule, make_trainer, vectors
 from torch import nn
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawn_by_hand import LaidOut, Net, adam, drawn, laid_out
+from decided_by_hand import LaidOut, Net, adam, decided, laid_out
 from torch import Tensor, nn
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ class Odd(Net):
 
 @contextmanager
 def run_of(module: nn.Module, disk: Path, place: str = "ram", **options: Any) -> Iterator[LaidOut]:
-    found = drawn(
+    found = decided(
         module, lambda parameters: adam([each for each in parameters if each.requires_grad]), **PLACES[place], **options
     )
     with laid_out(found, [disk]) as made:

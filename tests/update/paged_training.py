@@ -18,7 +18,7 @@ from lightning_ptm.update.encoding import Encoding
 from lightning_ptm.update.gradient import ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.job import JobHandle, UpdateJob
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import HyperParameters, Shadow, snapshot
+from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
 from lightning_ptm.update.states import FlatStates
 from lightning_ptm.update.updater import Updater
 
@@ -105,7 +105,7 @@ class Twin:
     steps: int = 0
     """Number of the next step, for those that count."""
 
-    def hyper(self) -> HyperParameters:
+    def hyper(self) -> GroupValues:
         return snapshot(self.optimizer, self.states.traits, self.steps)
 
     def job(

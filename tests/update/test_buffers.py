@@ -15,13 +15,13 @@ from lightning_ptm.planning.waiting import Begin
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.buffers import Buffers, Contribution, FlatBuffer, Origin, combined
 from lightning_ptm.update.gradient import ParameterGradients, Transform
-from lightning_ptm.update.shadow import HyperParameters
+from lightning_ptm.update.shadow import GroupValues
 
 NUMEL = 8
 
 
-def hyper(lr: float = 0.1, decay: float = 0.0) -> HyperParameters:
-    return HyperParameters((MappingProxyType({"lr": lr, "weight_decay": decay}),))
+def hyper(lr: float = 0.1, decay: float = 0.0) -> GroupValues:
+    return GroupValues((MappingProxyType({"lr": lr, "weight_decay": decay}),))
 
 
 def gradient(step: int, value: float = 1.0, lr: float = 0.1, **transform: torch.Tensor) -> Contribution:
@@ -475,7 +475,7 @@ def test_gradients_that_cannot_be_added_are_not_held_back() -> None:
     (flat,) = bench.flats
     bench.buffers.offer(flat, gradient(0), begin=False)
     other = ParameterGradients([torch.ones(8), None])
-    bench.buffers.offer(flat, Contribution(other, (Origin(1, HyperParameters(())),)), begin=False)
+    bench.buffers.offer(flat, Contribution(other, (Origin(1, GroupValues(())),)), begin=False)
     (job,) = bench.jobs
     assert [origin.step for origin in job.contribution.origins] == [0]
     bench.end(job)

@@ -19,7 +19,7 @@ from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, _F
 from lightning_ptm.planning import waiting
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.trace import Trace, sequential_trace
-from lightning_ptm.planning.waiting import Act, Doing
+from lightning_ptm.planning.waiting import GradientAct, GradientEvent
 
 CHUNK = 100
 
@@ -54,8 +54,8 @@ class Both(Beside):
             reach=reach,
         )
         self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable, reach=reach)
-        self.planned: list[Act] = []
-        self.done: list[Act] = []
+        self.planned: list[GradientAct] = []
+        self.done: list[GradientAct] = []
         self.waiting.told = self.planned.append
         self.bench.buffers.policy.told = self.done.append
         units = [
@@ -95,9 +95,9 @@ def test_the_buffers_of_a_run_decide_what_the_forecast_does() -> None:
         both = Both(seed)
         assert both.done == both.planned != []
         heard |= {(act.doing, act.foreseen, act.steps > waiting.REACH) for act in both.done}
-    assert {doing for doing, _, _ in heard} == set(Doing)
-    assert (Doing.PUBLISHED, True, False) in heard and (Doing.ADDED, True, False) in heard
-    assert (Doing.BEGINS, False, True) in heard
+    assert {doing for doing, _, _ in heard} == set(GradientEvent)
+    assert (GradientEvent.PUBLISHED, True, False) in heard and (GradientEvent.ADDED, True, False) in heard
+    assert (GradientEvent.BEGINS, False, True) in heard
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import HyperParameters, RunViews, Shadow, snapshot
+from lightning_ptm.update.shadow import GroupValues, RunViews, Shadow, snapshot
 from lightning_ptm.update.traits import Initial
 
 
@@ -205,7 +205,7 @@ def test_a_state_that_appears_later_is_an_error() -> None:
     group = {**snapshot(optimizer, traits).groups[0], "momentum": 0.9}
     run = RunViews(0, torch.ones(64), torch.ones(64), {}, None)
     with pytest.raises(UsageError, match="momentum_buffer"):
-        shadow.step(HyperParameters((group,)), [run])
+        shadow.step(GroupValues((group,)), [run])
 
 
 def test_the_shadow_lets_go_of_views() -> None:

@@ -97,7 +97,7 @@ def asked(
     )
 
 
-def drawn(*args: Any, machine: Machine = WORKSTATION, ranks: int = 1, rank: int = 0, **options: Any) -> Blueprint:
+def decided(*args: Any, machine: Machine = WORKSTATION, ranks: int = 1, rank: int = 0, **options: Any) -> Blueprint:
     """Decided for what `asked` takes."""
     return decide(asked(*args, **options), machine, ranks, rank=rank)
 
