@@ -82,10 +82,11 @@ def device_refusal(
     """
     label = tick_label(layout, trace, tick)
     if need_pages == 0:
+        page = format_bytes(layout.page_size)
         text = (
-            f"homes and staging take {format_bytes(reserved_bytes)} at {label}, which is "
-            f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; raise "
-            f"{setting} or use smaller units"
+            f"homes and staging take {format_bytes(reserved_bytes)} at {label}, which in whole pages of {page} is "
+            f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; "
+            f"raise {setting} or use smaller units"
         )
         return CapacityError(with_uses(text, Tier.DEVICE, uses))
     have_pages = max(have_pages, 0)
