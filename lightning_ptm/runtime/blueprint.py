@@ -38,6 +38,7 @@ class Request:
     Attributes:
         compute: dtype of parameters while they compute; see `specs.compute_dtype`.
         mixed: keep fp32 master parameters.
+        changes_default_dtype: a forward has another default dtype than torch has when the optimizer's step is taken.
         keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
         gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
         sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
@@ -58,6 +59,7 @@ class Request:
     gradients_stay: bool
     sums_gradients: bool
     rearranges: bool = False
+    changes_default_dtype: bool = False
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)
     partial: Collection[int] = ()
@@ -106,6 +108,7 @@ class Blueprint:
         selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
         outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
         may_be_outside: the run could do so.
+        changes_default_dtype: see Request.
         inventory: all that a run takes of each tier.
         freed_memory: on a CPU.
         gradient_room_bytes: gradients that may wait for updates behind the backward pass; on a CPU, in `.grad`.
@@ -133,6 +136,7 @@ class Blueprint:
     selfstepping: frozenset[int]
     outside: bool
     may_be_outside: bool
+    changes_default_dtype: bool = False
     inventory: Inventory = NOTHING
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0

@@ -348,6 +348,7 @@ def _blueprint(
         selfstepping=frozenset(asked.unpaged),
         outside=outside,
         may_be_outside=outside,
+        changes_default_dtype=request.changes_default_dtype,
     )
 
 

@@ -380,6 +380,7 @@ class Engine:
             self.changes.check_frozen()
         if self.heap is not None:
             self.heap.between_steps()
+        self.updates.settle_first()
         self.updates.begin_iteration(training=mode is Mode.TRAIN)
         if mode is Mode.TRAIN and self._read_ahead:
             # Behind the forward: what the first updates of the backward will need.

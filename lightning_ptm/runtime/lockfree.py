@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
@@ -51,6 +52,7 @@ class LockFreeUpdates(UpdateScheduler):
         forecast: parameters in use forecast the updates that they lack (update/forecast.py); reach: as many at most.
         paced: updates are held back as far as the bound allows (planning/pace.py).
         adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
+        default_dtype: see UpdateScheduler.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class LockFreeUpdates(UpdateScheduler):
         reach: int,
         paced: bool,
         adds: bool,
+        default_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(flats, optimizers)
+        super().__init__(flats, optimizers, default_dtype)
         self._max_staleness = max_staleness
         self._warmup = warmup
         self._batch_began = 0

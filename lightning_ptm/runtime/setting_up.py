@@ -105,6 +105,7 @@ def update_scheduler(
     updater: Updater,
 ) -> UpdateScheduler:
     """As the settings say: synchronous or lock-free."""
+    default_dtype = torch.get_default_dtype() if blueprint.changes_default_dtype else None
     if blueprint.lock_free is None:
         in_thread = backend.apart and any(flats)
         return SynchronousUpdates(
@@ -116,6 +117,7 @@ def update_scheduler(
             in_thread=in_thread,
             # From the disk, what is read ahead comes in the order of gradients.
             in_turn=in_thread and all(home.master.updates for home in blueprint.placement.homes),
+            default_dtype=default_dtype,
         )
     return LockFreeUpdates(
         stores,
@@ -131,6 +133,7 @@ def update_scheduler(
         reach=blueprint.lock_free.reach,
         paced=blueprint.lock_free.paced_steps > 1,
         adds=torch.get_num_threads() >= blueprint.lock_free.cores_in_all,
+        default_dtype=default_dtype,
     )
 
 

@@ -57,10 +57,20 @@ class UpdateScheduler(abc.ABC):
     Args:
         flats: all trainable flats, by unit.
         optimizers: the user's own.
+        default_dtype: torch's behind a forward, where forwards have another; else None.
     """
 
-    def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        flats: Sequence[Sequence[FlatUpdate]],
+        optimizers: Sequence[Optimizer],
+        default_dtype: torch.dtype | None = None,
+    ) -> None:
         self._flats = flats
+        self._default_dtype = default_dtype
+        self._updated: set[int] = set()
+        """Ids of flats that were updated before, or are."""
+        self._first_under_way = False
         self.groups = OptimizerGroups(flats, optimizers)
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
         self._armed: _Armed | None = None
@@ -95,7 +105,7 @@ class UpdateScheduler(abc.ABC):
                 self.groups.optimizers[armed.optimizer], ready[0].states.traits, self.number_of_step()
             )
         for flat in ready:
-            self._update(unit, flat, armed.hyper, Transform())
+            self._begin(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
             flat.done_this_step = True
         self._handed_over()
@@ -127,10 +137,22 @@ class UpdateScheduler(abc.ABC):
                 hyper = hyper or snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
                 clips = flat.gradient.dot_grad.clipped_later
-                self._update(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
+                self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
         self.steps_taken += 1
         self._in_step = False
+
+    def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+        self._first_under_way |= id(flat) not in self._updated
+        self._updated.add(id(flat))
+        self._update(unit, flat, hyper, transform)
+
+    def settle_first(self) -> None:
+        """Before a forward: where it has another default dtype, waits for updates that may make states. Optimizers ask
+        torch for it when they do."""
+        if self._default_dtype is not None and self._first_under_way:
+            self.finish_all()
+        self._first_under_way = False
 
     def _check_missing(self, optimizer: int) -> None:
         """Flats without any gradient are not updated, which some optimizers cannot do."""
@@ -166,7 +188,8 @@ class UpdateScheduler(abc.ABC):
         """What runs a flat's optimizer."""
         key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
         if key not in self._shadows:
-            self._shadows[key] = Shadow(self.groups.optimizers[flat.optimizer], flat.states.traits)
+            optimizer = self.groups.optimizers[flat.optimizer]
+            self._shadows[key] = Shadow(optimizer, flat.states.traits, default_dtype=self._default_dtype)
         return self._shadows[key]
 
     # -- what differs -------------------------------------------------------------------------------------------------
@@ -228,7 +251,7 @@ class SynchronousUpdates(UpdateScheduler):
     I5: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
 
     Args:
-        units: stores by unit; flats and optimizers: as above.
+        units: stores by unit; flats, optimizers and default_dtype: as above.
         updater: runs the jobs.
         gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
         in_thread: the updater works in a thread of its own; in_turn: as the next forward wants units, not as gradients come.
@@ -244,8 +267,9 @@ class SynchronousUpdates(UpdateScheduler):
         *,
         in_thread: bool,
         in_turn: bool = False,
+        default_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(flats, optimizers)
+        super().__init__(flats, optimizers, default_dtype)
         self._units = units
         self._turns = range(len(units)) if in_turn else [0] * len(units)
         self._updater = updater

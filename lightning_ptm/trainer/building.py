@@ -247,6 +247,8 @@ class BuildingStrategy(CheckpointingStrategy):
             gradients_stay=not self.precision_plugin.forgets_gradients(self._module),
             sums_gradients=sums,
             rearranges=fitting and bool(rearrangers(trainer)),
+            # Of manual optimization the step is taken within the forward.
+            changes_default_dtype=plan.default_dtype is not None and self._module.automatic_optimization,
             further=self.further_tiers(),
             boxes=self._boxes(),
             partial=() if self._cut is None else self._cut.partial,

@@ -61,6 +61,11 @@ class PrecisionPlan:
     compute: torch.dtype
     mixed: bool
 
+    @property
+    def default_dtype(self) -> torch.dtype | None:
+        """What all that is made while modules are built or run has by default; None: torch's own default."""
+        return None if self.mixed or self.compute is torch.float32 else self.compute
+
 
 class AngelPTMPrecision(Precision):
     """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself. Long because Lightning calls so
@@ -111,7 +116,7 @@ class AngelPTMPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         # All becomes what Lightning's plugins make of it: `module.to(dtype)` in 16 bits, which takes complex tensors and
         # metrics' states along, and `module.double()`; but parameters whose values are gone, which nobody can convert.
-        dtype = self._default_dtype
+        dtype = self.plan.default_dtype
         if dtype is None:
             return module
         _update_properties(module, dtype=dtype)
@@ -129,16 +134,11 @@ class AngelPTMPrecision(Precision):
                     parameter.data = parameter.data.to(dtype)
         return module
 
-    @property
-    def _default_dtype(self) -> torch.dtype | None:
-        """What all that is made while modules are built or run has by default; None: torch's own default."""
-        return None if self.plan.mixed or self.plan.compute is torch.float32 else self.plan.compute
-
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._default_dtype is None:
+        if self.plan.default_dtype is None:
             return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self._default_dtype)
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.plan.default_dtype)
 
     @override
     @contextmanager
@@ -157,7 +157,7 @@ class AngelPTMPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._default_dtype is None else _DtypeContextManager(self._default_dtype)
+        return nullcontext() if self.plan.default_dtype is None else _DtypeContextManager(self.plan.default_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ I4: every call finds the copy as the user's object was at the start: nothing pas
     or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
 I5: a step is outside of the autocast and the dispatch modes that its thread is in (a forward waits for an update and does it
     itself, under mixed precision or trainer/half_products.py), as one in a thread of its own is: which thread an update runs
-    in, tiers and time decide, and they must not change bits.
+    in, tiers and time decide, and they must not change bits. So it is outside of the default dtype of a forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.update.default_dtype import DefaultDtype
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, frozen_scalars
 
@@ -134,10 +136,14 @@ class Shadow:
     Args:
         optimizer: the user's object; read here once and not kept.
         traits: what the probe found about it.
+        default_dtype: torch's, in a step, where forwards that are under way may have another (I5); None: they do not.
     """
 
-    def __init__(self, optimizer: Optimizer, traits: OptimizerTraits) -> None:
+    def __init__(
+        self, optimizer: Optimizer, traits: OptimizerTraits, *, default_dtype: torch.dtype | None = None
+    ) -> None:
         self.traits = traits
+        self._default_dtype = default_dtype
         self._private = PrivateOptimizer(optimizer)
         self._clone = self._private.object
         self._step = undecorated_step(self._private.cls)
@@ -250,6 +256,10 @@ class Shadow:
     def _take_step(self) -> None:
         if self._records:
             vars(self._clone).update(copy.deepcopy(self._records))
+        with nullcontext() if self._default_dtype is None else DefaultDtype(self._default_dtype):
+            self._take_step_outside_modes()
+
+    def _take_step_outside_modes(self) -> None:
         if _len_torch_dispatch_stack() or torch.is_autocast_enabled(self.traits.device.type):  # I5
             with _disable_current_modes(), torch.autocast(self.traits.device.type, enabled=False):
                 self._step(self._clone, **self._closure)
