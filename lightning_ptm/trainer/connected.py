@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.comm import Arrivals, Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import ConfigError, RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
@@ -248,14 +248,21 @@ class ConnectedStrategy(ParallelStrategy):
         """Process groups of the ranks that differ along one axis; collective.
 
         Raises:
-            RankError: ranks have settings by which they would wait for each other.
+            RankError: ranks have settings by which they would wait for each other, or one is gone.
         """
         size = self.settings.tensor_parallel_size
         made_of = (self.world_size, size, self.root_device.type)
         mesh = self._device_mesh or last_mesh(*made_of)
         told: list[Any] = [None] * self.world_size
         ours = decisive(self.settings, str(self.precision_plugin.precision))
-        torch.distributed.all_gather_object(told, (ours, mesh is not None, uuid.uuid4().hex))
+        try:
+            torch.distributed.all_gather_object(told, (ours, mesh is not None, uuid.uuid4().hex))
+        except RuntimeError as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RankError(
+                f"rank {self.global_rank} begins a run, and another rank is gone, or does not come ({first_line}); at Ctrl-C "
+                f"Lightning ends all processes that it has started: start the script again"
+            ) from error
         self._arrivals = Arrivals(told[0][2], self.global_rank, self.world_size)
         refuse_other_settings([words for words, _, _ in told])
         # Groups are not made anew for each run, unless one has failed on some rank.
